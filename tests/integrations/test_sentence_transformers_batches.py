@@ -24,8 +24,8 @@ from tests.integrations.test_sentence_transformers_packed import (
     without_dropout,
 )
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse
-from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_inputs
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_kd_scores, colbert_scores
+from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs
 
 FIVE = PAIRS.select(range(5))  # a batch of 4, and one of 1
 LABELLED = FIVE.add_column("negative", [f"no {text}" for text in FIVE["anchor"]]).add_column("label", [0.1, 1, 2, 3, 4])

@@ -22,8 +22,8 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps, tiny_transformer
 from tilefold.integrations.sentence_transformers import _packing, accelerate, collate_ahead, restore
-from tilefold.integrations.sentence_transformers._collate_ahead import AheadCollator, PendingBatch
-from tilefold.integrations.sentence_transformers._packed_inputs import pack_features, packed_inputs, padded_inputs
+from tilefold.integrations.sentence_transformers.collating import AheadCollator, PendingBatch
+from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs, padded_inputs
 from tilefold.integrations.transformers.packed import padding_position
 
 KINDS = ["bert", "roberta", "distilbert", "modernbert"]

@@ -17,15 +17,16 @@ from torch import Tensor
 from tests.integrations.splade_models import assert_close, build_tiny_splade
 from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss, without_dropout
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
-from tilefold.integrations.sentence_transformers._graph_capture import (
+from tilefold.integrations.sentence_transformers.graphs import (
+    LIMIT,
     Run,
     StaticInputs,
+    StepGraphs,
     compiled_layers,
     sizes_for,
     write_gradients,
 )
-from tilefold.integrations.sentence_transformers._packed_inputs import packed_features
-from tilefold.integrations.sentence_transformers._step_graphs import LIMIT, StepGraphs
+from tilefold.integrations.sentence_transformers.packed_inputs import packed_features
 from tilefold.integrations.transformers import one_gpu
 from tilefold.integrations.transformers.packed import padding_position
 

@@ -11,8 +11,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests import programs
 from tests.integrations.splade_models import tiny_network
-from tilefold.integrations.transformers.packed import stop_packed, use_packed
-from tilefold.integrations.transformers.packed import PACKED, packed_hidden_states, position_ids_of
+from tilefold.integrations.transformers.packed import (
+    PACKED,
+    packed_hidden_states,
+    position_ids_of,
+    stop_packed,
+    use_packed,
+)
 
 KINDS = ["bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "albert"]
 CASES = [

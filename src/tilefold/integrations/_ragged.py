@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 def as_tokens(name: str, embeddings: Any, dims: int) -> Tensor:
-    """Padded token vectors ``[.., L, D]`` with ``dims`` dimensions, floating; lists are stacked.
-
-    Raises:
-        ValueError: for an empty list, or a different number of dimensions.
-    """
+    """Padded token vectors ``[.., L, D]`` with ``dims`` dimensions, floating; lists are stacked."""
     if isinstance(embeddings, (list, tuple)):
         if not embeddings:
             raise ValueError(f"{name} must hold at least one sequence, got an empty list; skip the call.")
@@ -28,11 +24,7 @@ def as_tokens(name: str, embeddings: Any, dims: int) -> Tensor:
 
 
 def token_vectors(name: str, item: Any) -> Tensor:
-    """One sequence's vectors ``[L, D]``, floating.
-
-    Raises:
-        ValueError: for another shape.
-    """
+    """One sequence's vectors ``[L, D]``, floating."""
     rows = _tensor(item)
     if rows.dim() != 2:
         raise ValueError(f"{name} must hold sequences of shape [L, D], got one of shape {list(rows.shape)}.")

@@ -30,20 +30,7 @@ class ServerError(RuntimeError):
 
 
 class SparseSource:
-    """Sparse vectors of texts.
-
-    Args:
-        model: a ``SparseEncoder``, or a folder or Hugging Face name of one; loaded at first use.
-        url: of ``tilefold serve``, or of another server with ``/embed_sparse``; instead of a model.
-        api_key: of the server.
-        top_k: heaviest terms kept per text.
-        batch_size: texts encoded, or sent, at a time.
-        timeout: seconds for an answer of the server.
-        sides: the server tells queries from documents by ``/query`` and ``/document``, as ``tilefold serve`` does.
-
-    Raises:
-        ValueError: not one of `model` and `url`, or a value out of range.
-    """
+    """Sparse vectors of texts; options as the clients document them. A model's name is loaded at first use."""
 
     def __init__(
         self,
@@ -71,12 +58,7 @@ class SparseSource:
         self.batch_size, self.timeout, self.sides = batch_size, timeout, sides
 
     def encode(self, texts: Sequence[str], side: Side) -> list[Vector]:
-        """Indices, ascending, and weights of each text.
-
-        Raises:
-            ServerError: see there.
-            TypeError: one text instead of several.
-        """
+        """Indices, ascending, and weights of each text."""
         if isinstance(texts, str):
             raise TypeError("texts: expected a sequence of strings, got one string; pass [text].")
         if not texts:
@@ -105,13 +87,13 @@ class SparseSource:
 
     def _ask(self, body: dict[str, Any], side: Side) -> Any:
         """The answer of the server; a busy one is asked again, later."""
-        wait = _FIRST_WAIT
-        for last in [False] * (_TRIES - 1) + [True]:
-            status, raw = self._post({name: value for name, value in body.items() if value is not None}, side)
-            if status != _BUSY or last:
+        sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+        status, raw = self._post(sent, side)
+        for attempt in range(_TRIES - 1):
+            if status != _BUSY:
                 break
-            time.sleep(wait)
-            wait *= 2
+            time.sleep(_FIRST_WAIT * 2**attempt)
+            status, raw = self._post(sent, side)
         try:
             answer = json.loads(raw)
         except ValueError as error:
@@ -121,7 +103,7 @@ class SparseSource:
             raise ServerError(f"url: {self.url} answered {status}: {reason}")
         return answer
 
-    def _post(self, body: dict[str, Any], side: Side) -> tuple[int, bytes]:
+    def _post(self, body: bytes, side: Side) -> tuple[int, bytes]:
         parts = urlsplit(self.url or "")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         path = parts.path.rstrip("/") + (f"/{side}" if self.sides else "") + "/embed_sparse"
@@ -131,7 +113,7 @@ class SparseSource:
         began = time.monotonic()
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
         try:
-            connection.request("POST", path, json.dumps(body).encode(), headers)
+            connection.request("POST", path, body, headers)
             reply = connection.getresponse()
             return reply.status, reply.read()
         except (OSError, http.client.HTTPException) as error:
@@ -176,15 +158,11 @@ def _vectors(answer: Any, expected: int) -> list[Vector]:
         ]
     except (KeyError, TypeError) as error:
         raise ServerError(f"url: expected sparse vectors in the answer of the server, got {answer!r:.80}.") from error
-    for row in found:
-        if not _is_vector(*row):
+    for indices, weights in found:
+        numbers = all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
+        if not numbers or len(indices) != len(weights) or any(type(index) is not int for index in indices):
             text = "url: expected whole numbers and finite weights in the answer of the server"
-            raise ServerError(f"{text}, got {row!r:.80}.")
+            raise ServerError(f"{text}, got {(indices, weights)!r:.80}.")
     if len(found) != expected:
         raise ServerError(f"url: expected {expected} vectors in the answer of the server, got {len(found)}.")
     return found
-
-
-def _is_vector(indices: list[Any], weights: list[Any]) -> bool:
-    numbers = all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
-    return numbers and len(indices) == len(weights) and all(type(index) is int for index in indices)

@@ -71,14 +71,11 @@ _LOSSES = "colpali_engine.loss.late_interaction_losses"
 _PATCHES = Acceleration(
     "colpali-engine",
     "colpali-engine>=0.3.18",
-    [
-        ("colpali_engine.utils.maxsim", "maxsim_inbatch"),
-        ("colpali_engine.utils.maxsim", "maxsim_kd"),
-        ("colpali_engine.utils.processing_utils", "maxsim_inbatch"),
-        (_LOSSES, "maxsim_inbatch"),
-        (_LOSSES, "maxsim_kd"),
-        (_LOSSES, "ColbertModule._inbatch_scores"),
-    ],
+    {
+        "maxsim_inbatch": ["colpali_engine.utils.maxsim", "colpali_engine.utils.processing_utils", _LOSSES],
+        "maxsim_kd": ["colpali_engine.utils.maxsim", _LOSSES],
+        "ColbertModule._inbatch_scores": [_LOSSES],
+    },
 )
 
 
@@ -102,12 +99,13 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         RuntimeError: for a version of colpali-engine without these names.
     """
     check_impl(impl)
-    functions: dict[str, Callable[..., Tensor]] = {
-        "maxsim_inbatch": _bound(maxsim_inbatch, impl),
-        "maxsim_kd": _bound(maxsim_kd, impl),
-        "ColbertModule._inbatch_scores": _inbatch_scores(impl),
-    }
-    return _PATCHES.apply(functions)
+    return _PATCHES.apply(
+        {
+            "maxsim_inbatch": functools.partial(maxsim_inbatch, impl=impl),
+            "maxsim_kd": functools.partial(maxsim_kd, impl=impl),
+            "ColbertModule._inbatch_scores": _inbatch_scores(impl),
+        }
+    )
 
 
 def restore() -> None:
@@ -118,16 +116,6 @@ def restore() -> None:
 def is_accelerated() -> bool:
     """Whether colpali-engine uses the functions of this module."""
     return _PATCHES.active
-
-
-def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
-    """``function`` with ``impl`` as its default."""
-
-    @functools.wraps(function)
-    def call(query: Tensor, doc: Tensor) -> Tensor:
-        return function(query, doc, impl=impl)
-
-    return call
 
 
 def _inbatch_scores(impl: str) -> Callable[..., Tensor]:

@@ -66,12 +66,7 @@ def colbert_scores(
     queries, query_mask = _side("queries", queries_embeddings, queries_mask, 3)
     documents, document_mask = _side("documents", documents_embeddings, documents_mask, 3)
     return maxsim(
-        queries,
-        documents,
-        query_mask=query_mask,
-        document_mask=document_mask,
-        mask_mode="zero",
-        impl=_impl(backend),
+        queries, documents, query_mask=query_mask, document_mask=document_mask, mask_mode="zero", impl=_impl(backend)
     )
 
 
@@ -96,14 +91,8 @@ def colbert_scores_pairwise(
     """
     queries, cu_queries = _rows("queries", queries_embeddings)
     documents, cu_documents = _rows("documents", documents_embeddings)
-    return maxsim(
-        queries,
-        documents,
-        cu_seqlens_q=cu_queries,
-        cu_seqlens_d=cu_documents,
-        pairing="aligned",
-        impl=_impl(backend),
-    )
+    impl = _impl(backend)
+    return maxsim(queries, documents, cu_seqlens_q=cu_queries, cu_seqlens_d=cu_documents, pairing="aligned", impl=impl)
 
 
 def colbert_kd_scores(
@@ -120,13 +109,11 @@ def colbert_kd_scores(
     Args:
         queries_embeddings: ``[B, Lq, D]``.
         documents_embeddings: ``[B, N, Ld, D]``.
-        queries_mask, documents_mask: ``[B, Lq]`` and ``[B, N, Ld]``; these and the rest as in :func:`colbert_scores`.
+        queries_mask, documents_mask: ``[B, Lq]`` and ``[B, N, Ld]``; these, the rest and errors as in
+            :func:`colbert_scores`.
 
     Returns:
         ``[B, N]`` fp32 (fp64 for fp64).
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
     """
     queries, query_mask = _side("queries", queries_embeddings, queries_mask, 3)
     documents, document_mask = _side("documents", documents_embeddings, documents_mask, 4)
@@ -163,9 +150,6 @@ class ColBERTScores:
 
         Returns:
             ``[Nq, B * N]``: document ``n`` of group ``j`` is in column ``j * N + n``.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
         """
         documents = as_tokens("documents_embeddings", documents_embeddings, 4).flatten(0, 1)
         if documents_mask is not None:
@@ -173,33 +157,20 @@ class ColBERTScores:
         return colbert_scores(queries_embeddings, documents, queries_mask, documents_mask, backend)
 
 
+_SCORES = ("pylate.scores", "pylate.scores.colbert")
 _PATCHES = Acceleration(
     "pylate",
     "pylate>=1.6",
-    [
-        (module, name)
-        for name, modules in {
-            "colbert_scores": (
-                "pylate.scores",
-                "pylate.scores.colbert",
-                "pylate.scores.similarity_functions",
-                "pylate.rank.rank",
-            ),
-            "colbert_scores_pairwise": (
-                "pylate.scores",
-                "pylate.scores.colbert",
-                "pylate.scores.similarity_functions",
-                "pylate.evaluation.colbert_triplet",
-            ),
-            "colbert_kd_scores": (
-                "pylate.scores",
-                "pylate.scores.colbert",
-                "pylate.evaluation.colbert_distillation",
-            ),
-            "ColBERTScores.__call__": ("pylate.scores.colbert",),
-        }.items()
-        for module in modules
-    ],
+    {
+        "colbert_scores": [*_SCORES, "pylate.scores.similarity_functions", "pylate.rank.rank"],
+        "colbert_scores_pairwise": [
+            *_SCORES,
+            "pylate.scores.similarity_functions",
+            "pylate.evaluation.colbert_triplet",
+        ],
+        "colbert_kd_scores": [*_SCORES, "pylate.evaluation.colbert_distillation"],
+        "ColBERTScores.__call__": ["pylate.scores.colbert"],
+    },
 )
 
 
@@ -222,13 +193,8 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         RuntimeError: for a version of PyLate without these names.
     """
     check_impl(impl)
-    functions = {
-        "colbert_scores": _bound(colbert_scores, impl),
-        "colbert_scores_pairwise": _bound(colbert_scores_pairwise, impl),
-        "colbert_kd_scores": _bound(colbert_kd_scores, impl),
-        "ColBERTScores.__call__": _bound(ColBERTScores.__call__, impl),
-    }
-    return _PATCHES.apply(functions)
+    functions = colbert_scores, colbert_scores_pairwise, colbert_kd_scores, ColBERTScores.__call__
+    return _PATCHES.apply({function.__qualname__: _bound(function, impl) for function in functions})
 
 
 def restore() -> None:

@@ -21,8 +21,8 @@ from tilefold.integrations.sentence_transformers._accelerate import (
     is_accelerated,
     restore,
 )
-from tilefold.integrations.sentence_transformers._collate_ahead import collate_ahead
 from tilefold.integrations.sentence_transformers._encode import encode_sparse
 from tilefold.integrations.sentence_transformers._warm_up import warm_up
+from tilefold.integrations.sentence_transformers.collating import collate_ahead
 
 __all__ = ["Acceleration", "accelerate", "collate_ahead", "encode_sparse", "is_accelerated", "restore", "warm_up"]

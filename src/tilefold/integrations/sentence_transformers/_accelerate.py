@@ -9,19 +9,17 @@ from sentence_transformers import SparseEncoder
 from torch import nn
 
 from tilefold._typing import Model
-from tilefold.integrations._patches import Handle
 from tilefold.integrations.sentence_transformers._encoders import (
     FusedEncode,
     FusedTokenEncode,
     SparseBatchEncoder,
     TokenBatchEncoder,
 )
-from tilefold.integrations.sentence_transformers._heads import check_head
+from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
-from tilefold.integrations.sentence_transformers._pairs import find_pairs
 from tilefold.integrations.sentence_transformers._pooling import (
+    FUSED_FORWARDS,
     FusedForward,
-    StaticTokens,
     count_no_padding,
     fused_pooling,
     pass_hidden_states,
@@ -31,15 +29,13 @@ from tilefold.integrations.sentence_transformers._similarity import (
     FusedSimilarity,
     fuse_similarity,
     is_multi_vector,
-    unfuse_similarity,
 )
 from tilefold.ops.implementations import check_impl
 
-_FUSED = (FusedForward, StaticTokens)
 ASKED = "_replicate_for_data_parallel"  # which torch.nn.parallel.replicate calls on every module that it copies
 
 
-class Acceleration(Handle):
+class Acceleration:
     """Handle of an accelerated model: leave it, or use it as a context that restores the model at its end.
 
     Attributes:
@@ -50,12 +46,13 @@ class Acceleration(Handle):
     """
 
     def __init__(self, model: Model, heads: int, padded: dict[str, str] | None = None) -> None:
-        self.model = model
-        self.heads = heads
-        self.padded = padded or {}
+        self.model, self.heads, self.padded = model, heads, padded or {}
 
     def __enter__(self) -> Any:
         return self.model
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         """Make the model stock again."""
@@ -72,24 +69,21 @@ def accelerate(
     """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
 
     The model is changed in place and stays a stock one: same classes, same state dict, same checkpoint, so that
-    sentence-transformers alone loads what it saves.
+    sentence-transformers alone loads what it saves. Its ``encode`` tokenises more than one batch of texts ahead,
+    encodes them without padding and returns what the stock one returns.
 
     For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the instance by those of
     :mod:`tilefold.integrations.sentence_transformers.multi_vector`, which pack the ragged lists that ``encode`` returns
-    and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. ``encode`` tokenises more
-    than one batch of texts ahead, encodes them without padding and returns what the stock one returns. Its losses, and
-    the other evaluators, have functions of their own: pass those of that module (``similarity_fct=``,
-    ``score_functions=``).
+    and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. To losses and the other
+    evaluators pass the functions of that module (``similarity_fct=``, ``score_functions=``).
 
     For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input, and the
     SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. The model
     also gets ``encode_sparse_batch``, which encodes one batch as :func:`encode_sparse` does and serves
-    :mod:`tilefold.retrieval`, and an ``encode`` that encodes more than one batch of texts as :func:`encode_sparse` does
-    (tokenised ahead, without padding) and returns what the stock one returns. A ``SparseStaticEmbedding`` of a Router
-    counts no padding token that was written in a text, whatever is beside the text in its batch. Routers, tied weights,
-    LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer
-    among the features that the model returns. A second call starts over, with its own ``impl``; call again after an
-    adapter was added to the LM head, or merged into it.
+    :mod:`tilefold.retrieval`. A ``SparseStaticEmbedding`` of a Router counts no padding token that was written in a
+    text. Routers, tied weights, LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working.
+    ``token_embeddings`` is no longer among the features that the model returns. A second call starts over, with its own
+    ``impl``; call again after an adapter was added to the LM head, or merged into it.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of :mod:`tilefold.modules`, or
@@ -102,12 +96,11 @@ def accelerate(
             1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
             :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
             a SparseEncoder.
-        packed: run the encoder on packed tokens where it and all modules after it take them, so that no layer sees
-            padding; ``preprocess`` stays as it is, and padding is taken out where the encoder begins, for which a
-            forward in training waits for the GPU once, unless :func:`collate_ahead` packs the batches of the trainer.
-            The model's attention becomes :func:`tilefold.ops.packed_attention.packed_softmax_attention`, behind
-            transformers' attention interface. A warning, and ``padded`` of the handle, say why a network stays padded.
-            Dropout then draws other numbers than in the padded model.
+        packed: run the encoder on packed tokens where it and all modules after it take them, with
+            :func:`tilefold.ops.packed_attention.packed_softmax_attention`. ``preprocess`` stays as it is: padding is
+            taken out where the encoder begins, for which a forward in training waits for the GPU once, unless
+            :func:`collate_ahead` packs the batches of the trainer. A warning, and ``padded`` of the handle, say why a
+            network stays padded. Dropout then draws other numbers than in the padded model.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
@@ -139,9 +132,8 @@ def accelerate(
             "other models write no big score matrix."
         )
     pairs = find_pairs(model)
-    for pair in pairs:
-        if pair.head is None:
-            continue
+    with_head = [pair for pair in pairs if pair.head is not None]
+    for pair in with_head:
         check_head(pair.head)
         if quantize is not None and not (pooling := fused_pooling(pair.pooling)).quantizable:
             name = getattr(pooling, "pooling", type(pooling).__name__)
@@ -152,17 +144,14 @@ def accelerate(
             check_pair(pair, impl)
     for pair in pairs:
         pair.pooling.forward = FusedForward(pair.pooling, pair.head, impl, quantize, pair.last)
-        if pair.head is None:
-            continue
+    for pair in with_head:
         pair.head.forward = pass_hidden_states
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
     count_no_padding(model)
     _carry(model, encode_sparse_batch=SparseBatchEncoder(model), encode=FusedEncode(model))
     setattr(model, ASKED, NoReplicas(type(model).__name__))
-    return Acceleration(
-        model, len({id(pair.head) for pair in pairs if pair.head is not None}), _packed(model, check, packed)
-    )
+    return Acceleration(model, len({id(pair.head) for pair in with_head}), _packed(model, check, packed))
 
 
 def _carry(model: Model, **methods: Any) -> None:
@@ -200,23 +189,17 @@ def is_accelerated(model: Model) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and (
         isinstance(vars(model).get("similarity"), FusedSimilarity)
-        or any(isinstance(vars(module).get("forward"), _FUSED) for module in model.modules())
+        or any(isinstance(vars(module).get("forward"), FUSED_FORWARDS) for module in model.modules())
     )
 
 
 def _remove_patches(model: nn.Module) -> None:
-    unfuse_similarity(model)
     unpack_inputs(model)
-    if isinstance(vars(model).get(ASKED), NoReplicas):
-        delattr(model, ASKED)
-    for name in ("encode_sparse_batch", "encode_token_batch"):
-        if name in vars(model):
-            delattr(model, name)
-    if isinstance(vars(model).get("encode"), (FusedEncode, FusedTokenEncode)):
-        del model.encode
+    for name in [name for name, value in vars(model).items() if isinstance(value, _CARRIED)]:
+        delattr(model, name)
     for module in model.modules():
         forward = vars(module).get("forward")
-        if forward is pass_hidden_states or isinstance(forward, _FUSED):
+        if forward is pass_hidden_states or isinstance(forward, FUSED_FORWARDS):
             del module.forward
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _check_head_is_fused]:
@@ -236,20 +219,12 @@ def _check_head_is_fused(transformer: Any, _: Any) -> None:
 
 
 class NoReplicas:
-    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: raises an error.
-
-    A copy shares the forwards that were replaced on the instances, and those read the weights of the original, on its
-    device.
-
-    Args:
-        name: of the model's class.
-    """
+    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: those read the original's weights."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self) -> nn.Module:
-        """Raise a ``RuntimeError``."""
         gpus = max(2, torch.cuda.device_count())
         raise RuntimeError(
             f"an accelerated {self.name} must run in one process for each GPU, got torch.nn.DataParallel, which copies "
@@ -257,3 +232,7 @@ class NoReplicas:
             f"training with `torchrun --nproc-per-node {gpus} SCRIPT` (or `accelerate launch`); for one, set "
             "CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with tilefold.integrations.transformers.one_gpu."
         )
+
+
+# on the instance of an accelerated model
+_CARRIED = (FusedSimilarity, NoReplicas, SparseBatchEncoder, TokenBatchEncoder, FusedEncode, FusedTokenEncode)

@@ -12,8 +12,8 @@ from torch import Tensor
 from tilefold._csr import csr_tensor
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._heads import base_linear
-from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
+from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.cpu_linear import fast_linear
 from tilefold.ops.lsr_head.rows import CapacityRows

@@ -21,8 +21,8 @@ from tilefold.integrations.sentence_transformers._batch import (
     prompt_of,
     sparse_options,
 )
-from tilefold.integrations.sentence_transformers._packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
+from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream, TokenStream, VectorStream
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd

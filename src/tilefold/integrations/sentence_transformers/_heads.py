@@ -1,24 +1,120 @@
-"""Finds the LM head of a model, and its matrix, adapters included."""
+"""Finds pairs of a Transformer with an LM head and the pooling after it; the matrix of a head, adapters included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
+from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers.base.modules.module import Module
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 
-from tilefold.modules.fused_pooling import Head
+from tilefold.modules.fused_pooling import FusedPooling, Head
 
 _LOW_RANK_ALIGNMENT = 8  # extra columns are padded to this, so that rows of the weight stay aligned
 
 
-def find_head(network: Any) -> nn.Module:
-    """The output embeddings of a transformers model.
+class SpladePair(NamedTuple):
+    """One route through the model: ``transformer`` runs ``head`` last, ``pooling`` comes next."""
 
-    Raises:
-        ValueError: if it has none, with what to load instead.
-    """
+    transformer: Any  # both are None where a module of :mod:`tilefold.modules` reads no logits
+    head: Any
+    pooling: Any
+    last: bool = True  # nothing follows the pooling
+
+
+def find_pairs(model: nn.Module) -> list[SpladePair]:
+    """All distinct pairs of a SparseEncoder, over all routes of its Router modules."""
+    pairs: dict[tuple[int, int], SpladePair] = {}
+    unpooled: list[Any] = []
+    for pipeline in pipelines_of(model):
+        readers = [i for i, module in enumerate(pipeline) if _pools_logits(module)]
+        found = [_pair_at(pipeline, readers)] if readers else []
+        unpooled += [] if readers else [module for module in pipeline if isinstance(module, Transformer)]
+        for place, module in enumerate(pipeline, 1):
+            if isinstance(module, FusedPooling) and not module.reads_logits:
+                found.append(SpladePair(None, None, module, place == len(pipeline)))
+        for pair in found:
+            key = id(pair.transformer), id(pair.pooling)
+            pairs[key] = pair._replace(last=pair.last and pairs.get(key, pair).last)
+    if not pairs:
+        names = ", ".join(type(module).__name__ for module in model.modules() if isinstance(module, Module))
+        raise ValueError(
+            f"model must contain a SpladePooling after a Transformer with an LM head, got {names or 'no modules'}; "
+            "models with a SparseAutoEncoder or only static embeddings have no such head and run as they are."
+        )
+    _check_exclusive([pair for pair in pairs.values() if pair.head is not None], unpooled)
+    return list(pairs.values())
+
+
+def pipelines_of(model: nn.Module) -> Iterator[list[Any]]:
+    """Every sequence of modules that an input of the model may pass."""
+    return _pipelines(model._modules.values())
+
+
+def _pipelines(modules: Iterable[nn.Module | None]) -> Iterator[list[Any]]:
+    """Every sequence of plain modules that an input may pass."""
+    steps: list[list[list[Any]]] = []
+    for module in modules:
+        if isinstance(module, Router):
+            routes = module.sub_modules.values()
+            steps.append([path for route in routes for path in _pipelines(route._modules.values())])
+        elif isinstance(module, nn.Sequential):
+            steps.append(list(_pipelines(module._modules.values())))
+        else:
+            steps.append([[module]])
+    for choice in product(*steps):
+        yield [module for path in choice for module in path]
+
+
+def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
+    position = poolings[0]
+    before: Any = pipeline[position - 1] if position else None
+    names = " -> ".join(type(module).__name__ for module in pipeline)
+    if len(poolings) > 1 or not isinstance(before, Transformer):
+        raise ValueError(
+            f"one pooling of logits must directly follow a Transformer, got {names}; a module between them would "
+            "read logits that a fused head never computes."
+        )
+    pooling = pipeline[position]
+    if isinstance(pooling, FusedPooling):
+        pooling.check_fusable()
+    elif type(pooling).forward is not SpladePooling.forward or "forward" in vars(pooling):
+        raise ValueError(
+            f"SpladePooling must run its own forward, got {type(pooling).__name__} with another one; use the stock "
+            "SpladePooling, or call tilefold.ops.lsr_head in your forward."
+        )
+    return SpladePair(before, _find_head(before.model), pooling, position == len(pipeline) - 1)
+
+
+def _check_exclusive(pairs: list[SpladePair], unpooled: list[Any]) -> None:
+    """A fused head may feed poolings only, and a pooling must belong to one head."""
+    heads = {id(pair.head) for pair in pairs}
+    for transformer in unpooled:
+        getter = getattr(transformer.model, "get_output_embeddings", None)
+        if callable(getter) and id(getter()) in heads:
+            raise ValueError(
+                "an LM head must feed SpladePooling on every route, got a route that uses the same model without it; "
+                "give that route its own Transformer."
+            )
+    for pair in pairs:
+        kind = type(pair.pooling).__name__
+        if any(other.pooling is pair.pooling and other.head is not pair.head for other in pairs):
+            raise ValueError(
+                f"a {kind} must belong to one LM head, got one that several models share; give each route its own "
+                f"{kind}."
+            )
+
+
+def _pools_logits(module: object) -> bool:
+    return isinstance(module, SpladePooling) or (isinstance(module, FusedPooling) and module.reads_logits)
+
+
+def _find_head(network: Any) -> nn.Module:
+    """The output embeddings of a transformers model."""
     getter = getattr(network, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
@@ -30,14 +126,14 @@ def find_head(network: Any) -> nn.Module:
     )
 
 
-def check_head(head: nn.Module) -> None:
-    """Raise an error for a head whose output is not ``hidden @ weight.T + bias``.
-
-    Raises:
-        ValueError: for quantised layers, unsupported adapters, hooks and replaced forwards.
-    """
-    layers = [head, *_layers_inside(head)]
-    for layer in layers:
+def check_head(head: Any) -> None:
+    """Raise an error for a head whose output is not ``hidden @ weight.T + bias``."""
+    inside: list[nn.Module] = []
+    if _is_peft(head, "ModulesToSaveWrapper"):
+        inside = [head.original_module, *head.modules_to_save.values()]
+    elif _is_peft(head, "Linear"):
+        inside = [head.base_layer]
+    for layer in [head, *inside]:
         if "forward" in vars(layer):
             raise ValueError(
                 f"the LM head must run the forward of its class, got a {type(layer).__name__} whose forward was "
@@ -48,24 +144,15 @@ def check_head(head: nn.Module) -> None:
                 f"the LM head must have no hooks, got a {type(layer).__name__} with forward hooks, which would see "
                 "hidden states in place of logits; remove them first."
             )
-    for _ in layers_of(head):
-        pass
+    base_linear(head)
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> Head:
     """Write ``head(hidden)`` as one product ``hidden' @ weight'.T + bias'``, differentiable in every part.
 
     A LoRA update stays exact, dropout included: ``W h + s B A drop(h)`` is ``[W | B]`` times ``[h ; s A drop(h)]``.
-
-    Args:
-        head: ``nn.Linear``, or PEFT's LoRA or ``modules_to_save`` wrapper of one.
-        hidden: ``[..., D]``.
-
-    Raises:
-        ValueError: for a layer or adapter kind that is not supported.
-        RuntimeError: for a weight that is not complete here (sharded or replicated by a wrapper around the model).
     """
-    *wrappers, linear = layers_of(head)
+    *wrappers, linear = _layers_of(head)
     for layer in wrappers:
         if _is_peft(layer, "Linear") and layer.disable_adapters and layer.merged:
             layer.unmerge()  # as its own forward does
@@ -80,16 +167,12 @@ def head_operands(head: nn.Module, hidden: Tensor) -> Head:
 def base_linear(head: nn.Module) -> nn.Linear:
     """The ``nn.Linear`` inside a supported head."""
     linear: nn.Linear
-    *_, linear = layers_of(head)
+    *_, linear = _layers_of(head)
     return linear
 
 
-def layers_of(head: nn.Module) -> Iterator[Any]:
-    """The layers that run in a head, from the outermost to its ``nn.Linear``.
-
-    Raises:
-        ValueError: for a layer or adapter kind that is not supported.
-    """
+def _layers_of(head: nn.Module) -> Iterator[Any]:
+    """The layers that run in a head, from the outermost to its ``nn.Linear``."""
     layer: Any = head
     while type(layer).forward is not nn.Linear.forward:
         yield layer
@@ -135,17 +218,9 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
 def _saved_module(wrapper: Any) -> nn.Module:
     """The module that PEFT's ``ModulesToSaveWrapper`` currently runs."""
     active = wrapper.active_adapters
-    if wrapper.disable_adapters or not active or active[0] not in wrapper.modules_to_save:
-        module: nn.Module = wrapper.original_module
-    else:
-        module = wrapper.modules_to_save[active[0]]
+    stock = wrapper.disable_adapters or not active or active[0] not in wrapper.modules_to_save
+    module: nn.Module = wrapper.original_module if stock else wrapper.modules_to_save[active[0]]
     return module
-
-
-def _layers_inside(head: Any) -> list[nn.Module]:
-    if _is_peft(head, "ModulesToSaveWrapper"):
-        return [head.original_module, *head.modules_to_save.values()]
-    return [head.base_layer] if _is_peft(head, "Linear") else []
 
 
 def _is_peft(layer: nn.Module, name: str) -> bool:

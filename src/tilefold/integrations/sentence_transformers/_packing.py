@@ -11,11 +11,11 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._columns import PackedForward
-from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs, padded_inputs
-from tilefold.integrations.sentence_transformers._pairs import pipelines_of
+from tilefold.integrations.sentence_transformers._heads import pipelines_of
 from tilefold.integrations.sentence_transformers._selfcheck import TOLERANCE, as_evaluated, tiny_batch
 from tilefold.integrations.sentence_transformers._similarity import is_multi_vector
+from tilefold.integrations.sentence_transformers.collating import PackedForward
+from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, packed_inputs, padded_inputs
 from tilefold.integrations.transformers import stop_packed, use_packed
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
@@ -27,23 +27,25 @@ _EXPECTED = ("is no encoder", "was chosen", "of its own")  # reasons that nobody
 
 
 def pack_inputs(model: Model, check: bool) -> dict[str, str]:
-    """Let the Transformers of ``model`` run on packed tokens, where all that follows takes them.
-
-    Returns:
-        Why a Transformer stays padded, by the name of its network. Of an encoder whose modules are all of
-        sentence-transformers this is told by a warning, too.
-    """
+    """Let Transformers run on packed tokens where all that follows takes them; why others stay padded, by name."""
     pipelines: dict[int, list[list[Any]]] = {}
     for pipeline in pipelines_of(model):
         if pipeline and isinstance(pipeline[0], Transformer):
             pipelines.setdefault(id(pipeline[0]), []).append(pipeline)
     padded: dict[str, str] = {}
     for routes in pipelines.values():
-        why = _why_not_by_what_follows(model, routes) or _pack(routes, check)
+        if is_multi_vector(model) and not all(any(_is_mask(module) for module in route) for route in routes):
+            why: str | None = (
+                "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
+            )
+        else:
+            why = _pack(routes, check)
         if why is not None:
             name = type(routes[0][0].model).__name__
             padded[name] = why
-            if not any(known in why for known in _EXPECTED) and _is_stock(routes):
+            # modules of others need not know packed batches
+            stock = all(type(m).__module__.startswith("sentence_transformers.") for route in routes for m in route)
+            if stock and not any(known in why for known in _EXPECTED):
                 warnings.warn(f"{name} runs on padded batches: {why}.", UserWarning, stacklevel=4)
     return padded
 
@@ -84,11 +86,6 @@ def _pack(routes: list[list[Any]], check: bool) -> str | None:
     return None
 
 
-def _is_stock(routes: list[list[Any]]) -> bool:
-    """Whether all modules are sentence-transformers' own: others need not know packed batches."""
-    return all(type(module).__module__.startswith("sentence_transformers.") for route in routes for module in route)
-
-
 def _unpack(transformer: Any) -> None:
     del transformer.preprocess, transformer.forward
     stop_packed(transformer.model)
@@ -107,21 +104,14 @@ def _why_not_by_its_kind(transformer: Any) -> str | None:
     return None
 
 
-def _why_not_by_what_follows(model: Model, routes: list[list[Any]]) -> str | None:
-    if is_multi_vector(model) and not all(any(_is_mask(module) for module in route) for route in routes):
-        return "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
-    return None
-
-
 def _is_mask(module: object) -> bool:
     return type(module).__name__ == "MultiVectorMask"
 
 
 def _why_not_by_its_numbers(route: list[Any]) -> str | None:
-    """Run two short texts padded and packed through all modules; in 16 bits, if need be, in fp32 too.
+    """Run two short texts padded and packed through all modules; in 16 bits a copy in fp32 decides, if need be.
 
-    Rounding in 16 bits grows with layers and vocabulary, and no tolerance tells it from a fault. So where numbers
-    differ by more than :data:`TOLERANCE`, though by less than :data:`GROSS`, a copy of the modules in fp32 decides.
+    Rounding in 16 bits grows with layers and vocabulary, and no tolerance tells it from a fault.
     """
     try:
         got, expected = _both_ways(route)
@@ -130,7 +120,8 @@ def _why_not_by_its_numbers(route: list[Any]) -> str | None:
         difference = float((got - expected).abs().max())
         if _agree(got, expected):
             return None
-        if next(route[0].parameters()).dtype.itemsize == 2 and _far(got, expected) <= GROSS:
+        far = float((got - expected).norm() / expected.norm().clamp(min=1e-6))
+        if next(route[0].parameters()).dtype.itemsize == 2 and far <= GROSS:
             got, expected = _both_ways([module.float() for module in copy.deepcopy(route)])
             if _agree(got, expected):
                 return None
@@ -141,10 +132,6 @@ def _why_not_by_its_numbers(route: list[Any]) -> str | None:
 
 def _agree(got: Tensor, expected: Tensor) -> bool:
     return bool((got - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.abs().max())))
-
-
-def _far(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
 def _both_ways(route: list[Any]) -> tuple[Tensor, Tensor]:
@@ -168,11 +155,7 @@ def _run(route: list[Any]) -> Tensor:
 
 
 class PackedMask:
-    """Replaces the forward of one ``MultiVectorMask``, which cuts packed token vectors one text at a time.
-
-    Args:
-        module: the stock module, whose own forward then runs on the padded features.
-    """
+    """Replaces the forward of one ``MultiVectorMask``, which would cut packed token vectors one text at a time."""
 
     def __init__(self, module: Any) -> None:
         self.module = module

@@ -26,10 +26,7 @@ _capacity: ContextVar[int | None] = ContextVar("tilefold_capacity", default=None
 
 @contextmanager
 def sparse_scores(options: SparseOptions, capacity: int | None = None) -> Iterator[None]:
-    """Within it, in this thread, fused poolings put ``torch.sparse_csr`` scores into ``sentence_embedding``.
-
-    With a ``capacity``, those that can put :class:`tilefold.ops.lsr_head.rows.CapacityRows` there instead.
-    """
+    """Within it, in this thread, fused poolings give CSR scores, or rows of a `capacity` where they can."""
     token, room = _sparse_options.set(options), _capacity.set(capacity)
     try:
         yield
@@ -44,18 +41,13 @@ def pass_hidden_states(hidden: Tensor) -> Tensor:
 
 
 class StockPooling(FusedPooling):
-    """The fused scores of a stock ``SpladePooling``, whose options are read at every call.
-
-    Args:
-        pooling: the stock module.
-    """
+    """The fused scores of a stock ``SpladePooling``, whose options are read at every call."""
 
     def __init__(self, pooling: Any) -> None:
         self.stock = pooling
 
     @property
     def quantizable(self) -> bool:
-        """Only the maximum runs in fp8."""
         return bool(self.stock.pooling_strategy == "max")
 
     @property
@@ -66,16 +58,17 @@ class StockPooling(FusedPooling):
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
-        """See :class:`FusedPooling`; :class:`CapacityRows` where :func:`sparse_scores` asks for them."""
         if head is None:
             raise ValueError("a SpladePooling must follow an LM head, got no head.")
         cu_seqlens: Tensor | None = features.get("cu_seq_lens_q")
+        if autocasts(head.hidden):
+            out_dtype = self._output_dtype(head.hidden, cu_seqlens is not None)
         arguments: dict[str, Any] = {
             "attention_mask": features["attention_mask"] if cu_seqlens is None else None,
             "cu_seqlens": cu_seqlens,
             "pooling": self.stock.pooling_strategy,
             "activation": STOCK_ACTIVATIONS[self.stock.activation_function],
-            "out_dtype": self._output_dtype(head.hidden, flattened=cu_seqlens is not None) or out_dtype,
+            "out_dtype": out_dtype,
             "impl": impl,
         }
         scores: Any = None
@@ -91,19 +84,11 @@ class StockPooling(FusedPooling):
         found: Tensor = scores
         return found
 
-    def _output_dtype(self, hidden: Tensor, *, flattened: bool) -> torch.dtype | None:
-        """The dtype that autocast gives the scores of the stock module; None outside of autocast."""
-        if not autocasts(hidden):
-            return None
+    def _output_dtype(self, hidden: Tensor, flattened: bool) -> torch.dtype:
+        """The dtype that autocast gives the scores of the stock module."""
         stock, device_type = self.stock, hidden.device.type
-        return stock_output_dtype(
-            device_type,
-            torch.get_autocast_dtype(device_type),
-            stock.pooling_strategy,
-            stock.activation_function,
-            stock.training,
-            flattened,
-        )
+        options = stock.pooling_strategy, stock.activation_function, stock.training
+        return stock_output_dtype(device_type, torch.get_autocast_dtype(device_type), *options, flattened)
 
 
 def fused_pooling(pooling: Any) -> FusedPooling:
@@ -114,13 +99,9 @@ def fused_pooling(pooling: Any) -> FusedPooling:
 class FusedForward:
     """Replaces the forward of one pooling; not a module, so the state dict does not change.
 
-    Args:
-        pooling: a ``SpladePooling`` or :class:`FusedPooling`, whose options are read at every call.
-        head: the LM head before it, whose weights are read at every call; None for a pooling that reads no logits.
-        impl: implementation of the operators.
-        quantize: ``"fp8"`` to multiply in fp8 where no gradient is needed, or ``None``. The weight is rounded at
-            every call, since some changes of a weight cannot be detected (``weight.data``, numpy, a move).
-        last: whether no module follows: then it may give CSR rows.
+    Options of the pooling and weights of the head, if there is one, are read (and rounded to ``"fp8"``) at every call,
+    since some changes of a weight cannot be detected (``weight.data``, numpy, a move). Only the last module of a model
+    may give CSR rows.
     """
 
     def __init__(
@@ -151,20 +132,18 @@ class FusedForward:
 
 
 class StaticTokens:
-    """Replaces the forward of one stock ``SparseStaticEmbedding``: ``[PAD]`` in a text counts in no batch.
-
-    Args:
-        module: the stock module.
-    """
+    """Replaces the forward of one stock ``SparseStaticEmbedding``: ``[PAD]`` in a text counts in no batch."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def __call__(self, features: Features) -> Features:
-        """Run the stock forward on the tokens without padding."""
         features["attention_mask"] = counted_tokens(features, self.module.tokenizer)
         found: Features = type(self.module).forward(self.module, features)
         return found
+
+
+FUSED_FORWARDS = (FusedForward, StaticTokens)
 
 
 def count_no_padding(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 
 from tilefold.integrations.sentence_transformers._batch import on_device
-from tilefold.integrations.sentence_transformers._heads import base_linear, head_operands
-from tilefold.integrations.sentence_transformers._pairs import SpladePair
+from tilefold.integrations.sentence_transformers._heads import SpladePair, base_linear, head_operands
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, pass_hidden_states
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Features
@@ -43,12 +42,7 @@ class HeadProbe:
 
 
 def check_pair(pair: SpladePair, impl: str) -> None:
-    """Run the stock and the fused pair on two short texts; parameters, modes and random state do not change.
-
-    Raises:
-        ValueError: if something between the LM head and the pooling changes the logits, or the scores disagree.
-        RuntimeError: if the model cannot run on its device.
-    """
+    """Run the stock and the fused pair on two short texts; parameters, modes and random state do not change."""
     if any(type(parameter).__name__ == "DTensor" for parameter in pair.transformer.parameters()):
         raise RuntimeError(
             "model must be whole for the check of accelerate(), got one whose parameters are sharded; call "
@@ -56,37 +50,32 @@ def check_pair(pair: SpladePair, impl: str) -> None:
         )
     with as_evaluated((pair.transformer, pair.pooling)):
         try:
-            features = tiny_batch(pair.transformer)
-            probe = _probe(pair, features)
+            features, probe = tiny_batch(pair.transformer), HeadProbe(base_linear(pair.head).out_features)
+            with _in_place_of(pair.head, probe):
+                output = pair.transformer(dict(features))["token_embeddings"]
             expected = pair.pooling(pair.transformer(dict(features)))["sentence_embedding"]
         except Exception as error:
             raise RuntimeError(
                 f"model must be able to encode two short texts on its device for the check of accelerate(), but it "
                 f"raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
             ) from error
-        _check_logits_untouched(pair, probe, features)
+        _check_logits_untouched(pair, probe, output, features)
         fused = FusedForward(pair.pooling, pair.head, impl)
-        pair.head.forward = pass_hidden_states
-        try:
+        with _in_place_of(pair.head, pass_hidden_states):
             got = fused(pair.transformer(dict(features)))["sentence_embedding"]
-        finally:
-            del pair.head.forward
         _check_scores(got, expected)
 
 
-def _probe(pair: SpladePair, features: Features) -> tuple[HeadProbe, Tensor]:
-    """The probe after one forward of the Transformer, and the output of the Transformer."""
-    probe = HeadProbe(base_linear(pair.head).out_features)
-    pair.head.forward = probe
+@contextmanager
+def _in_place_of(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    head.forward = forward
     try:
-        output = pair.transformer(dict(features))["token_embeddings"]
+        yield
     finally:
-        del pair.head.forward
-    return probe, output
+        del head.forward
 
 
-def _check_logits_untouched(pair: SpladePair, seen: tuple[HeadProbe, Tensor], features: Features) -> None:
-    probe, output = seen
+def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, features: Features) -> None:
     name = type(pair.transformer.model).__name__
     if len(probe.logits) != 1:
         raise ValueError(

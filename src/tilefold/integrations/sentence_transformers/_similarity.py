@@ -51,13 +51,6 @@ def fuse_similarity(model: Model, impl: str, check: bool) -> None:
         setattr(model, function.name, function)
 
 
-def unfuse_similarity(model: Model) -> None:
-    """Undo :func:`fuse_similarity`."""
-    for name in _METHODS:
-        if isinstance(vars(model).get(name), FusedSimilarity):
-            delattr(model, name)
-
-
 def _check(model: Model, function: FusedSimilarity) -> None:
     """Compare both on a few vectors, on the model's device and in its dtype."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))

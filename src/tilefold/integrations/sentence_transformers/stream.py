@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._batch import encode_features, pending_rows
-from tilefold.integrations.sentence_transformers._packed_inputs import PackedInputs, packed_inputs
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
+from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, packed_inputs
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops import quantize_tokens
 from tilefold.pipeline.ahead import Ahead

@@ -1,9 +1,8 @@
 """Packed token ids of an accelerated Transformer: of texts by the Rust tokenizer, of padded features by their mask.
 
-Between ``preprocess`` and the model, features have many readers: a data loader, Hugging Face's accelerate, which cuts,
-joins and sends batches by their first dimension, losses, model cards. So ``preprocess`` gives what the stock one gives,
-and padding is taken out where the encoder begins. Within :func:`packed_inputs`, whose features go from here to the
-encoder and nowhere else, texts become packed ids at once.
+Between ``preprocess`` and the model, features have many readers (data loaders, Hugging Face's accelerate, losses), so
+``preprocess`` gives what the stock one gives, and padding is taken out where the encoder begins. Within
+:func:`packed_inputs`, whose features go to the encoder and nowhere else, texts become packed ids at once.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilefold.integrations.transformers.packed import padding_position, position_ids_of, register_packed
+from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
 from tilefold.pipeline.truncated import unwatched, watched
 
@@ -56,15 +56,10 @@ def pads_inputs() -> bool:
 
 
 class _Plan(NamedTuple):
-    """Tokenisation plan of texts of one prompt, task and maximal length.
+    """Tokenisation plan of texts of one prompt, task and maximal length."""
 
-    Attributes:
-        truncation: of the Rust tokenizer; None = texts are not cut.
-        others: features that are no tensors and go with every batch, such as the length of the prompt.
-    """
-
-    truncation: dict[str, Any] | None
-    others: dict[str, Any]
+    truncation: dict[str, Any] | None  # of the Rust tokenizer; None = texts are not cut
+    others: Features  # no tensors; they go with every batch, such as the length of the prompt
 
 
 class PackedInputs:
@@ -73,9 +68,6 @@ class PackedInputs:
     Texts then go through a copy of the Rust tokenizer, and their ids into one tensor, if that gives what the stock
     ``preprocess`` gives for a few probes; else the stock one tokenises, and its padding is taken out. What is no list
     of texts, and ColBERT's query expansion, which scores padding, stay padded.
-
-    Args:
-        transformer: the module.
     """
 
     def __init__(self, transformer: Any) -> None:
@@ -98,13 +90,13 @@ class PackedInputs:
 
     def __call__(
         self, inputs: Sequence[Any], prompt: str | None = None, processing_kwargs: Any = None, **kwargs: Any
-    ) -> dict[str, Any]:
+    ) -> Features:
         """Features of the inputs, with the arguments of ``Transformer.preprocess``."""
         if processing_kwargs is not None:
             kwargs["processing_kwargs"] = processing_kwargs
         return self.begin(inputs, prompt, **kwargs)()
 
-    def begin(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any) -> Callable[[], dict[str, Any]]:
+    def begin(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any) -> Callable[[], Features]:
         """The tokenizer's part of a call, which holds Python's lock for a moment only; the rest is what it returns."""
         if _form.get() != "packed" or not inputs or self._expands(kwargs.get("task")):
             features = self._stock(inputs, prompt, kwargs)
@@ -117,19 +109,15 @@ class PackedInputs:
                     if (watch := watched()) is not None:
                         watch.see_encodings(encodings[0], plan.truncation)
                     return lambda: self._features(encodings.pop(), plan)
-        features = self.pack(self._stock(inputs, prompt, kwargs))
+        features = pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.transformer.model))
         return lambda: features
-
-    def pack(self, features: dict[str, Any]) -> dict[str, Any]:
-        """Features that were padded elsewhere, without their padding; on the CPU this waits for no device."""
-        return pack_features(features, padding_position(self.transformer.model))
 
     def _expands(self, task: Any) -> bool:
         return task == "query" and getattr(self.transformer, "query_expansion", None) is not None
 
-    def _stock(self, inputs: Sequence[Any], prompt: str | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _stock(self, inputs: Sequence[Any], prompt: str | None, kwargs: dict[str, Any]) -> Features:
         transformer = self.transformer
-        found: dict[str, Any] = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
+        found: Features = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
         return found
 
     def _locked(self) -> threading.Lock:
@@ -183,7 +171,7 @@ class PackedInputs:
         found: list[Any] = encode([prompt + text for text in texts] if prompt else list(texts), add_special_tokens=True)
         return found
 
-    def _features(self, encodings: list[Any], plan: _Plan) -> dict[str, Any]:
+    def _features(self, encodings: list[Any], plan: _Plan) -> Features:
         flat = array("i")
         for encoding in encodings:
             flat.fromlist(encoding.ids)  # the quickest of what was tried: 29 ns a token, 24 of them for the list
@@ -194,28 +182,22 @@ class PackedInputs:
         return packed_features(ids, torch.from_numpy(lengths), padding, longest) | plan.others
 
 
-def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: int) -> dict[str, Any]:
+def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: int) -> Features:
     """Features of packed tokens ``[T]``, under the names that sentence-transformers gives flattened ones."""
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=ids.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
     return {
         "input_ids": ids[None],
         "position_ids": position_ids_of(ids, cu_seqlens, padding)[None],
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
+        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
     }
 
 
-def pack_features(features: dict[str, Any], padding: int | None) -> dict[str, Any]:
-    """Padded features of texts without their padding; features of anything else as they are.
+def pack_features(features: Features, padding: int | None) -> Features:
+    """Padded features of texts without their padding; anything else, and masks with holes, as they are.
 
-    Waits for the GPU once, if they are there. Masks with holes stay: in packed tokens nobody would see them.
-
-    Args:
-        features: as ``preprocess`` gives them, on any device.
-        padding: see :func:`tilefold.integrations.transformers.packed.padding_position`.
+    Waits for the GPU once, if they are there. `padding` is :func:`padding_position` of the model.
     """
     mask, ids = features.get("attention_mask"), features.get("input_ids")
     tensors = {key for key, value in features.items() if isinstance(value, Tensor)} - {"prompt_length"}

@@ -1,0 +1,333 @@
+"""Batches of a stock trainer made in a thread, and one forward for all columns of a batch, whose tokens are joined."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tilefold._typing import Model
+from tilefold.integrations.sentence_transformers.graphs import LONGEST, OFFSETS, TOKENS, StepGraphs
+from tilefold.integrations.sentence_transformers.packed_inputs import (
+    pack_features,
+    packed_features,
+    packed_inputs,
+    pads_inputs,
+)
+from tilefold.integrations.transformers.packed import padding_position
+from tilefold.modules.fused_pooling import Features
+from tilefold.pipeline.truncated import Tally, Truncation, watching
+
+JOINED = "joined_columns"  # key of a column's place among those it was joined with
+
+
+class Columns:
+    """The packed columns of one batch: features of all their tokens, and the ``input_ids`` of each column."""
+
+    def __init__(self, features: Features, parts: list[Tensor]) -> None:
+        self.features, self.parts = features, parts
+        self._waiting: dict[tuple[Any, ...], Tensor] = {}
+
+    def embeddings(self, index: int, transformer: Any, graphs: StepGraphs | None = None) -> Tensor:
+        """The embeddings of a column, from the forward of the column before it or from one of all columns."""
+        device = self.parts[0].device.type
+        autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        mode = (id(transformer), transformer.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        found = self._waiting.pop((index, *mode, autocasts), None)
+        if found is None:
+            output = None if graphs is None else graphs(self.features)
+            if output is None:
+                output = type(transformer).forward(transformer, dict(self.features))[transformer.module_output_name]
+            parts = output.split([part.size(1) for part in self.parts], dim=1)
+            self._waiting = {(i, *mode, autocasts): part for i, part in enumerate(parts) if i != index}
+            found = parts[index]
+        return found
+
+
+class PackedForward:
+    """Replaces the forward of one Transformer: it sees no padding, and joined columns go through it together."""
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
+        self.graphs: StepGraphs | None = None  # runs joined columns in training, if it can
+
+    def __call__(self, features: Features, **kwargs: Any) -> Features:
+        """The features with the output of the module, packed unless :func:`padded_inputs` is in force."""
+        transformer = self.transformer
+        columns, index = features.pop(JOINED, (None, 0))
+        # a part of a column is another tensor, and has a backward of its own
+        if columns is None or kwargs or features["input_ids"] is not columns.parts[index] or self._shows_layers():
+            return self._alone(features, kwargs)
+        features[transformer.module_output_name] = columns.embeddings(index, transformer, self.graphs)
+        return features
+
+    def _alone(self, features: Features, kwargs: Features) -> Features:
+        transformer = self.transformer
+        if OFFSETS[0] not in features and not pads_inputs() and not _is_recorded():
+            packed = pack_features(features, padding_position(transformer.model))
+            if packed is not features:
+                features.clear()
+                features.update(packed)
+        found: Features
+        if OFFSETS[0] not in features or features["input_ids"].size(1):
+            _check_whole(features)
+            found = type(transformer).forward(transformer, features, **kwargs)
+            return found
+        # no token at all, which encoders cannot reshape: one that nobody reads gives shape, dtype and gradients of 0
+        ids, offsets = features["input_ids"], features[OFFSETS[0]]
+        one = packed_features(ids.new_zeros(1), offsets.new_ones(1).long(), padding_position(transformer.model), 1)
+        name = transformer.module_output_name
+        found = type(transformer).forward(transformer, {**features, **one}, **kwargs)
+        features[name] = found[name][:, :0]
+        if (layers := found.get("all_layer_embeddings")) is not None:
+            features["all_layer_embeddings"] = tuple(layer[:, :0] for layer in layers)
+        return features
+
+    def _shows_layers(self) -> bool:
+        return bool(getattr(self.transformer.model.config, "output_hidden_states", False))
+
+
+def _is_recorded() -> bool:
+    """Whether what runs is traced, or captured in a CUDA graph: then nobody knows yet how many tokens there are."""
+    if torch.compiler.is_compiling():
+        return True
+    known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return known and torch.cuda.is_current_stream_capturing()
+
+
+def _check_whole(features: Features) -> None:
+    """Raise if packed features were cut by their first dimension; by sizes that the host knows, without waiting."""
+    if OFFSETS[0] not in features:
+        return
+    tokens, sequences = features["input_ids"].size(1), features[OFFSETS[0]].numel() - 1
+    longest = features.get(LONGEST[0])
+    if longest is not None and tokens > sequences * longest:
+        raise ValueError(
+            f"packed features must hold all offsets of their sequences, got {sequences} sequences of up to {longest} "
+            f"tokens for {tokens} tokens: somebody cut a batch by the first dimension of its tensors. Pass what "
+            "preprocess returns outside of packed_inputs(), whose rows can be cut, or leave batches whole "
+            "(accelerator_config={'dispatch_batches': False})."
+        )
+
+
+class Batch(NamedTuple):
+    """A batch of a collator, with packed columns joined."""
+
+    features: Features  # all columns; those in `spans` have no tensors of tokens
+    joined: Features | None = None  # of all their tokens, None if there is nothing to join
+    spans: tuple[tuple[str, int, int], ...] = ()  # prefix, first token and end of each column
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with each tensor elsewhere; what occurs twice is moved once."""
+        known: dict[int, Tensor] = {}
+
+        def once(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in known:
+                known[id(value)] = move(value)
+            return known[id(value)]
+
+        joined = None if self.joined is None else {key: once(value) for key, value in self.joined.items()}
+        return Batch({key: once(value) for key, value in self.features.items()}, joined, self.spans)
+
+    def columns(self) -> Features:
+        """The features as losses take them: the tokens of each column are views of all tokens."""
+        if self.joined is None:
+            return self.features
+        found = dict(self.features)
+        for prefix, start, end in self.spans:
+            for name in TOKENS:
+                if name in self.joined:
+                    found[prefix + name] = self.joined[name][:, start:end]
+        together = Columns(self.joined, [found[prefix + "input_ids"] for prefix, _, _ in self.spans])
+        for index, (prefix, _, _) in enumerate(self.spans):
+            found[prefix + JOINED] = (together, index)
+        return found
+
+
+def join_columns(batch: Features) -> Batch:
+    """Join the packed columns of a batch on the host, if there are several of the same kind."""
+    prefixes = [key.removesuffix(OFFSETS[0]) for key in batch if key.endswith("_" + OFFSETS[0])]
+    names = [name for name in TOKENS if any(prefix + name in batch for prefix in prefixes)]
+    if len(prefixes) < 2 or any(prefix + name not in batch for prefix in prefixes for name in names):
+        return Batch(batch)
+    ends = torch.tensor([batch[prefix + "input_ids"].size(1) for prefix in prefixes]).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    offsets = [batch[prefix + OFFSETS[0]] for prefix in prefixes]
+    shifted = [part[(start > 0) :] + start for part, start in zip(offsets, starts, strict=True)]
+    if starts.count(0) > 1:  # an empty first column
+        return Batch(batch)
+    cu_seqlens = torch.cat(shifted).to(torch.int32)
+    longest = max(batch[prefix + LONGEST[0]] for prefix in prefixes)
+    joined: Features = {name: torch.cat([batch[prefix + name] for prefix in prefixes], dim=1) for name in names}
+    joined |= dict.fromkeys(OFFSETS, cu_seqlens) | dict.fromkeys(LONGEST, longest) | {"modality": "text"}
+    spans = tuple(zip(prefixes, starts, ends, strict=True))
+    views = {prefix + name for prefix in prefixes for name in names}
+    # the keys stay in their order, by which trainers tell queries from documents
+    return Batch({key: None if key in views else value for key, value in batch.items()}, joined, spans)
+
+
+def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, compiled: bool = False) -> None:
+    """Let a stock trainer of sentence-transformers tokenise its next batch while the step before it runs.
+
+    The trainer's own data collator then works in a thread, into pinned memory, and tensors are copied to the GPU
+    without waiting for them. Samplers, order, random numbers and batches stay the same. With ``dataloader_num_workers``
+    above 0 nothing changes, because the collator works in other processes then. A second call does nothing.
+
+    The trainer's filter of NaN and infinity in what it logs (``logging_nan_inf_filter``) is turned off, because the
+    host waits for the loss twice a step for it. A loss that is NaN is logged as NaN.
+
+    If ``accelerate`` lets the only encoder of the model run on packed tokens, the thread packs all columns of a batch,
+    so that no forward waits for the GPU to count tokens; they go through the encoder in one forward, and the loss takes
+    the outputs column by column: the same numbers but for those of dropout. Losses that cut columns into mini-batches
+    (cached ones) run each part by itself. Other models make the forwards of stock ones.
+
+    With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed, so that
+    the host launches them with two calls. Unused sequences pad batches to a few total sizes (at most a fifth more
+    tokens); batches of a new size run eagerly the first time and are captured the second time, which takes a fraction
+    of a second. Gradients are written once and copied (memory of the weights once more), and come all at the end of the
+    backward pass, so that several GPUs overlap nothing. Steps that a graph cannot repeat run as usual: see
+    :class:`tilefold.integrations.sentence_transformers.graphs.StepGraphs`. Dropout draws other numbers.
+
+    With ``compiled``, too, what is captured in 16 bits (bf16 or fp16 weights or autocast) are layers that
+    ``torch.compile`` made, for any length: about a seventh less work for the GPU, fewer results rounded on the way, and
+    some ten seconds more at the start. In fp32 layers are captured as they are, since torch cannot compile its fp32
+    attention of packed sequences; where compiling fails, a warning says so.
+
+    Args:
+        trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of sentence-transformers.
+        join: one forward for all columns; False for a loss that calls ``backward`` once for each column.
+        graphs: capture and replay the encoder as CUDA graphs.
+        compiled: capture layers that ``torch.compile`` made; no effect in fp32.
+
+    Raises:
+        TypeError: if ``trainer`` has no data collator.
+        ValueError: for an iterable dataset or ``dispatch_batches``, whose batches one process cuts for all others; or
+            for ``graphs`` without ``join``, or of a model that is no sequence of modules whose first takes packed
+            inputs; or for ``compiled`` without ``graphs``.
+    """
+    collator = getattr(trainer, "data_collator", None)
+    if collator is None:
+        raise TypeError(
+            f"trainer must be a trainer of sentence-transformers, got {type(trainer).__name__} without a data collator."
+        )
+    for name in ("train_dataset", "eval_dataset"):
+        if isinstance(getattr(trainer, name, None), IterableDataset):
+            raise ValueError(f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a length.")
+    if getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None):
+        raise ValueError(
+            "dispatch_batches must not be True for batches that are collated ahead, which nobody may cut, got True in "
+            "the trainer's accelerator_config; leave it out, so that each process makes its own batches."
+        )
+    one = _one_packed_encoder(trainer.model)
+    if graphs and not (one and join):
+        raise ValueError(
+            "graphs must be False for columns that are not joined or not packed, got True; call accelerate(model) "
+            "first and leave join=True (a model with several encoders has no joined columns)."
+        )
+    if compiled and not graphs:
+        raise ValueError("compiled must be False without graphs, got True; pass graphs=True, too.")
+    trainer.args.logging_nan_inf_filter = False
+    if one:
+        encoder = trainer.model[0]
+        encoder.forward.graphs = StepGraphs(encoder, compiled=compiled) if graphs else None
+    if not isinstance(collator, AheadCollator):
+        trainer.data_collator = AheadCollator(
+            _without_detours(collator, trainer.model) if one else collator, join and one
+        )
+
+
+class AheadCollator:
+    """A data collator that returns at once and works in a thread of its own; it has the attributes of the stock one."""
+
+    def __init__(self, collator: Callable[[list[Features]], Features], join: bool = False) -> None:
+        self.collator, self.join = collator, join
+        self.cut = Tally()  # texts of the batches that were taken, and how many of them were cut
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "collator":
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
+    def __getstate__(self) -> Features:
+        return {"collator": self.collator, "join": self.join, "cut": self.cut, "_thread": None}
+
+    def __setstate__(self, state: Features) -> None:
+        vars(self).update(state)
+
+    def __call__(self, features: list[Features]) -> Any:
+        """A :class:`PendingBatch`; in a worker process of a data loader, the batch itself."""
+        if get_worker_info() is not None:
+            return self.collator(features)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="tilefold-collate")
+        seen = Truncation()
+
+        def taken() -> None:
+            for call in seen.calls:
+                if call.texts >= len(features):  # else it was a prompt alone, for its length
+                    self.cut.add("text", call.texts, len(call.cut), call.max_length)
+
+        return PendingBatch(self._thread, self._thread.submit(self._made, features, seen), taken)
+
+    def _made(self, features: list[Features], seen: Truncation) -> Batch:
+        with watching(seen):
+            if not self.join:
+                return Batch(self.collator(features))
+            with packed_inputs():
+                return join_columns(self.collator(features))
+
+
+class PendingBatch:
+    """A batch that a thread is making; `taken` is called when it is taken: the last one that was begun may never be."""
+
+    def __init__(self, thread: ThreadPoolExecutor, made: Future[Batch], taken: Callable[[], None]) -> None:
+        self._thread, self._made, self._taken = thread, made, taken
+
+    def pin_memory(self) -> PendingBatch:
+        """This batch, which the thread copies to pinned memory when it has made it."""
+        made = self._made
+        pinned = self._thread.submit(lambda: made.result().moved(Tensor.pin_memory))
+        return PendingBatch(self._thread, pinned, self._taken)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Features:
+        """The batch on ``device``; errors of the collator are raised here."""
+
+        def move(tensor: Tensor) -> Tensor:
+            # what is pinned may be copied while others work: its memory is not used again before the copy is done
+            return tensor.to(device, non_blocking=non_blocking or tensor.is_pinned())
+
+        batch = self._made.result().moved(move).columns()
+        self._taken()
+        return batch
+
+
+def _one_packed_encoder(model: Model) -> bool:
+    """Whether all columns go through one Transformer, which takes them packed."""
+    return isinstance(model, nn.Sequential) and isinstance(vars(model[0]).get("forward"), PackedForward)
+
+
+def _without_detours(collator: Any, model: Model) -> Any:
+    """A copy of a collator, whose texts go to the Transformer without being looked at one by one for their modality."""
+    given = getattr(collator, "preprocess_fn", None)
+    owner, function = getattr(given, "__self__", None), getattr(given, "__func__", None)
+    if owner is not model or function is not getattr(type(model), "preprocess", None):
+        return collator
+    found = copy.copy(collator)
+    found.preprocess_fn = functools.partial(_preprocess, model)
+    return found
+
+
+def _preprocess(model: Any, inputs: list[Any], **kwargs: Any) -> Features:
+    """``model.preprocess``, by the shortest way for texts."""
+    texts = bool(inputs) and all(type(text) is str for text in inputs)
+    found: Features = (model[0] if texts else model).preprocess(inputs, **kwargs)
+    return found
