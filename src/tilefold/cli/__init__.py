@@ -93,24 +93,21 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli import (
-        bench,
-        demo,
-        encode,
-        evaluate,
-        export,
-        fuse,
-        index,
-        info,
-        mine,
-        recipes,
-        score,
-        search,
-        serve,
-        train,
-        warmup,
-    )
     from tilefold.cli._root import Command, root
+    from tilefold.cli.bench import bench
+    from tilefold.cli.demo import demo
+    from tilefold.cli.encode import encode
+    from tilefold.cli.evaluate import evaluate
+    from tilefold.cli.export import export
+    from tilefold.cli.fuse import fuse
+    from tilefold.cli.index import index
+    from tilefold.cli.info import info
+    from tilefold.cli.mine import mine
+    from tilefold.cli.score import score
+    from tilefold.cli.search import search
+    from tilefold.cli.serve import serve
+    from tilefold.cli.train import recipes, train
+    from tilefold.cli.warmup import warmup
 
     app = typer.Typer(
         name="tilefold",
@@ -121,25 +118,9 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    verbs = (
-        demo,
-        train,
-        recipes,
-        encode,
-        index,
-        search,
-        evaluate,
-        export,
-        fuse,
-        mine,
-        score,
-        serve,
-        bench,
-        warmup,
-        info,
-    )
-    for module in verbs:
-        app.command(cls=Command)(getattr(module, module.__name__.rpartition(".")[2]))
+    making, asking = (demo, train, recipes, encode, index), (search, evaluate, export, fuse, mine, score, serve)
+    for verb in (*making, *asking, bench, warmup, info):
+        app.command(cls=Command)(verb)
     return app
 
 

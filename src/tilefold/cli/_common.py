@@ -1,4 +1,4 @@
-"""Shared by the commands: one-line errors, progress on stderr, JSON on stdout, loading data and models."""
+"""Shared by the commands: options, one-line errors, progress on stderr, JSON on stdout, loading data."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.provenance import Provenance
+
+# types of options that may be left out
+Text: TypeAlias = str | None
+Count: TypeAlias = int | None
+Number: TypeAlias = float | None
+Place: TypeAlias = Path | None
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
@@ -35,6 +43,11 @@ class CommandError(Exception):
 
 class UsageError(CommandError):
     """An argument is wrong; exit code 2."""
+
+
+def option(help: str, *flags: str, **bounds: float) -> Any:
+    """An option of a command, under its parameter's name unless `flags` are given, with ``min=`` and ``max=``."""
+    return typer.Option(*flags, help=help, **bounds)  # type: ignore[arg-type]
 
 
 def stdout() -> Console:
@@ -61,6 +74,15 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def print_result(result: Any, as_json: bool, *lines: str) -> None:
+    """Print a result as JSON, or its lines for people."""
+    if as_json:
+        print_json(result)
+        return
+    for line in lines:
+        typer.echo(line)
+
+
 @contextmanager
 def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[..., None]]:
     """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of (done, total, note).
@@ -69,8 +91,7 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
     """
     console = stderr()
     if not console.is_terminal:
-        update = _line_per_minute(text)
-        yield update if resumes is None else _saying_resumed(text, resumes, update, console)
+        yield _saying_resumed(text, resumes, _line_per_minute(text), console)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -87,13 +108,13 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
         def show(done: int, total: int, note: str = "") -> None:
             progress.update(task, completed=done, total=total, note=note)
 
-        yield show if resumes is None else _saying_resumed(text, resumes, show, progress.console)
+        yield _saying_resumed(text, resumes, show, progress.console)
 
 
 def _saying_resumed(
-    text: str, over: str, update: Callable[[int, int, str], None], console: Console
+    text: str, over: str | None, update: Callable[[int, int, str], None], console: Console
 ) -> Callable[[int, int, str], None]:
-    begun = False
+    begun = over is None
 
     def updated(done: int, total: int, remark: str = "") -> None:
         nonlocal begun
@@ -108,7 +129,6 @@ def _saying_resumed(
 
 
 def _line_per_minute(text: str) -> Callable[[int, int, str], None]:
-    """Return a function that prints progress, speed and the time left on stderr."""
     first: tuple[float, int] | None = None
     spoken = time.monotonic()
 
@@ -173,23 +193,12 @@ def kept_work() -> bool:
 
 
 def load_data(
-    name_or_path: str,
-    cache_dir: Path | None = None,
-    *,
-    drop_unknown: bool = False,
-    documents_only: bool = False,
-    splits: Sequence[str] | None = None,
+    name_or_path: str, cache_dir: Path | None = None, *, drop_unknown: bool = False, **parts: Any
 ) -> Collection:
-    """``pydocs``, a BEIR folder, or documents alone."""
+    """``pydocs``, a BEIR folder, or documents alone; `parts` are those of ``load_collection``."""
     from tilefold.retrieval.datasets import load_collection
 
-    return load_collection(
-        name_or_path,
-        cache_dir,
-        unknown="drop" if drop_unknown else "error",
-        documents_only=documents_only,
-        splits=splits,
-    )
+    return load_collection(name_or_path, cache_dir, unknown="drop" if drop_unknown else "error", **parts)
 
 
 def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
@@ -240,6 +249,12 @@ def in_options(message: str) -> str:
     return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)
 
 
+def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None:
+    """Raise an error for a value that is not one of those `allowed`."""
+    if value is not None and value not in (allowed := tuple(allowed)):
+        raise UsageError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}.")
+
+
 def known(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
@@ -249,12 +264,8 @@ def known(values: Mapping[str, Any]) -> dict[str, Any]:
 def as_options(*same: str, **names: str) -> Iterator[None]:
     """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for ``depth: ...``.
 
-    What files hold is a failure, a value that cannot be is an error of usage. A name with a colon, such as
-    ``--bm25: FOLDER``, is the beginning of the sentence.
-
-    Args:
-        same: arguments that are called like a parameter of the command.
-        names: argument -> option.
+    `same` are arguments that are called like a parameter of the command. What files hold is a failure, a value that
+    cannot be is an error of usage. A name with a colon, such as ``--bm25: FOLDER``, is the beginning of the sentence.
     """
     from tilefold.retrieval.errors import DataError
 

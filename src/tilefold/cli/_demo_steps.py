@@ -1,4 +1,4 @@
-"""The steps of ``tilefold demo``; each saves its result, and reuses it when its settings are the same."""
+"""The sizes and splits of ``tilefold demo``, and its steps, each of which saves its result and reuses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
 from tilefold.cli import _common
-from tilefold.cli._demo_data import Size, collection_digest
 
 if TYPE_CHECKING:
     from tilefold.recipes.splade import SpladeRecipe, TrainResult
@@ -20,6 +19,87 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
     from tilefold.retrieval.vectors import SparseVectors
+
+HELD_OUT = 200  # queries that choose the weights of the fusion
+TEST_QUERIES = 800  # of every size but the full one, which keeps the collection's own
+DEV, TEST = "dev", "test"
+EXAMPLE_ID, EXAMPLE = "example", "how do I read a csv file"
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a demo."""
+
+    name: str  # of its folder
+    documents: int | None  # None for all; those that a query asks for are always taken
+    max_length: int  # tokens at which SPLADE cuts texts
+    dense_length: int  # the same of dense retrieval, and of training
+    train_length: int
+    steps: int
+    batch_size: int = 64
+    learning_rate: float = 2e-4
+    published: bool = False  # splits and batches are those of the published figures
+
+
+FULL = Size("full", None, 128, 256, 64, 110, published=True)
+# --minutes -> size: 24, 27, 51 and 66 TFLOP. With 40 steps of the first, SPLADE was 5.1 standard errors
+# above BM25 and 2.3 above dense retrieval (800 queries); with steps of half the pairs it did not rise clearly above it.
+SIZES = {
+    3.0: Size("minutes-3", 3000, 64, 64, 48, 40),
+    5.0: Size("minutes-5", 3000, 64, 64, 48, 50),
+    10.0: Size("minutes-10", 4500, 96, 96, 64, 90),
+    15.0: Size("minutes-15", None, 128, 128, 64, 110),
+}
+
+
+def size_for(minutes: float) -> Size:
+    """The largest size that is meant for at most so many minutes, or the smallest."""
+    return SIZES[max((limit for limit in SIZES if limit <= minutes), default=min(SIZES))]
+
+
+def split(collection: Collection, size: Size) -> Collection:
+    """The collection with some training queries, evenly spaced, moved to a split ``"dev"``."""
+    from tilefold.retrieval.collection import Collection
+
+    test, train = collection.qrels[TEST], collection.qrels["train"]
+    # a short training sees few pairs twice, and more test queries make the standard error of a difference smaller
+    wanted = min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8) - len(test)
+    moved = set() if size.published else set(sorted(train, key=_rank)[: max(0, wanted)])
+    names = sorted(train.keys() - moved)
+    dev = set(names[:: max(1, len(names) // HELD_OUT)][:HELD_OUT])
+    qrels = {
+        **collection.qrels,
+        TEST: test | {name: train[name] for name in train if name in moved},
+        "train": {name: grades for name, grades in train.items() if name not in moved | dev},
+        DEV: {name: train[name] for name in names if name in dev},
+    }
+    return Collection(collection.name, collection.documents, collection.queries, qrels)
+
+
+def take(collection: Collection, count: int | None) -> Collection:
+    """The collection with `count` documents, in its own order: relevant ones, which all stay, and others at random."""
+    from tilefold.retrieval.collection import Collection
+
+    judged = {name for grades in collection.qrels.values() for pairs in grades.values() for name in pairs}
+    others = sorted(collection.documents.keys() - judged, key=_rank)
+    judged &= collection.documents.keys()
+    kept = judged.union(others if count is None else others[: max(0, count - len(judged))])
+    documents = {name: document for name, document in collection.documents.items() if name in kept}
+    return Collection(collection.name, documents, collection.queries, collection.qrels)
+
+
+def collection_digest(collection: Collection) -> str:
+    """SHA-256 over ids and texts."""
+    sha = hashlib.sha256()
+    for name, document in collection.documents.items():
+        sha.update(json.dumps([name, document.contents]).encode())
+    sha.update(json.dumps([collection.queries, collection.qrels], sort_keys=True).encode())
+    return sha.hexdigest()
+
+
+def _rank(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
 
 Tick = Callable[[int, int, str], None]
 
@@ -58,12 +138,10 @@ def train_model(folder: Path, size: Size, seed: int, collection: Collection, tic
     """The trained model in ``<folder>/model``."""
     from tilefold.recipes.splade import train
 
-    return train(
-        make_recipe(size, seed),
-        collection,
-        folder / "model",
-        progress=lambda step, steps, loss: tick(step, steps, "" if loss is None else f"loss {loss:.2f}"),
-    )
+    def progress(step: int, steps: int, loss: float | None) -> None:
+        tick(step, steps, "" if loss is None else f"loss {loss:.2f}")
+
+    return train(make_recipe(size, seed), collection, folder / "model", progress=progress)
 
 
 def encode_documents(folder: Path, encoder: Model, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
@@ -77,14 +155,9 @@ def encode_documents(folder: Path, encoder: Model, collection: Collection, tick:
         reused = read_manifest(path).complete
     except (FileNotFoundError, DataError):
         reused = False
-    encode_collection(
-        encoder,
-        collection.contents(),
-        path,
-        shard_size=512,
-        top_k=DOCUMENT_TERMS,
-        progress=lambda done, total: tick(done, total, ""),
-    )
+    options: dict[str, Any] = {"shard_size": 512, "top_k": DOCUMENT_TERMS}
+    options["progress"] = lambda done, total: tick(done, total, "")
+    encode_collection(encoder, collection.contents(), path, **options)
     return read_vectors(path), reused
 
 
@@ -95,13 +168,12 @@ def build_indexes(folder: Path, vectors: SparseVectors) -> dict[str, SparseIndex
 
     built: dict[str, SparseIndex] = {}
     for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
-        path = folder / name
         try:
             try:
-                built[backend] = load_index(path)
+                built[backend] = load_index(folder / name)
             except (FileNotFoundError, DataError):
                 built[backend] = build_index(vectors, backend)
-                built[backend].save(path)
+                built[backend].save(folder / name)
         except MissingPackageError as error:
             _common.note(f"  {backend} index left out: {_common.first_line(error)}")
     return built
@@ -109,10 +181,7 @@ def build_indexes(folder: Path, vectors: SparseVectors) -> dict[str, SparseIndex
 
 @dataclass(frozen=True)
 class ZeroShot:
-    """all-MiniLM-L6-v2 as published: its dense run, all token vectors, and whether they were saved already.
-
-    The dense vector of a text is the mean of its token states, so that one pass over a text gives both.
-    """
+    """Dense run and token vectors of all-MiniLM-L6-v2 as published, and whether they were saved already."""
 
     run: Run
     documents: TokenStore

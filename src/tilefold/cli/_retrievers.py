@@ -1,4 +1,4 @@
-"""Options that name what is searched: an index with its model, encoded documents, or a dense model."""
+"""Options that name what is searched, with feedback (--prf) and reranking, and what they load."""
 
 from __future__ import annotations
 
@@ -6,51 +6,73 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from tilefold._typing import Model
-from tilefold.cli import _common, _models
+from tilefold.cli import _common, _models, _scores
+from tilefold.cli._common import Count, Number, Place, Text, option
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
 
     from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.feedback import Feedback, Interpolation
+    from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.provenance import Provenance
+    from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.searcher import Searcher
+    from tilefold.retrieval.tokens import TokenStore
 
+Texts = Callable[[], Mapping[str, str]]
 MODEL_HELP = "The SparseEncoder that made --index; minilm for an index of encode --model minilm."
-DENSE_LENGTH = Annotated[int | None, typer.Option(help="Dense: tokens read of a text; by default the model's.")]
-QUERY_TOP_K = Annotated[int | None, typer.Option(help="Sparse: keep only this many terms of a query.")]
+DENSE_LENGTH = Annotated[Count, option("Dense: tokens read of a text; by default the model's.")]
+QUERY_TOP_K = Annotated[Count, option("Sparse: keep only this many terms of a query.")]
 QUERY_CUT = Annotated[
-    int | None,
-    typer.Option(
-        help="seismic: heaviest terms of a query that choose the clusters to look into; by default the index's."
-    ),
+    Count, option("seismic: heaviest terms of a query that choose the clusters to look into; by default the index's.")
 ]
 HEAP_FACTOR = Annotated[
-    float | None,
-    typer.Option(help="seismic: lower looks into more clusters, slower and closer to exact; by default the index's."),
+    Number, option("seismic: lower looks into more clusters, slower and closer to exact; by default the index's.")
 ]
 OTHER_MODEL = Annotated[
     bool,
-    typer.Option(
+    option(
+        "Search with another model than the one that made the vectors, such as a query encoder of its own.",
         "--other-model",
-        help="Search with another model than the one that made the vectors, such as a query encoder of its own.",
     ),
 ]
-Texts = Callable[[], Mapping[str, str]]
+RERANK_DEPTH_HELP = "Best candidates per query to rerank."
+RERANK = Annotated[
+    Text,
+    option(
+        "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
+        "candidates; minilm takes the token states of the packaged one."
+    ),
+]
+RERANK_MODEL = Annotated[
+    Text, option("Multi-vector model for the queries, or minilm; by default the one that made the token vectors.")
+]
+RERANK_WEIGHT = Annotated[
+    Number,
+    option("Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."),
+]
+PRF = Annotated[Text, option("Search again with each query moved towards what it found: average, or rocchio.", "--prf")]
+PRF_DEPTH = Annotated[Count, option("Best documents taken as relevant; by default 3, and 5 for rocchio.")]
+PRF_TERMS = Annotated[Count, option("Sparse: heaviest terms kept of a query after --prf.")]
+PRF_ALPHA = Annotated[Number, option("rocchio: weight of the query (0.4).")]
+PRF_BETA = Annotated[Number, option("rocchio: weight of the best documents (0.6).")]
+PRF_GAMMA = Annotated[Number, option("rocchio: weight of the last documents, subtracted (0).")]
+PRF_BOTTOM = Annotated[Count, option("rocchio: how many last documents, of 1,000, --prf-gamma is for.")]
+PRF_WITH = Annotated[Place, option("A second ranking to interpolate with: a BM25 index, or a TREC run.")]
+PRF_PLACE = Annotated[Text, option("Interpolate before feedback, after it, or both (default).")]
+PRF_WEIGHT = Annotated[Number, option("Weight of --prf-with in [0, 1], beside the other one (0.5).")]
+PRF_NORMALIZATION = Annotated[Text, option("Before interpolation: min_max (default), z_score or none.")]
 
 
 def load_index(
     asked: Mapping[str, Any], texts: Texts | None
 ) -> tuple[SparseIndex | BM25Index, SparseEncoder | None, dict[str, Any]]:
-    """Load the index of --index or --vectors, the model of --model (BM25 has none), and options of the search.
+    """The index of --index or --vectors, the model of --model (BM25 has none), and options of the search.
 
-    Args:
-        asked: values of the options ``index`` or ``vectors``, ``model``, ``query_top_k``, ``query_cut``,
-            ``heap_factor`` and ``other_model``.
-        texts: gives the documents of --data, from which the untrained start is made again where it is not in the cache.
+    `texts` are the documents of --data, from which the untrained start is made again where it is not in the cache.
     """
     index, path = _opened(asked)
     options = _common.known({name: asked[name] for name in ("query_cut", "heap_factor")})
@@ -144,3 +166,94 @@ def open_dense(asked: Mapping[str, Any], texts: Mapping[str, str], texts_sha256:
             searcher = Searcher(dense, **parts)
         _ = dense.vectors
     return searcher
+
+
+def feedback_request(asked: Mapping[str, Any]) -> tuple[Feedback | None, Interpolation | None]:
+    """Feedback and interpolation, None without --prf."""
+    from tilefold.retrieval.feedback import METHODS, Feedback, Interpolation
+
+    method = asked["prf"]
+    if method is None:
+        return None, None
+    _common.check_choice("--prf", method, METHODS)
+    if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
+        raise _common.UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
+    own = {name: asked[f"prf_{name}"] for name in ("depth", "terms", "alpha", "beta", "gamma", "bottom")}
+    mixed = {name: asked[f"prf_{name}"] for name in ("place", "weight", "normalization")}
+    options = {name: f"--prf-{name}" for name in (*own, *mixed)} | {"top_terms": "--prf-terms"}
+    own["top_terms"] = own.pop("terms")
+    with _common.as_options(**options):
+        mix = None if asked["prf_with"] is None else Interpolation(**_common.known(mixed))
+        return Feedback(method, **_common.known(own)), mix
+
+
+def second_ranking(asked: Mapping[str, Any], queries: Mapping[str, str], made_of: Provenance) -> BM25Index | Run | None:
+    """The BM25 index, or the run of `queries` over texts `made_of`, that --prf-with names."""
+    from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.retrievers import open_index
+
+    path = asked["prf_with"]
+    if path is None:
+        return None
+    if path.is_dir():
+        index = open_index(path)
+        if isinstance(index, BM25Index):
+            return index
+        raise _common.UsageError(
+            f"--prf-with: {path} is an index of vectors; give a BM25 index, or save its run and give that: "
+            "tilefold evaluate --save-run."
+        )
+    named = _scores.read_run(path, "--prf-with")
+    if "texts_sha256" in made_of.differs(named.provenance):
+        raise _common.CommandError(f"--prf-with: {path} was made from other documents than those that are searched.")
+    found = {query: named.run[query] for query in queries if query in named.run}
+    if not found:
+        raise _common.CommandError(f"{named.name}: no result for any of the {len(queries)} queries.")
+    if len(found) < len(queries):
+        _common.note(f"{named.name}: results for {len(found)} of the {len(queries)} queries")
+    return found
+
+
+def rerank_request(asked: Mapping[str, Any], depth: int | None = None) -> Reranking | None:
+    """Reranking by --rerank-depth, else `depth`, --rerank-tail and --rerank-weight; None without --rerank."""
+    if asked["rerank"] is None:
+        return None
+    from tilefold.retrieval.reranking import Reranking
+
+    values = {name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")}
+    with _common.as_options(depth="--rerank-depth", tail="--rerank-tail", weight="--rerank-weight"):
+        return Reranking(**({"depth": depth} | _common.known(values)))
+
+
+def load_late(source: str, model: str | None, texts: bool, option: str = "--rerank") -> tuple[Any, TokenStore | None]:
+    """The multi-vector model, and the token vectors at `source` of `option`, if that is not the model itself.
+
+    `model` is that of the option's ``-model``, and `texts` says whether those of candidates are known.
+    """
+    folder, packaged = Path(source), source == _models.PACKAGED
+    if not packaged and (folder / "manifest.json").is_file():
+        return _stored(folder, model, option)
+    a_model = packaged or any((folder / f"{name}.json").is_file() for name in ("config", "modules"))
+    if folder.is_dir() and not a_model:
+        raise _common.UsageError(
+            f"{option}: {source} holds neither token vectors nor a model; make token vectors with: "
+            "tilefold encode --model MULTI_VECTOR_MODEL"
+        )
+    if model is not None:
+        raise _common.UsageError(f"{option}-model goes with token vectors in {option}, which here is a model itself.")
+    if not texts:
+        raise _common.UsageError(
+            f"{option} with a model encodes the candidates' texts: give the collection with --data."
+        )
+    return _models.load_multi_vector(source, option), None
+
+
+def _stored(folder: Path, model: str | None, option: str) -> tuple[Any, TokenStore]:
+    from tilefold.retrieval import open_tokens
+
+    store = open_tokens(folder)
+    source = model or store.manifest.model_source
+    if source is None or (model is None and Path(source).is_absolute() and not Path(source).is_dir()):
+        where = "unknown" if source is None else f"no longer in {source}"
+        raise _common.UsageError(f"{option}: the model that made {folder} is {where}; name it with {option}-model.")
+    return _models.load_multi_vector(source, f"{option}-model"), store

@@ -1,25 +1,131 @@
-"""Options before the command's name, and how every command reads its own."""
+"""Options before the command's name, how every command reads its own, and the table of those that go together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from tilefold._version import __version__
-from tilefold.cli import _common, _rules
+from tilefold.cli import _common
 
 # options of what a command works on: of two, one would be left out
 INPUTS = frozenset(
     {"bm25", "data", "delete", "demo", "index", "model", "negatives", "queries", "run", "tokens", "vectors"}
 )
+# A row has the options that are refused (parameters of the command), where they are, and what is said behind them.
+# Where: NAME is given, !NAME is not, NAME=VALUE or NAME!=VALUE; of several all must hold, and of a|b one.
+_Rules = tuple[tuple[str, str, str], ...]
+_INDEX = "query_top_k query_cut heap_factor other_model"
+_MIX = "prf_place prf_weight prf_normalization"
+_ROCCHIO = "prf_alpha prf_beta prf_gamma prf_bottom"
+_RERANK: _Rules = (
+    ("rerank_model rerank_depth rerank_tail rerank_weight", "!rerank", "goes together with --rerank"),
+    ("rerank_tail", "rerank_weight", "goes without --rerank-weight, under which every candidate keeps its share"),
+)
+_PRF: _Rules = (
+    (f"prf_depth prf_terms {_ROCCHIO} prf_with {_MIX}", "!prf", "goes together with --prf"),
+    (_ROCCHIO, "prf=average", "goes with --prf rocchio"),
+    (_MIX, "!prf_with", "goes together with --prf-with"),
+)
+_TRAINING = (
+    "epochs negatives batch_size learning_rate regularizer group_by_length train_max_length anneal_alpha bf16 fused "
+    "graphs save_steps save_minutes"
+)
+_NEW, _CHANGES = "url collection weights overwrite", "with --update and --delete, which change an index of vectors"
+OF_BACKEND = {
+    "bm25": "language k1 b identifiers",
+    "seismic": "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor num_threads",
+    "qdrant": f"{_NEW} update delete",
+}
+_USELESS = "does nothing {}: leave it out"
+
+RULES: dict[str, _Rules] = {
+    "encode": (
+        ("split", "!queries", "chooses queries: give it together with --queries"),
+        ("jsonl address worker_cpus save_minutes resume", "dry_run",
+         _USELESS.format("with --dry-run, which writes nothing and measures here")),
+        ("save_minutes", "engine=ray",
+         _USELESS.format("where several processes share the work, which keep whole shards")),
+        ("jsonl", "engine=ray", "is written from all vectors in memory: leave it out with --engine ray"),
+        ("address worker_cpus", "engine=local", "is for --engine ray"),
+        ("workers", "engine=local !dry_run", "is for --engine ray and --dry-run"),
+        ("devices", "engine=ray|dry_run", "is for encoding in processes of this machine: with Ray give --workers"),
+    ),
+    "search": (
+        ("queries", "query", "goes without a query"),
+        ("model data vectors", "!index", "goes with --index"),
+        ("demo", "index", _USELESS.format("with --index")),
+        *_RERANK[:1],
+        *_PRF,
+    ),
+    "evaluate": (
+        (_INDEX, "!index", "goes with --index"),
+        ("max_length", "index|run", "goes with a dense --model, without --index"),
+        ("k", "run", "goes with --index or a dense --model; for --rerank there is --rerank-depth"),
+        ("vectors", "!prf", "goes together with --prf"),
+        ("prf", "run", "goes with --index or a dense --model: a run has no vectors"),
+        *_RERANK,
+        *_PRF,
+    ),
+    "fuse": (
+        ("weight tune normalization", "method=rrf", "goes with --method interpolation"),
+        ("rrf_k", "method=interpolation", "goes with --method rrf"),
+        ("tune", "weight", "chooses the weights, and goes without --weight"),
+        ("in_sample", "!tune", "goes with --tune"),
+        ("split drop_unknown measure tune", "!data", "goes with --data"),
+    ),
+    "mine": (
+        (_INDEX, "!index !vectors", "goes with --index or --vectors"),
+        ("max_length", "run|index|vectors", "goes with a dense --model alone"),
+    ),
+    "score": (("scale", "like", "goes without --like, which sets mean and deviation"),),
+    "serve": (
+        (f"data vectors bm25 name {_INDEX}", "!index", "goes with --index"),
+        ("default_side max_batch_tokens auto_truncate", "index !model !tokens",
+         _USELESS.format("for an index of words alone, without a model")),
+        ("tokens_model", "!tokens", "goes with --tokens"),
+    ),
+    "train": (
+        (_TRAINING, "steps=0", _USELESS.format("with --steps 0, which trains nothing")),
+        ("epochs", "steps", _USELESS.format("with --steps, which says how many")),
+    ),
+    "export": (
+        ("field_type dots", "to!=opensearch", "goes with --to opensearch"),
+        ("document namespace", "to!=vespa", "goes with --to vespa"),
+    ),
+    "index": (
+        *((options, f"backend!={name}", f"goes with --backend {name}") for name, options in OF_BACKEND.items()),
+        (_NEW, "update|delete", "is for a new index; {output} says where this one is"),
+        ("collection overwrite", "!url", "goes with --url, the address of a server"),
+        ("data", "update|delete", _USELESS.format(_CHANGES)),
+        ("vectors", "delete !update", "goes with --update, to put them into the index"),
+        ("data", "backend!=bm25", "goes with --backend bm25; {backend} reads --vectors"),
+        ("vectors", "backend=bm25", "goes with the backends exact, seismic and qdrant; bm25 reads --data"),
+    ),
+}  # fmt: skip
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tilefold {__version__}")
         raise typer.Exit
+
+
+def check_rules(command: str | None, values: Mapping[str, Any]) -> None:
+    """Refuse options that the table has for a command, with these values of its parameters."""
+    for options, where, why in RULES.get(command or "", ()):
+        if all(any(_holds(each, values) for each in part.split("|")) for part in where.split()):
+            _common.refuse(options.split(), why.format_map(values))
+
+
+def _holds(condition: str, values: Mapping[str, Any]) -> bool:
+    name, equals, value = condition.lstrip("!").partition("=")
+    if equals:
+        return (str(values[name.removesuffix("!")]) == value) is not name.endswith("!")
+    return (values[name] not in (None, ()) and values[name] is not False) is not condition.startswith("!")
 
 
 class Command(TyperCommand):
@@ -43,7 +149,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, once its options go together."""
-        _rules.check(ctx.info_name, ctx.params)
+        check_rules(ctx.info_name, ctx.params)
         return super().invoke(ctx)
 
 
@@ -51,6 +157,6 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Annotated[bool, _common.option("Show the whole traceback of an error.", "--debug")] = False,
 ) -> None:
     """Train, encode, index, search and evaluate neural retrievers. Start with: tilefold demo"""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilefold.cli import _common
+from tilefold.cli._common import Number, Place, Text, option
 
 if TYPE_CHECKING:
     import torch
@@ -21,23 +22,17 @@ _QUICK_SECONDS = 0.15
 
 
 def bench(
-    op: Annotated[str | None, typer.Argument(help="Operator to time, for instance lsr_head.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Time every operator.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List shapes and implementations, run nothing.")] = False,
-    shape: Annotated[
-        list[str] | None, typer.Option("--shape", "--only", help="Named shape; repeat for several.")
-    ] = None,
-    impl: Annotated[list[str] | None, typer.Option(help="Implementation; repeat for several.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Override the shapes' dtype: bf16, fp16 or fp32.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for <device>/<op>.csv.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few shapes, short timing; saved only with --output.")
-    ] = False,
-    seconds: Annotated[float, typer.Option(help="Timing budget of one implementation and phase.")] = 0.5,
-    minutes: Annotated[
-        float | None, typer.Option(help="Start no further shape after this many; slow peers run last.")
-    ] = None,
+    op: Annotated[Text, typer.Argument(help="Operator to time, for instance lsr_head.")] = None,
+    every: Annotated[bool, option("Time every operator.", "--all")] = False,
+    listing: Annotated[bool, option("List shapes and implementations, run nothing.", "--list")] = False,
+    shape: Annotated[list[str] | None, option("Named shape; repeat for several.", "--shape", "--only")] = None,
+    impl: Annotated[list[str] | None, option("Implementation; repeat for several.")] = None,
+    device: Annotated[Text, option("cpu or cuda; the GPU if there is one.")] = None,
+    dtype: Annotated[Text, option("Override the shapes' dtype: bf16, fp16 or fp32.")] = None,
+    output: Annotated[Place, option("Folder for <device>/<op>.csv.")] = None,
+    quick: Annotated[bool, option("A few shapes, short timing; saved only with --output.", "--quick")] = False,
+    seconds: Annotated[float, option("Timing budget of one implementation and phase.")] = 0.5,
+    minutes: Annotated[Number, option("Start no further shape after this many; slow peers run last.")] = None,
 ) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from tilefold._files import write_json
-from tilefold.cli import _common, _demo_data, _demo_report, _demo_steps, _models
-from tilefold.cli._demo_data import EXAMPLE, EXAMPLE_ID, Size
+from tilefold.cli import _common, _demo_steps, _models
+from tilefold.cli._common import Number, option
+from tilefold.cli._demo_steps import DEV, EXAMPLE, EXAMPLE_ID, NDCG, RECALL, TEST, Size
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -20,20 +22,28 @@ if TYPE_CHECKING:
 
 MINUTES, QUICK_MINUTES = 5.0, 3.0
 ANSWERS = 3
+SYSTEMS = (
+    "BM25",
+    "dense zero-shot (all-MiniLM-L6-v2)",
+    "SPLADE (trained here)",
+    "fusion",
+    "SPLADE + late interaction",
+)
+BY_HAND = Path("by-hand")
+ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
 def demo(
     minutes: Annotated[
-        float | None,
-        typer.Option(help="The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5."),
+        Number, option("The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5.")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.")
+        bool, option("Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.", "--full")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="The same as --minutes 3.")] = False,
-    seed: Annotated[int, typer.Option(help="Equal seeds and sizes give equal models.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for all files of the demo.")] = _common.DEMO_DIR,
-    as_json: Annotated[bool, typer.Option("--json", help="The results as JSON on stdout.")] = False,
+    quick: Annotated[bool, option("The same as --minutes 3.", "--quick")] = False,
+    seed: Annotated[int, option("Equal seeds and sizes give equal models.")] = 0,
+    output: Annotated[Path, option("Folder for all files of the demo.")] = _common.DEMO_DIR,
+    as_json: Annotated[bool, option("The results as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Train, index, search and evaluate a sparse retriever on the documentation of this Python.
 
@@ -53,13 +63,13 @@ def demo(
         results, folder = _run(size, seed, output, stages)
     except MissingPackageError as error:
         raise _common.CommandError(f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")') from error
-    results |= {"seconds": stages.elapsed, "stages": stages.record, "seed": seed}
+    results |= {"seconds": time.monotonic() - stages.started, "stages": stages.record, "seed": seed}
     record = {"folder": folder.name, "query_terms": _demo_steps.QUERY_TERMS, "results": results}
     write_json(output / "demo.json", record)
     if as_json:
         _common.print_json(results)
-        return
-    _demo_report.print_report(results)
+    else:
+        print_report(results)
 
 
 def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
@@ -68,21 +78,16 @@ def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
     if minutes is not None and not 0 < minutes < float("inf"):
         raise _common.UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
     if full:
-        return _demo_data.FULL
-    return _demo_data.size_for(minutes or (QUICK_MINUTES if quick else MINUTES))
+        return _demo_steps.FULL
+    return _demo_steps.size_for(minutes or (QUICK_MINUTES if quick else MINUTES))
 
 
 class Stages:
     """Reports stages on stderr, and measures their times."""
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self.record: dict[str, dict[str, Any]] = {}
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the demo began."""
-        return time.monotonic() - self._started
 
     @contextmanager
     def step(self, name: str, text: str) -> Iterator[Callable[..., None]]:
@@ -115,10 +120,10 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str,
     _common.keeps(lambda: any(output.glob("*/data")))
     with stages.step("collection", "collection: the documentation of this Python") as done:
         everything = _common.load_data("pydocs", output / "data")
-        part = _demo_data.take(_demo_data.split(everything, size), size.documents)
+        part = _demo_steps.take(_demo_steps.split(everything, size), size.documents)
         pairs = ", ".join(f"{len(grades)} {split}" for split, grades in part.qrels.items())
         done(f"{len(part.documents)} of {len(everything.documents)} documents; queries: {pairs}")
-    folder = _demo_steps.folder_of(output, size, seed, _demo_data.collection_digest(everything))
+    folder = _demo_steps.folder_of(output, size, seed, _demo_steps.collection_digest(everything))
     if (folder / "data").is_dir():
         _common.note(f"resuming an earlier run in {folder} (delete that folder to start over)")
     part.save_beir(folder / "data")
@@ -142,7 +147,7 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str,
     results |= _evaluate(part, (bm25, first.run, found), first, stages)
     results["model"] = str(folder / "model")
     late_weight = results["late_interaction"]["weights"]["maxsim"]
-    results["commands"] = _demo_report.commands(folder, size, seed, late_weight)
+    results["commands"] = commands(folder, size, seed, late_weight)
     return results, folder
 
 
@@ -184,8 +189,8 @@ def _evaluate(
         fused = interpolate(runs, weights, k=_demo_steps.DEPTH)
     with stages.step("reranking", "reranking by late interaction; its weight is chosen on the same queries"):
         late_weights, reranked = _demo_steps.rerank_candidates(runs[2], first.queries, first.documents, dev)
-    systems = dict(zip(_demo_report.SYSTEMS, (*runs, fused, reranked), strict=True))
-    return _demo_report.figures(systems, part.qrels["test"]) | {
+    systems = dict(zip(SYSTEMS, (*runs, fused, reranked), strict=True))
+    return figures(systems, part.qrels["test"]) | {
         "documents": len(part.documents),
         "fusion_weights": dict(zip(("bm25", "dense", "splade"), weights, strict=True)),
         "late_interaction": {
@@ -194,3 +199,124 @@ def _evaluate(
             "tokens": str(first.documents.folder),
         },
     }
+
+
+def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """Means with standard errors of every system, and the paired differences that the demo reports."""
+    from tilefold.retrieval.evaluation import evaluate_per_query
+
+    tables = {name: evaluate_per_query(run, qrels, (NDCG, RECALL)) for name, run in runs.items()}
+    systems = {}
+    for name, table in tables.items():
+        mean, error = mean_and_error([row[NDCG] for row in table.values()])
+        recall = statistics.fmean(row[RECALL] for row in table.values())
+        systems[name] = {NDCG: mean, "standard_error": error, RECALL: recall}
+    bm25, dense, splade, fusion, late = runs
+    best = max((bm25, dense, splade), key=lambda name: systems[name][NDCG])
+    comparisons = []
+    for system, over in ((splade, bm25), (splade, dense), (fusion, best), (late, splade)):
+        mine, theirs = tables[system], tables[over]
+        mean, error = mean_and_error([mine[q][NDCG] - theirs[q][NDCG] for q in mine])
+        row = {"system": system, "over": over, "difference": mean, "standard_error": error, "queries": len(mine)}
+        comparisons.append(row)
+    return {"queries": len(qrels), "systems": systems, "comparisons": comparisons}
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, from the sample standard deviation."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.fmean(values), error
+
+
+def difference_line(row: dict[str, Any]) -> str:
+    """The line that the user reads about a paired difference."""
+    difference, error = row["difference"], row["standard_error"]
+    line = f"{row['system']} over {row['over']}: {difference:+.3f} ± {error:.3f}"
+    if abs(difference) <= ERRORS * error:
+        return f"{line} (no more than {ERRORS:.0f} standard errors: it may be chance)"
+    return f"{line} ({abs(difference) / error:.1f} standard errors)" if error else line
+
+
+def print_report(results: dict[str, Any]) -> None:
+    """Print the tables, and commands to try next, on stdout."""
+    console = _common.stdout()
+    console.print(_systems_table(results))
+    lines = [f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:"]
+    lines += [f"  {difference_line(row)}" for row in results["comparisons"]]
+    if "seismic_overlap_at_10" in results:
+        lines.append(f"Seismic's top 10 holds {results['seismic_overlap_at_10']:.1%} of the exact top 10.")
+    lines += [f"model: {results['model']}", "the rows of the first table by hand:"]
+    lines += [f"  {line}" for line in results["commands"]]
+    search = f'  tilefold search "{EXAMPLE}"'
+    lines += [f"done in {results['seconds'] / 60:.1f} minutes; now try:", search]
+    lines.append(f"{search} --rerank {results['late_interaction']['tokens']}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _systems_table(results: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        title=f"pydocs, {results['documents']} documents, {results['queries']} test queries that training never saw"
+    )
+    for name in ("system", "nDCG@10", "recall@100", "terms per query", "terms per document"):
+        table.add_column(name, justify="left" if name == "system" else "right")
+    active = results["active_terms"]
+    for name, scores in results["systems"].items():
+        sparse = name == SYSTEMS[2]
+        table.add_row(
+            _labels(results).get(name, name),
+            f"{scores[NDCG]:.3f} ± {scores['standard_error']:.3f}",
+            f"{scores[RECALL]:.3f}",
+            f"{active['queries']:.0f}" if sparse else "",
+            f"{active['documents']:.0f}" if sparse else "",
+        )
+    return table
+
+
+def _labels(results: dict[str, Any]) -> dict[str, str]:
+    """Names of the systems, with the chosen weights."""
+    fusion = ", ".join(f"{weight:.1f}" for weight in results["fusion_weights"].values())
+    late = results["late_interaction"]
+    weights = ", ".join(f"{weight:.1f}" for weight in late["weights"].values())
+    return {
+        SYSTEMS[3]: f"fusion ({fusion})",
+        SYSTEMS[4]: f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens ({weights})",
+    }
+
+
+def commands(folder: Path, size: Size, seed: int, late_weight: float) -> list[str]:
+    """Shell lines that repeat the rows, the first of which changes into the demo's `folder`."""
+    bm25, model, vectors, index, late, tokens = (
+        str(BY_HAND / name) for name in ("bm25", "model", "vectors", "index", "late", "tokens")
+    )
+    runs = {name: str(BY_HAND / f"{name}.trec") for name in ("bm25", "dense", "splade")}
+    data = ["--data", "data"]
+    both = [*data, "--split", TEST, "--split", DEV]
+    searched = ["--index", index, "--model", model, "--query-top-k", str(_demo_steps.QUERY_TERMS)]
+    fused = [part for run in runs.values() for part in ("--run", run)]
+    reranked = ["--rerank", tokens, "--rerank-depth", str(_demo_steps.RERANKED), "--rerank-weight", f"{late_weight:g}"]
+    recipe, length = _demo_steps.make_recipe(size, seed), str(size.dense_length)
+    options = {
+        "model": recipe.base_model, "steps": size.steps, "batch-size": recipe.batch_size,
+        "lr": f"{recipe.learning_rate:g}", "max-length": recipe.max_length,
+        "train-max-length": recipe.train_max_length, "seed": seed,
+    }  # fmt: skip
+    trained = [part for option, value in options.items() for part in (f"--{option}", str(value))]
+    grouped = ["--group-by-length"] if recipe.group_by_length else []
+    untrained = ["--recipe", "colbert", "--model", "minilm", "--steps", "0", "--dimension", "0", "--keep-punctuation"]
+    untrained += ["--max-length", length, "--query-length", length]  # MiniLM's own token states
+    steps: list[Sequence[str]] = [
+        ["index", "--backend", "bm25", *data, "--identifiers", "--output", bm25],
+        ["evaluate", *both, "--index", bm25, "--save-run", runs["bm25"]],
+        ["evaluate", *both, "--model", "minilm", "--max-length", str(size.dense_length), "--save-run", runs["dense"]],
+        ["train", *data, *trained, *grouped, "--output", model],
+        ["encode", *data, "--model", model, "--top-k", str(_demo_steps.DOCUMENT_TERMS), "--output", vectors],
+        ["index", "--vectors", vectors, "--output", index],
+        ["evaluate", *both, *searched, "--save-run", runs["splade"]],
+        ["fuse", *data, *fused, "--method", "interpolation", "--tune", DEV],
+        ["train", *data, *untrained, "--output", late],
+        ["encode", *data, "--model", late, "--storage", "int8", "--output", tokens],
+        ["evaluate", *data, *searched, *reranked],
+    ]
+    return [shlex.join(["cd", str(folder)]), *(shlex.join(["tilefold", *step]) for step in steps)]

@@ -2,82 +2,79 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilefold._files import read_json
-from tilefold._ranks import first_rank_first, joined, several
-from tilefold.cli import _common, _encode_at_scale, _models, _several
+from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
+from tilefold._typing import Model
+from tilefold.cli import _common, _models
+from tilefold.cli._common import Count, Number, Place, Text, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.encodings import Encoding
+    from tilefold.retrieval.text_ranges import Texts
 
 STORAGES = ("fp16", "int8")
 KINDS = {"sparse": "sparse", "tokens": "multi-vector"}  # of vectors, and of the models that make them
+ENGINES = ("local", "ray")
+_SAMPLE = 512  # texts whose tokens a dry run counts, about
+_TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
 
 def encode(
     model: Annotated[
         str,
-        typer.Option(
-            help="Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder; or minilm, without training."
-        ),
+        option("Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder; or minilm, without training."),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the vectors.")],
-    data: Annotated[str, typer.Option(help=_common.DOCUMENTS_HELP)] = "pydocs",
+    output: Annotated[Path, option("Folder for the vectors.")],
+    data: Annotated[str, option(_common.DOCUMENTS_HELP)] = "pydocs",
     kind: Annotated[
-        str | None,
-        typer.Option(help="sparse or tokens: kind of vectors; by default that of the model, with minilm sparse."),
+        Text, option("sparse or tokens: kind of vectors; by default that of the model, with minilm sparse.")
     ] = None,
-    queries: Annotated[bool, typer.Option("--queries", help="Encode queries instead of documents.")] = False,
-    split: Annotated[str | None, typer.Option(help="With --queries: only those of this split.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sparse: keep only this many terms per text.")] = None,
+    queries: Annotated[bool, option("Encode queries instead of documents.", "--queries")] = False,
+    split: Annotated[Text, option("With --queries: only those of this split.")] = None,
+    top_k: Annotated[Count, option("Sparse: keep only this many terms per text.")] = None,
     special_tokens: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
             "--special-tokens/--no-special-tokens",
-            help="Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
         ),
     ] = None,
-    storage: Annotated[str | None, typer.Option(help="Token vectors: fp16, or int8 for half the bytes.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Texts per batch, at most; by default batches are cut by tokens.")
-    ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per batch; by default what suits the device.")
-    ] = None,
-    shard_size: Annotated[int, typer.Option(help="Texts per shard; each shard is saved when it is full.")] = 1024,
+    storage: Annotated[Text, option("Token vectors: fp16, or int8 for half the bytes.")] = None,
+    batch_size: Annotated[Count, option("Texts per batch, at most; by default batches are cut by tokens.")] = None,
+    batch_tokens: Annotated[Count, option("Tokens per batch; by default what suits the device.")] = None,
+    shard_size: Annotated[int, option("Texts per shard; each shard is saved when it is full.")] = 1024,
     save_minutes: Annotated[
-        float, typer.Option(min=0, help="The part of a shard that is done is saved this often, and on Ctrl-C.")
+        float, option("The part of a shard that is done is saved this often, and on Ctrl-C.", min=0)
     ] = 1.0,
-    devices: Annotated[str | None, typer.Option(help=_several.HELP)] = None,
-    jsonl: Annotated[
-        Path | None, typer.Option(help="Sparse: also write the vectors as JSON lines (Anserini form).")
+    devices: Annotated[
+        Text, option("GPUs to use, a number or all: a process for each shares the work. Without GPUs, processes.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep what an interrupted run has encoded.")] = True,
-    engine: Annotated[
-        str, typer.Option(help="local, this process; or ray: workers on this machine or on a cluster.")
-    ] = "local",
+    jsonl: Annotated[Place, option("Sparse: also write the vectors as JSON lines (Anserini form).")] = None,
+    resume: Annotated[bool, option("Keep what an interrupted run has encoded.", "--resume/--fresh")] = True,
+    engine: Annotated[str, option("local, this process; or ray: workers on this machine or on a cluster.")] = "local",
     address: Annotated[
-        str | None,
-        typer.Option(help="Ray: host:port of a cluster, auto for the one of this machine; by default this machine."),
+        Text, option("Ray: host:port of a cluster, auto for the one of this machine; by default this machine.")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Ray: models at a time, at most; by default as many as fit, one per GPU.")
-    ] = None,
-    worker_cpus: Annotated[int | None, typer.Option(help="Ray: cores of each worker.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only estimate shards, tokens, hours and gigabytes.")
-    ] = False,
+    workers: Annotated[Count, option("Ray: models at a time, at most; by default as many as fit, one per GPU.")] = None,
+    worker_cpus: Annotated[Count, option("Ray: cores of each worker.")] = None,
+    dry_run: Annotated[bool, option("Only estimate shards, tokens, hours and gigabytes.", "--dry-run")] = False,
     rate: Annotated[
-        float | None, typer.Option(help="With --dry-run: texts per second of a worker, instead of what is measured.")
+        Number, option("With --dry-run: texts per second of a worker, instead of what is measured.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The manifest as JSON on stdout.")] = False,
+    as_json: Annotated[bool, option("The manifest as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
 
@@ -87,21 +84,21 @@ def encode(
     The same command again resumes an interrupted run from what was kept last, with either engine. With --devices, or
     under torchrun, several processes share the work; the result is that of one.
     """
-    if split is not None and not queries:
-        raise _common.UsageError("--split chooses queries: give it together with --queries.")
-    for option, value, allowed in (("--storage", storage, STORAGES), ("--kind", kind, tuple(KINDS)),
-                                   ("--engine", engine, _encode_at_scale.ENGINES)):  # fmt: skip
-        if value is not None and value not in allowed:
-            raise _common.UsageError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}.")
-    _common.check_at_least_one(
-        top_k=top_k, batch_size=batch_size, batch_tokens=batch_tokens, shard_size=shard_size, workers=workers,
-        worker_cpus=worker_cpus,
-    )  # fmt: skip
-    _check_engine(engine, dry_run, address, workers, worker_cpus, rate, jsonl)
+    asked = locals()
+    for name, value, allowed in (
+        ("--storage", storage, STORAGES),
+        ("--kind", kind, KINDS),
+        ("--engine", engine, ENGINES),
+    ):
+        _common.check_choice(name, value, allowed)
+    counts = ("top_k", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
+    _common.check_at_least_one(**{name: asked[name] for name in counts})
+    if several():
+        _common.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
+    if rate is not None and not (dry_run and rate > 0):
+        raise _common.UsageError("--rate: expected a number above 0 together with --dry-run.")
     _models.find_model(model, "--model")
-    if devices is not None and (engine == "ray" or dry_run):
-        raise _common.UsageError("--devices is for encoding in processes of this machine: with Ray give --workers.")
-    if (code := _several.run_on(devices)) is not None:
+    if (code := _on_devices(devices)) is not None:
         raise typer.Exit(code)
     with joined() as rank:
         stored = (engine == "ray" or dry_run) and not queries and data != "pydocs" and Path(data).exists()
@@ -111,28 +108,21 @@ def encode(
             collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
             texts = None if collection is None else _texts(collection, data, queries, split)
             encoder, made = _load(model, kind, None if engine == "ray" else collection)
-        _check_options(model, made, {
-            "--top-k": top_k, "--no-special-tokens": special_tokens, "--jsonl": jsonl, "--storage": storage,
-        })  # fmt: skip
-        encoding = _encoding(made, model, storage, {
-            "kind": "query" if queries else "document", "batch_size": batch_size, "batch_tokens": batch_tokens,
-        }, {"top_k": top_k, "special_tokens": special_tokens is not False})  # fmt: skip
+        encoding = _encoding(made, asked)
         if dry_run:
-            given = _encode_at_scale.source(data, texts)
-            found = _encode_at_scale.dry_run(encoder, encoding, given, shard_size, workers or 1, rate)
-            _common.print_json(asdict(found)) if as_json else _encode_at_scale.print_dry_run(found)
+            found = _dry_run(encoder, encoding, _source(data, texts), shard_size, workers or 1, rate)
+            _common.print_result(found, as_json, _said_of_dry_run(found))
             return
         _common.keeps(lambda: _has_vectors(output))
         with nullcontext(_nothing) if rank else _common.progress_bar("encoding", resumes=_common.FRESH) as update:
-            options: dict[str, Any] = {
-                "shard_size": shard_size,
-                "progress": lambda done, total: update(done, total, ""),
-                "resume": resume,
-            }
+            options: dict[str, Any] = {"shard_size": shard_size, "resume": resume}
+            options["progress"] = lambda done, total: update(done, total, "")
             if engine == "ray":
-                cluster = {"address": address, "workers": workers, "worker_cpus": worker_cpus}
-                given = _encode_at_scale.source(data, texts)
-                manifest = _encode_at_scale.on_ray(model, made, given, output, encoding, cluster, options)
+                from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
+
+                load = functools.partial(_load_once, _absolute(model), (made,))
+                cluster = RayCluster(address=address, workers=workers, worker_cpus=worker_cpus)
+                manifest: Any = encode_on_ray(load, _source(data, texts), output, encoding, cluster=cluster, **options)
             else:
                 from tilefold.retrieval.encodings import Output, encode_to_folder
 
@@ -149,6 +139,22 @@ def encode(
 
 def _nothing(done: int, total: int, remark: str) -> None:
     """Progress that another rank shows."""
+
+
+def _on_devices(devices: str | None) -> int | None:
+    """Run the command on so many devices; its exit code, or None where this process is to run it."""
+    if devices is None or MEET in os.environ:
+        return None
+    if started():
+        raise _common.UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    count = max(1, gpus) if devices == "all" else int(devices) if devices.isdecimal() else 0
+    if count < 1 or (gpus and count > gpus):
+        most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
+        raise _common.UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
+    return None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *_common.arguments], count)
 
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:
@@ -170,48 +176,33 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         result |= {**shape, "n_tokens": manifest.n_tokens, "mean_tokens": mean}
         each = f"{mean:.0f} of {manifest.dimension} entries in {manifest.storage}"
         line = f"token vectors of {manifest.n_documents} texts, {each} each on average: {output}"
+    result |= {"shards": len(manifest.shards), "texts": manifest.n_texts, "truncated": manifest.truncated}
+    total = f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded"
+    _common.print_result(result | {"failed": failed}, as_json, line, total)
     if as_json:
-        counts = {"shards": len(manifest.shards), "texts": manifest.n_texts}
-        _common.print_json(result | counts | {"truncated": manifest.truncated, "failed": failed})
         return
-    typer.echo(line)
-    typer.echo(f"{manifest.n_texts} texts = {manifest.n_documents} encoded + {len(failed)} not encoded")
     for name, reason in list(failed.items())[:5]:
         _common.note(f"not encoded: {name}: {reason}")
     if len(failed) > 5:
         _common.note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
 
 
-def _check_engine(
-    engine: str,
-    dry_run: bool,
-    address: str | None,
-    workers: int | None,
-    worker_cpus: int | None,
-    rate: float | None,
-    jsonl: Path | None,
-) -> None:
-    """Raise an error for options that do nothing with this engine, or in a dry run."""
-    if dry_run:
-        useless = ("jsonl", "address", "worker_cpus", "save_minutes", "resume")
-        _common.refuse_useless(useless, "with --dry-run, which writes nothing and measures here")
-    if engine == "ray" or several():
-        _common.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
-    if engine == "ray":
-        _common.refuse(["jsonl"], "is written from all vectors in memory: leave it out with --engine ray")
-    else:
-        _common.refuse(("address", "worker_cpus"), "is for --engine ray")
-        if not dry_run:
-            _common.refuse(["workers"], "is for --engine ray and --dry-run")
-    if rate is not None and not (dry_run and rate > 0):
-        raise _common.UsageError("--rate: expected a number above 0 together with --dry-run.")
+def _absolute(model: str) -> str:
+    """The name of a model as other machines know it."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+@functools.cache
+def _load_once(name: str, kinds: tuple[str, ...]) -> Any:
+    """The model of a worker."""
+    return _models.load_model(name, kinds=kinds, fast=kinds)[0]
 
 
 def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
     """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
     if model != _models.PACKAGED or kind == "tokens":
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-        return _models.load_model(_encode_at_scale.absolute(model), kinds=kinds, fast=kinds)
+        return _models.load_model(_absolute(model), kinds=kinds, fast=kinds)
     if collection is None:
         raise _common.UsageError(
             f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "
@@ -224,16 +215,24 @@ def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[
     return _models.load_untrained(texts_digest(documents), lambda: documents, what), "sparse"
 
 
-def _encoding(made: str, model: str, storage: str | None, shared: dict[str, Any], sparse: dict[str, Any]) -> Encoding:
-    """The record of what is made of texts; `shared` are fields of every kind, `sparse` those of sparse vectors."""
-    if made == "multi-vector":
+def _encoding(made: str, asked: Mapping[str, Any]) -> Encoding:
+    """The record of what a model of the kind `made` makes of texts; refuses options of the other kind."""
+    late, model = made == "multi-vector", asked["model"]
+    foreign = {"--top-k": "top_k", "--no-special-tokens": "special_tokens", "--jsonl": "jsonl"}
+    for name, value in (foreign if late else {"--storage": "storage"}).items():
+        if asked[value] is not None:
+            other = "sparse" if late else "multi-vector"
+            raise _common.UsageError(f"{name} is for {other} models, and {model} is a {made} one: leave it out.")
+    shared: dict[str, Any] = {name: asked[name] for name in ("batch_size", "batch_tokens")}
+    shared["kind"] = "query" if asked["queries"] else "document"
+    if late:
         from tilefold.retrieval.token_encoding import TokenEncoding
 
-        source = model if model == _models.PACKAGED else _encode_at_scale.absolute(model)
-        return TokenEncoding(storage=storage or STORAGES[0], source=source, **shared)
+        source = model if model == _models.PACKAGED else _absolute(model)
+        return TokenEncoding(storage=asked["storage"] or STORAGES[0], source=source, **shared)
     from tilefold.retrieval.encoding import SparseEncoding
 
-    return SparseEncoding(**shared, **sparse)
+    return SparseEncoding(top_k=asked["top_k"], special_tokens=asked["special_tokens"] is not False, **shared)
 
 
 def _texts(collection: Collection, data: str, queries: bool, split: str | None) -> dict[str, str]:
@@ -254,10 +253,83 @@ def _has_vectors(output: Path) -> bool:
     return bool(manifest.get("shards") or manifest.get("partial") or any(output.glob("part-*.receipt.json")))
 
 
-def _check_options(model: str, kind: str, given: dict[str, Any]) -> None:
-    """Raise an error for options of the other kind of model."""
-    foreign = ("--top-k", "--no-special-tokens", "--jsonl") if kind == "multi-vector" else ("--storage",)
-    for name in foreign:
-        if given[name] is not None:
-            other = "sparse" if kind == "multi-vector" else "multi-vector"
-            raise _common.UsageError(f"{name} is for {other} models, and {model} is a {kind} one: leave it out.")
+def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
+    """`texts`, or where they are None the documents of a table, which are not loaded."""
+    from tilefold.retrieval.collection import documents_table
+    from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
+
+    return HeldTexts(texts) if texts is not None else StoredTexts(documents_table(Path(data)))
+
+
+def _dry_run(
+    model: Model, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None
+) -> dict[str, Any]:
+    """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a temporary folder."""
+    from tilefold.retrieval.truncation import token_counts
+
+    began = time.monotonic()
+    survey = texts.survey(shard_size, sample=_SAMPLE)
+    reading = time.monotonic() - began
+    counts = token_counts(model, survey.sample)
+    sample = [text for text, count in zip(survey.sample, counts, strict=True) if isinstance(count, int)]
+    if not sample:
+        problem = next(_common.first_line(count) for count in counts if isinstance(count, Exception))
+        raise _common.CommandError(f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).")
+    tokens = sum(count for count in counts if isinstance(count, int)) / len(sample)
+    device = model.device.type
+    here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
+    per_second = here if rate is None else rate
+    return {
+        "texts": survey.count,
+        "shards": len(survey.ranges),
+        "shard_size": shard_size,
+        "tokens": round(tokens * survey.count),
+        "tokens_per_text": tokens,
+        "sampled_texts": len(sample),
+        "refused_texts": len(survey.sample) - len(sample),
+        "bytes_per_text": size,
+        "gigabytes": size * survey.count / 1e9,
+        "texts_per_second": per_second,
+        "rate_from": f"measured here on {_device_name(device)}" if rate is None else "given with --rate",
+        "workers": workers,
+        "hours": survey.count / (per_second * workers) / 3600,
+        "reading_seconds": reading,
+    }
+
+
+def _device_name(kind: str) -> str:
+    import torch
+
+    if kind == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{kind} with {torch.get_num_threads()} threads"
+
+
+def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float, float]:
+    """Texts per second and bytes per text of a sample, encoded twice; the faster run counts."""
+    from tilefold.retrieval.encodings import Output, encode_to_folder
+
+    texts = {str(number): text for number, text in enumerate(sample)}
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="tilefold-dry-run-") as name:
+        for turn in range(2):
+            folder, began = Path(name) / str(turn), time.perf_counter()
+            manifest = encode_to_folder(encoding, model, texts, Output(folder, len(texts)))
+            seconds.append(time.perf_counter() - began)
+        size = sum(file.stat().st_size for file in folder.glob("part-*"))
+    return len(texts) / min(seconds), size / max(1, manifest.n_documents)
+
+
+def _said_of_dry_run(found: Mapping[str, Any]) -> str:
+    refused = f"; {found['refused_texts']} others are none that the tokenizer takes" if found["refused_texts"] else ""
+    one = "1 worker" if found["workers"] == 1 else f"{found['workers']} workers"
+    return (
+        f"{found['texts']:,} texts in {found['shards']:,} shards of {found['shard_size']:,}\n"
+        f"{found['tokens']:,} tokens, about ({found['tokens_per_text']:.0f} each in {found['sampled_texts']} texts"
+        f"{refused})\n"
+        f"{found['gigabytes']:.3g} GB, about ({found['bytes_per_text']:,.0f} bytes each)\n"
+        f"{found['hours']:.3g} hours, about, with {one} "
+        f"({found['texts_per_second']:,.0f} texts per second each, {found['rate_from']})\n"
+        "assumed: the other texts are like the sample; workers do not slow one another down. Starting them, loading\n"
+        f"models and reading all texts once ({found['reading_seconds']:.1f} s here) come on top. Nothing was written."
+    )

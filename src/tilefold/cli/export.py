@@ -7,57 +7,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from tilefold.cli import _common, _models
+from tilefold.cli._common import Text, option
 
 ENGINES = ("opensearch", "vespa")
 NAMES = ("tokens", "numbers")
 
 
 def export(
-    to: Annotated[str, typer.Option("--to", help="opensearch (bulk files and a mapping), or vespa (feed and schema).")],
-    vectors: Annotated[Path, typer.Option(help="Folder of documents that tilefold encode wrote.")],
-    output: Annotated[Path, typer.Option(help="Folder for the files.")],
-    model: Annotated[
-        str | None, typer.Option(help="The SparseEncoder that made the vectors, for the names of its terms.")
-    ] = None,
+    to: Annotated[str, option("opensearch (bulk files and a mapping), or vespa (feed and schema).", "--to")],
+    vectors: Annotated[Path, option("Folder of documents that tilefold encode wrote.")],
+    output: Annotated[Path, option("Folder for the files.")],
+    model: Annotated[Text, option("The SparseEncoder that made the vectors, for the names of its terms.")] = None,
     names: Annotated[
-        str | None,
-        typer.Option(help="What terms are called: tokens (with --model, the default) or numbers, which never collide."),
+        Text, option("What terms are called: tokens (with --model, the default) or numbers, which never collide.")
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="The documents, to send texts along. " + _common.DOCUMENTS_HELP)
-    ] = None,
-    field: Annotated[str, typer.Option(help="Field of the vectors in the engine.")] = "sparse",
+    data: Annotated[Text, option("The documents, to send texts along. " + _common.DOCUMENTS_HELP)] = None,
+    field: Annotated[str, option("Field of the vectors in the engine.")] = "sparse",
     field_type: Annotated[
-        str | None,
-        typer.Option(help="opensearch: rank_features (exact, the default), or sparse_vector (Seismic; numbers only)."),
+        Text, option("opensearch: rank_features (exact, the default), or sparse_vector (Seismic; numbers only).")
     ] = None,
     dots: Annotated[
-        str | None,
-        typer.Option(
-            help="opensearch: refuse tokens with a dot (the default), or keep them, for neural_sparse queries."
-        ),
+        Text, option("opensearch: refuse tokens with a dot (the default), or keep them, for neural_sparse queries.")
     ] = None,
-    document: Annotated[str | None, typer.Option(help="vespa: document type and schema (doc).")] = None,
-    namespace: Annotated[str | None, typer.Option(help="vespa: namespace of the document ids (tilefold).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+    document: Annotated[Text, option("vespa: document type and schema (doc).")] = None,
+    namespace: Annotated[Text, option("vespa: namespace of the document ids (tilefold).")] = None,
+    as_json: Annotated[bool, option("The result as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Write encoded documents as another engine reads them; a vocabulary whose terms would collide there is refused."""
-    if to not in ENGINES:
-        raise _common.UsageError(f"--to: expected one of {', '.join(ENGINES)}, got {to!r}.")
+    _common.check_choice("--to", to, ENGINES)
+    # of one of the engines
     own = {
-        "opensearch": {"field_type": field_type, "dots": dots},
-        "vespa": {"document": document, "namespace": namespace},
+        "field_type": field_type,
+        "dots": dots,
+        "document": document,
+        "namespace": namespace,
     }
-    options = {name: value for name, value in own[to].items() if value is not None}
+    options = {"field": field, **_common.known(own)}
     tokens = _tokens(vectors, model, names, field_type)
     if tokens is None:
         _common.refuse_useless(["dots"], "where terms are called by their numbers")
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({to})"):
-        exported = _write(to, vectors, output, tokens, _texts(data, vectors), {"field": field, **options})
+        exported = _write(to, vectors, output, tokens, _texts(data, vectors), options)
     result = {
         "output": str(output),
         "engine": to,
@@ -66,13 +58,11 @@ def export(
         "files": exported.files,
         "seconds": round(time.monotonic() - started, 3),
     }
-    if as_json:
-        _common.print_json(result)
-        return
     files = exported.files[0] + (
         f", {exported.files[1]}" if len(exported.files) == 2 else f" and {len(exported.files) - 1} bulk files"
     )
-    typer.echo(f"{exported.n_documents} documents written for {to} in {result['seconds']:.1f} s: {output} ({files})")
+    said = f"{exported.n_documents} documents written for {to} in {result['seconds']:.1f} s: {output} ({files})"
+    _common.print_result(result, as_json, said)
 
 
 def _write(
@@ -81,19 +71,13 @@ def _write(
     from tilefold.retrieval.errors import DataError, VocabularyMismatchError
     from tilefold.retrieval.export import export_opensearch, export_vespa
 
+    write = export_opensearch if to == "opensearch" else export_vespa
     try:
-        return (export_opensearch if to == "opensearch" else export_vespa)(
-            vectors, output, tokens, texts=texts, **options
-        )
+        return write(vectors, output, tokens, texts=texts, **options)
     except (DataError, VocabularyMismatchError) as error:
-        words = (
-            ("Leave tokens out, so that terms are named by their numbers", "Give --names numbers"),
-            ("dots=keep", "--dots keep"),
-        )
-        message = str(error)
-        for python, option in words:
-            message = message.replace(python, option)
-        raise _common.CommandError(message) from error
+        message = str(error).replace("dots=keep", "--dots keep")
+        numbers = message.replace("Leave tokens out, so that terms are named by their numbers", "Give --names numbers")
+        raise _common.CommandError(numbers) from error
     except ValueError as error:
         name, _, rest = str(error).partition(":")
         raise _common.UsageError(f"--{name.replace('_', '-')}:{rest}") from error
@@ -106,8 +90,7 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
 
     numbers = field_type == "sparse_vector"
     names = names or ("numbers" if numbers else "tokens")
-    if names not in NAMES:
-        raise _common.UsageError(f"--names: expected one of {', '.join(NAMES)}, got {names!r}.")
+    _common.check_choice("--names", names, NAMES)
     if names == "numbers":
         _common.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
         return None

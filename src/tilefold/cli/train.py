@@ -1,83 +1,83 @@
-"""``tilefold train``: trains a model on a collection's training pairs, by the recipe of a published system."""
+"""``tilefold train``, a model by the recipe of a published system, and ``tilefold recipes``, which lists them."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tilefold.cli import _common, _models, _recipes
+from tilefold.cli import _common, _models
+from tilefold.cli._common import Count, Number, Place, Text, UsageError, option
 
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
     "epochs batch_size learning_rate max_length train_max_length attention alpha anneal_alpha bf16 fused save_steps "
     "save_minutes seed"
 )
+# parameters of train that some recipes have
+_SPARSE = ("regularizer", "group_by_length")
+_COLBERT = ("dimension", "query_length", "expand_queries", "keep_punctuation")
+# field of a recipe -> parameter of the command that sets it, where its own name does not
+_PARAMETERS = {
+    "negatives": "",    "base_model": "model", "max_steps": "steps", "skip_punctuation": "keep_punctuation",
+    "query_regularizer": "regularizer", "document_regularizer": "regularizer",
+    "output_dir": "output", "query_regularizer.weight": "regularizer", "document_regularizer.weight": "regularizer",
+}  # fmt: skip
 
 
 def train(
-    output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
-    recipe: Annotated[
-        str, typer.Option(help="A name of tilefold recipes; colbert for one vector per token.")
-    ] = "splade",
-    data: Annotated[str, typer.Option(help=_common.DATA_HELP)] = "pydocs",
-    negatives: Annotated[
-        Path | None, typer.Option(help="Mined negatives or teacher scores: Parquet of tilefold mine or score.")
-    ] = None,
+    output: Annotated[Path, option("Folder for the trained model.")],
+    recipe: Annotated[str, option("A name of tilefold recipes; colbert for one vector per token.")] = "splade",
+    data: Annotated[str, option(_common.DATA_HELP)] = "pydocs",
+    negatives: Annotated[Place, option("Mined negatives or teacher scores: Parquet of tilefold mine or score.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="minilm (the usual default), a folder, or a Hugging Face name of a fitting model."),
+        Text, option("minilm (the usual default), a folder, or a Hugging Face name of a fitting model.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Training steps; by default --epochs decides, 0 saves the model as it starts.")
+        Count, option("Training steps; by default --epochs decides, 0 saves the model as it starts.")
     ] = None,
-    epochs: Annotated[float | None, typer.Option(help=f"Passes over the training pairs; {_OWN}.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help=f"Pairs per step; {_OWN}.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--lr", help=f"Peak learning rate; {_OWN}.")] = None,
-    regularizer: Annotated[
-        float | None, typer.Option(help="Sparse recipes: weight of the penalties, larger is sparser.")
-    ] = None,
+    epochs: Annotated[Number, option(f"Passes over the training pairs; {_OWN}.")] = None,
+    batch_size: Annotated[Count, option(f"Pairs per step; {_OWN}.")] = None,
+    learning_rate: Annotated[Number, option(f"Peak learning rate; {_OWN}.", "--lr")] = None,
+    regularizer: Annotated[Number, option("Sparse recipes: weight of the penalties, larger is sparser.")] = None,
     fields: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any field of the recipe, such as document.pooling=sum; may be repeated."),
+        list[str] | None, option("Any field of the recipe, such as document.pooling=sum; may be repeated.", "--set")
     ] = None,
     dimension: Annotated[
-        int | None, typer.Option(help="colbert: dimension of a vector; by default 128, 0 for the backbone's own.")
+        Count, option("colbert: dimension of a vector; by default 128, 0 for the backbone's own.")
     ] = None,
-    query_length: Annotated[int | None, typer.Option(help="colbert: tokens per query; by default 32.")] = None,
+    query_length: Annotated[Count, option("colbert: tokens per query; by default 32.")] = None,
     expand_queries: Annotated[
-        bool, typer.Option("--expand-queries", help="colbert: pad queries with mask tokens that are scored.")
+        bool, option("colbert: pad queries with mask tokens that are scored.", "--expand-queries")
     ] = False,
     keep_punctuation: Annotated[
-        bool, typer.Option("--keep-punctuation", help="colbert: keep the vectors of punctuation in documents.")
+        bool, option("colbert: keep the vectors of punctuation in documents.", "--keep-punctuation")
     ] = False,
     group_by_length: Annotated[
-        bool, typer.Option("--group-by-length", help="Sparse recipes: batches of documents of similar length.")
+        bool, option("Sparse recipes: batches of documents of similar length.", "--group-by-length")
     ] = False,
-    max_length: Annotated[int | None, typer.Option(help=f"Maximum tokens per text; {_OWN}.")] = None,
-    train_max_length: Annotated[int | None, typer.Option(help="The same while training; fewer are faster.")] = None,
-    attention: Annotated[str | None, typer.Option(help="softmax or entmax; by default the model's own.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="alpha of entmax, from 1 (softmax) to 2; by default 1.5.")] = None,
-    anneal_alpha: Annotated[float, typer.Option(help="Share of the steps over which alpha rises from 1.")] = 0.0,
-    bf16: Annotated[
-        bool | None, typer.Option("--bf16/--fp32", help="By default the faster one on this hardware.")
-    ] = None,
+    max_length: Annotated[Count, option(f"Maximum tokens per text; {_OWN}.")] = None,
+    train_max_length: Annotated[Count, option("The same while training; fewer are faster.")] = None,
+    attention: Annotated[Text, option("softmax or entmax; by default the model's own.")] = None,
+    alpha: Annotated[Number, option("alpha of entmax, from 1 (softmax) to 2; by default 1.5.")] = None,
+    anneal_alpha: Annotated[float, option("Share of the steps over which alpha rises from 1.")] = 0.0,
+    bf16: Annotated[bool | None, option("By default the faster one on this hardware.", "--bf16/--fp32")] = None,
     fused: Annotated[
-        bool, typer.Option("--fused/--plain", help="Fused head (sparse) or similarity (colbert), or the stock one.")
+        bool, option("Fused head (sparse) or similarity (colbert), or the stock one.", "--fused/--plain")
     ] = True,
-    graphs: Annotated[
-        bool, typer.Option("--graphs", help="GPU: capture the encoder as CUDA graphs; see docs/cli.md.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal models.")] = 0,
-    save_steps: Annotated[int, typer.Option(help="A checkpoint after so many steps.")] = 25,
-    save_minutes: Annotated[float, typer.Option(min=0, help="A checkpoint after this time at the latest.")] = 5.0,
-    drop_unknown: Annotated[bool, typer.Option("--drop-unknown", help=_common.DROP_UNKNOWN_HELP)] = False,
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Resume an interrupted run.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished model in --output.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the libraries' own logs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+    graphs: Annotated[bool, option("GPU: capture the encoder as CUDA graphs; see docs/cli.md.", "--graphs")] = False,
+    seed: Annotated[int, option("Equal seeds give equal models.")] = 0,
+    save_steps: Annotated[int, option("A checkpoint after so many steps.")] = 25,
+    save_minutes: Annotated[float, option("A checkpoint after this time at the latest.", min=0)] = 5.0,
+    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
+    resume: Annotated[bool, option("Resume an interrupted run.", "--resume/--fresh")] = True,
+    overwrite: Annotated[bool, option("Replace a finished model in --output.", "--overwrite")] = False,
+    verbose: Annotated[bool, option("Show the libraries' own logs.", "--verbose")] = False,
+    as_json: Annotated[bool, option("The result as JSON on stdout.", "--json")] = False,
 ) -> None:
     """Train a model by the recipe of a published system (tilefold recipes lists them), saved for sentence-transformers.
 
@@ -86,10 +86,8 @@ def train(
     asked = locals()
     from tilefold.retrieval.truncation import tell_truncated
 
-    values = {name: asked[name] for name in _FIELDS.split()}
-    values |= {"base_model": model, "max_steps": steps, "graphs": graphs or None}
-    config = _recipes.configure(recipe, values, asked)
-    result = _train(config, data, negatives, drop_unknown, output, resume, overwrite, verbose)
+    config = _configure(recipe, asked)
+    result = _train(config, asked)
     if result.exploded:
         _common.note(
             f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
@@ -99,39 +97,27 @@ def train(
         tell_truncated("training text", found["texts"], found)
     for text in result.warnings:
         _common.note(f"warning: {_common.in_options(text)}")
-    if as_json:
-        _common.print_json(asdict(result))
-        return
     how = "already trained" if result.reused else f"trained {result.steps} steps in {result.seconds:.0f} s"
     if result.resumed_from and not result.reused:
         how = f"trained {result.steps} steps, those after step {result.resumed_from} in {result.seconds:.0f} s"
     if not result.steps:
         how = f"no step of training, {config.base_model} as the recipe starts from it"
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
-    typer.echo(f"{how}{loss}: {result.model_dir}")
-    late = type(config).__name__ == "ColbertRecipe"
-    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if late else "VECTORS"
-    typer.echo(f"next: tilefold encode --model {output} --data {data} --output {vectors}")
+    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if _is_late(config) else "VECTORS"
+    following = f"next: tilefold encode --model {output} --data {data} --output {vectors}"
+    _common.print_result(asdict(result), as_json, f"{how}{loss}: {result.model_dir}", following)
 
 
-def _train(
-    config: Any,
-    data: str,
-    negatives: Path | None,
-    drop_unknown: bool,
-    output: Path,
-    resume: bool,
-    overwrite: bool,
-    verbose: bool,
-) -> Any:
+def _train(config: Any, asked: Mapping[str, Any]) -> Any:
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
 
+    output = asked["output"]
     if config.base_model != _models.PACKAGED:
         _models.find_model(config.base_model, "--model")
-    collection = _common.load_data(data, drop_unknown=drop_unknown)
+    collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"])
     _common.keeps(lambda: newest_step(output) is not None)
-    before = [newest_step(output) or 0] if resume else [0]  # reported once, with the first step
+    before = [newest_step(output) or 0] if asked["resume"] else [0]  # reported once, with the first step
     with _common.progress_bar("training", resumes=_common.FRESH) as update:
 
         def progress(step: int, steps: int, loss: float | None) -> None:
@@ -139,13 +125,106 @@ def _train(
                 update(before.pop(), steps, "")
             update(step, steps, "" if loss is None else f"loss {loss:.3f}")
 
-        return catalogue.train(
-            config,
-            collection,
-            output,
-            negatives=negatives,
-            resume=resume,
-            overwrite=overwrite,
-            progress=progress,
-            verbose=verbose,
-        )
+        options = {name: asked[name] for name in ("negatives", "resume", "overwrite", "verbose")}
+        return catalogue.train(config, collection, output, progress=progress, **options)
+
+
+def _is_late(recipe: object) -> bool:
+    return type(recipe).__name__ == "ColbertRecipe"
+
+
+def _configure(name: str, asked: Mapping[str, Any]) -> Any:
+    """The recipe `name` with the options for its fields, those of some recipes only, and --set."""
+    from tilefold.recipes.catalogue import RECIPES, get_recipe
+
+    _common.check_choice("--recipe", name, RECIPES)
+    values = {field: asked[field] for field in _FIELDS.split()}
+    values |= {"base_model": asked["model"], "max_steps": asked["steps"], "graphs": asked["graphs"] or None}
+    _common.options.update({field: _common.options[option] for field, option in _PARAMETERS.items() if option})
+    late = _is_late(RECIPES[name].recipe)
+    whose = "the sparse recipes" if late else "--recipe colbert"
+    _common.refuse(_SPARSE if late else _COLBERT, f"belongs to {whose}: leave it out for {name}")
+    own = {option: asked[option] for option in (*_SPARSE, *_COLBERT) if option in _common.given}
+    try:
+        recipe = get_recipe(name, **_common.known(values))
+        return type(recipe).from_dict(_changed(recipe.to_dict(), own, asked["fields"] or []))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _changed(recipe: dict[str, Any], own: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
+    for name, value in own.items():
+        if name == "regularizer":
+            put = [_put_weight(recipe, side, value) for side in ("query_regularizer", "document_regularizer")]
+            if not any(put):
+                raise UsageError("--regularizer does nothing for this recipe, which has no penalty: leave it out.")
+        elif name == "keep_punctuation":
+            recipe["skip_punctuation"] = False
+        else:
+            recipe[name] = value or None if name == "dimension" else value
+    places = [text.partition("=")[0] for text in fields]
+    for place in places:
+        also = _common.given.get(_PARAMETERS.get(place, place))
+        if also is not None or places.count(place) > 1:
+            both = f" (--set and {also})" if also else ""
+            raise UsageError(f"--set: {place}: expected once, got it twice{both}: leave one out.")
+    for text in fields:
+        _set(recipe, text)
+    return recipe
+
+
+def _put_weight(recipe: dict[str, Any], side: str, weight: float) -> bool:
+    """Whether the side has a penalty that now has this weight."""
+    if not isinstance(recipe[side], dict):
+        recipe[side] = weight
+    elif recipe[side]["kind"] != "none":
+        recipe[side]["weight"] = weight
+    else:
+        return False
+    return True
+
+
+def _set(recipe: dict[str, Any], text: str) -> None:
+    """Apply ``field=value`` or ``field.field=value``; the value is JSON, or a word."""
+    path, mark, word = text.partition("=")
+    *parents, last = path.split(".")
+    if not mark or not last:
+        raise UsageError(f"--set: expected FIELD=VALUE, got {text!r}.")
+    place: Any = recipe
+    for name in parents:
+        place = place.get(name) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or (not parents and last not in place):
+        inside = place if isinstance(place, dict) else recipe
+        raise UsageError(f"--set: there is no field {path!r}; the fields are {', '.join(inside)}.")
+    try:
+        place[last] = json.loads(word)
+    except ValueError:
+        place[last] = word
+
+
+def recipes(
+    name: Annotated[Text, typer.Argument(help="Only this one, with its settings.")] = None,
+    as_json: Annotated[bool, option("All settings as JSON on stdout.", "--json")] = False,
+) -> None:
+    """List the published systems that can be trained by name, what they need, and what their papers report."""
+    from tilefold.recipes.catalogue import RECIPES
+
+    _common.check_choice("recipe", name, RECIPES)
+    chosen = [entry for entry in RECIPES.values() if name in (None, entry.name)]
+    if as_json:
+        _common.print_json(chosen[0].to_dict() if name else [entry.to_dict() for entry in chosen])
+        return
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in ("recipe", "what it is", "needs", "paper", "published number"):
+        table.add_column(column, overflow="fold")
+    for entry in chosen:
+        paper = f"arXiv {entry.paper}" if entry.paper else ""
+        table.add_row(entry.name, entry.summary, ", ".join(entry.needs), paper, entry.publishes)
+    _common.stdout().print(table)
+    if name:
+        for field, value in chosen[0].recipe.to_dict().items():
+            said = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+            typer.echo(f"{field} = {said}")
+        typer.echo(f"published: {chosen[0].published}")

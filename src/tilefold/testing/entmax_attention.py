@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from tilefold.ops.entmax_attention import EntmaxStats, entmax_attention
-from tilefold.testing import assert_within_budget, budget, relative_error
-from tilefold.testing.padding import LAYOUTS
+from tilefold.testing import assert_within_budget, budget, padding, relative_error
 
 
 @dataclasses.dataclass(frozen=True)
-class EntmaxAttentionInputs:
+class EntmaxAttentionInputs(padding.Problem):
     """One problem for :func:`tilefold.ops.entmax_attention`, with the gradient that comes back.
 
     Attributes:
@@ -30,11 +29,6 @@ class EntmaxAttentionInputs:
     v: Tensor
     dout: Tensor
     layout: dict[str, Any]
-
-    def cast(self, dtype: torch.dtype) -> EntmaxAttentionInputs:
-        """This problem in ``dtype``."""
-        fields = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "dout")}
-        return dataclasses.replace(self, **fields)
 
 
 def entmax_attention_inputs(
@@ -58,8 +52,8 @@ def entmax_attention_inputs(
         batch, heads, nq, dim: B, H, the (longest) number of queries, D.
         nk: keys; by default as many as queries.
         kv_heads: by default as many as heads.
-        layout: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"`` anywhere (both with a sequence
-            without keys from B = 2 on), or ``"packed"`` (with an empty sequence from B = 2 on).
+        layout: of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`; all but ``"full"`` and ``"right"`` have a
+            sequence without keys from B = 2 on.
         correlated: neighbouring keys are alike, so that few blocks are live.
         sharpness: standard deviation of the scores.
         dtype, device: of the tensors.
@@ -68,8 +62,7 @@ def entmax_attention_inputs(
     Raises:
         ValueError: for an unknown layout.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}.")
+    padding.check_layout(layout)
     generator = torch.Generator().manual_seed(seed)
     nk, kv_heads = nq if nk is None else nk, heads if kv_heads is None else kv_heads
     q = sharpness * torch.randn(batch, heads, nq, dim, generator=generator)
@@ -81,41 +74,40 @@ def entmax_attention_inputs(
         k = wave[:, :nk].expand(batch, -1, -1, -1).clone()
         q = sharpness * wave[:, :nq].repeat_interleave(heads // kv_heads, dim=0).expand(batch, -1, -1, -1).clone()
     dout = torch.randn(batch, heads, nq, dim, generator=generator)
-    tensors = [t.to(device, dtype) for t in (q, k, v, dout)]
     if layout == "packed":
-        return _packed(tensors, generator)
-    given: dict[str, Any] = {}
-    if layout != "full":
-        lengths = torch.randint(1, nk + 1, (batch, 1), generator=generator)
-        places = torch.arange(nk)
-        mask = places < lengths if layout == "right" else places >= nk - lengths
-        if layout == "holes":
-            mask = torch.rand(batch, nk, generator=generator) < 0.6
-        if layout != "right" and batch >= 2:
-            mask[batch // 2] = False
-        given["key_padding_mask"] = mask.to(device)
-    return EntmaxAttentionInputs(tensors[0], tensors[1], tensors[2], tensors[3], given)
+        inputs = _packed(q, k, v, dout, generator)
+    else:
+        given: dict[str, Any] = {}
+        if layout != "full":
+            mask = padding.drawn_mask(layout, batch, nk, generator)
+            if layout != "right" and batch >= 2:
+                mask[batch // 2] = False
+            given["key_padding_mask"] = mask
+        inputs = EntmaxAttentionInputs(q, k, v, dout, given)
+    there = {name: value.to(device) for name, value in inputs.layout.items()}
+    return dataclasses.replace(inputs.cast(dtype).to(device), layout=there)
 
 
-def _packed(tensors: list[Tensor], generator: torch.Generator) -> EntmaxAttentionInputs:
-    parts: list[Tensor] = []
-    offsets: list[Tensor] = []
-    for sides in (tensors[:1], tensors[1:3], tensors[3:]):
-        batch, longest = sides[0].size(0), sides[0].size(2)
-        if len(offsets) < 2:
-            lengths = torch.randint(1, longest + 1, (batch,), generator=generator)
-            lengths[0] = longest
-            if batch >= 2:
-                lengths[batch // 2] = 0
-            offsets.append(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
-        else:
-            lengths = offsets[0].diff()
-        for tensor in sides:
-            rows = [tensor[b, :, : int(n)].transpose(0, 1) for b, n in enumerate(lengths)]
-            parts.append(torch.cat(rows).contiguous())
-    device = tensors[0].device
-    given = {"cu_seqlens_q": offsets[0].int().to(device), "cu_seqlens_k": offsets[1].int().to(device)}
-    return EntmaxAttentionInputs(parts[0], parts[1], parts[2], parts[3], given)
+def _packed(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, generator: torch.Generator) -> EntmaxAttentionInputs:
+    ends = [_ends(side, generator) for side in (q, k)]
+    packed = [_rows(side, ends[of]) for side, of in ((q, 0), (k, 1), (v, 1), (dout, 0))]
+    given = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+    return EntmaxAttentionInputs(packed[0], packed[1], packed[2], packed[3], given)
+
+
+def _ends(padded: Tensor, generator: torch.Generator) -> Tensor:
+    lengths = torch.randint(1, padded.size(2) + 1, (padded.size(0),), generator=generator)
+    lengths[0] = padded.size(2)
+    if len(lengths) >= 2:
+        lengths[len(lengths) // 2] = 0
+    return padding.offsets(lengths)
+
+
+def _rows(padded: Tensor, ends: Tensor) -> Tensor:
+    lengths = ends.diff().tolist()
+    return torch.cat(
+        [row[:, :length].transpose(0, 1) for row, length in zip(padded, lengths, strict=True)]
+    ).contiguous()
 
 
 def entmax_attention_results(
@@ -138,11 +130,8 @@ def entmax_attention_results(
     if isinstance(result, Tensor):
         raise TypeError("entmax_attention returned no statistics.")
     out, stats = result
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(out, list(wanted.values()), inputs.dout.to(out.dtype)) if wanted else ()
     given = {name: value for name, value in EntmaxStats(*stats)._asdict().items() if value is not None}
-    found = {"out": out.detach(), **given}
-    return found | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
+    return {"out": out.detach(), **given, **padding.gradients(out, leaves, inputs.dout)}
 
 
 def assert_entmax_attention_matches(

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import lsr_head
-from tilefold.testing import USUAL_SENSITIVITY, assert_within_budget
-from tilefold.testing.padding import LAYOUTS, padding_mask
+from tilefold.testing import USUAL_SENSITIVITY, padding
 
 DENSITIES = ("mixed", "dense", "sparse")
 _KINKED = ("log1p_relu", "log1p_log1p_relu", "relu")
 
 
 @dataclasses.dataclass(frozen=True)
-class LSRHeadInputs:
+class LSRHeadInputs(padding.Problem):
     """One problem for :func:`tilefold.ops.lsr_head`, with the gradient that comes back.
 
     Attributes:
@@ -63,18 +62,8 @@ class LSRHeadInputs:
     def packed(self) -> LSRHeadInputs:
         """This problem with ``hidden`` packed."""
         rows = [self.hidden.new_empty(0, self.hidden.size(-1)), *self.sequences()]
-        offsets = torch.tensor([0, *self.lengths], device=self.hidden.device).cumsum(0).int()
-        return dataclasses.replace(self, hidden=torch.cat(rows), attention_mask=None, cu_seqlens=offsets)
-
-    def cast(self, dtype: torch.dtype) -> LSRHeadInputs:
-        """This problem with all floating tensors in ``dtype``."""
-        return dataclasses.replace(
-            self,
-            hidden=self.hidden.to(dtype),
-            weight=self.weight.to(dtype),
-            bias=None if self.bias is None else self.bias.to(dtype),
-            dscores=self.dscores.to(dtype),
-        )
+        ends = padding.offsets(torch.tensor(self.lengths, dtype=torch.int64, device=self.hidden.device))
+        return dataclasses.replace(self, hidden=torch.cat(rows), attention_mask=None, cu_seqlens=ends)
 
 
 def lsr_head_inputs(
@@ -94,8 +83,7 @@ def lsr_head_inputs(
 
     Args:
         batch, length, dim, vocab: B, S (the longest sequence of a packed input), D, V.
-        layout: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"`` anywhere (both with an empty
-            sequence from B = 2 on), or ``"packed"`` (with empty ones at both ends and in the middle from B = 5 on).
+        layout: as in :func:`tilefold.testing.padding.padding_mask`.
         dtype, device: of the floating tensors.
         bias: whether there is one.
         density: how many scores are positive: about half (``"mixed"``), all (``"dense"``), or about 2%
@@ -105,48 +93,34 @@ def lsr_head_inputs(
     Raises:
         ValueError: for an unknown layout or density.
     """
-    if layout not in LAYOUTS or density not in DENSITIES:
-        raise ValueError(f"layout must be one of {LAYOUTS} and density of {DENSITIES}, got {layout!r}, {density!r}.")
+    padding.check_layout(layout)
+    if density not in DENSITIES:
+        raise ValueError(f"density must be one of {DENSITIES}, got {density!r}.")
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, length, dim, generator=generator)
     weight = torch.randn(vocab, dim, generator=generator) / math.sqrt(dim)
     shift = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - math.sqrt(2 * math.log(max(length, 2)))}[density]
     offset = 0.5 * torch.randn(vocab, generator=generator) + shift
     dscores = torch.randn(batch, vocab, generator=generator)
-    mask = padding_mask(layout, batch, length, generator)
-    inputs = LSRHeadInputs(
-        hidden.to(device, dtype),
-        weight.to(device, dtype),
-        offset.to(device, dtype) if bias else None,
-        None if mask is None else mask.to(device),
-        None,
-        dscores.to(device, dtype),
-    )
+    mask = padding.padding_mask(layout, batch, length, generator)
+    inputs = LSRHeadInputs(hidden, weight, offset if bias else None, mask, None, dscores).cast(dtype).to(device)
     return inputs.packed() if layout == "packed" else inputs
 
 
 def lsr_head_results(
     inputs: LSRHeadInputs, *, needs: Sequence[str] = ("hidden", "weight", "bias"), **options: Any
 ) -> dict[str, Tensor]:
-    """Run forward and backward; return ``scores`` and the gradients ``dhidden``, ``dweight`` and ``dbias`` asked for.
-
-    Args:
-        inputs: the problem.
-        needs: which of hidden, weight and bias want a gradient.
-        options: of :func:`tilefold.ops.lsr_head`.
-    """
+    """Run forward and backward with the operator's options; return ``scores``, and ``dhidden`` and so on as needed."""
     given = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
     leaves = {name: None if t is None else t.detach().requires_grad_(name in needs) for name, t in given.items()}
     scores = lsr_head(leaves["hidden"], leaves["weight"], leaves["bias"], **inputs.layout, **options)  # type: ignore[arg-type]
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and name in needs}
-    gradients = torch.autograd.grad(scores, list(wanted.values()), inputs.dscores.to(scores.dtype)) if wanted else ()
-    return {"scores": scores.detach()} | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
+    return {"scores": scores.detach(), **padding.gradients(scores, leaves, inputs.dscores)}
 
 
 def lsr_head_truth(inputs: LSRHeadInputs, **options: Any) -> dict[str, Tensor]:
     """:func:`lsr_head_results` of the reference in fp64."""
-    options = {key: value for key, value in options.items() if key not in ("out_dtype", "impl")}
-    return lsr_head_results(inputs.cast(torch.float64), impl="reference", **options)
+    known: dict[str, Any] = padding.without(options, "out_dtype", "impl")
+    return lsr_head_results(inputs.cast(torch.float64), impl="reference", **known)
 
 
 def with_one_answer(
@@ -180,13 +154,9 @@ def with_one_answer(
 
 
 def slope_sensitivity(scores: Tensor, dscores: Tensor, activation: str, kind: str) -> float:
-    """Sensitivity of a slope to the rounding of its score, called c in :mod:`tilefold.testing`.
+    """Sensitivity of a slope to the rounding of its score (exact, ``[B, V]``), called c in :mod:`tilefold.testing`.
 
-    Args:
-        scores: exact, fp64 ``[B, V]``.
-        dscores: the gradient that comes back.
-        activation: as in :func:`tilefold.ops.lsr_head`.
-        kind: ``"gradient"`` for the root mean square over the gradients of the logits, else the largest.
+    For the kind ``"gradient"`` it is the root mean square over the gradients of the logits, else the largest.
     """
     y = scores.double()
     if activation == "log1p_relu":
@@ -224,13 +194,8 @@ def assert_lsr_head_matches(
     inputs = with_one_answer(inputs, **choices)
     results = lsr_head_results(inputs, needs=needs, **options)
     truth = lsr_head_truth(inputs, needs=needs, **options)
-    if results.keys() != truth.keys():
-        raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
     sensitivity = USUAL_SENSITIVITY
     if large_scores:
         activation = options.get("activation", "log1p_relu")
         sensitivity = slope_sensitivity(truth["scores"], inputs.dscores, activation, kind)
-    for name, out in results.items():
-        part = "forward" if name == "scores" else kind
-        assert_within_budget(out, truth[name], kind=part, name=name, sensitivity=sensitivity)
-    return results
+    return padding.held_to_budgets(results, truth, kind, sensitivity)

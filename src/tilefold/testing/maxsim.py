@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilefold.ops import maxsim, xtr_scores
-from tilefold.testing import assert_within_budget
-from tilefold.testing.padding import LAYOUTS
+from tilefold.testing import padding
 
 PAIRINGS = ("all", "aligned", "grouped", "index")
 
 
 @dataclasses.dataclass(frozen=True)
-class MaxSimInputs:
+class MaxSimInputs(padding.Problem):
     """One problem for :func:`tilefold.ops.maxsim`, with the gradient that comes back.
 
     Attributes:
@@ -43,11 +43,6 @@ class MaxSimInputs:
         names = ("query_mask", "document_mask", "cu_seqlens_q", "cu_seqlens_d", "pairing")
         return {name: getattr(self, name) for name in names}
 
-    def to(self, device: torch.device | str) -> MaxSimInputs:
-        """This problem on ``device``."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return MaxSimInputs(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in fields.items()})
-
     def cast(self, dtype: torch.dtype) -> MaxSimInputs:
         """This problem with token vectors in ``dtype``, and the scores' gradient in what the scores then have."""
         wide = torch.promote_types(dtype, torch.float32)
@@ -64,8 +59,7 @@ class MaxSimInputs:
             mask = getattr(self, mask_name)
             kept = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
             lengths = kept.reshape(-1, kept.size(-1)).sum(dim=1)
-            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-            changes |= {name: tokens[kept], mask_name: None, f"cu_seqlens_{side}": offsets}
+            changes |= {name: tokens[kept], mask_name: None, f"cu_seqlens_{side}": padding.offsets(lengths)}
         return dataclasses.replace(self, **changes)
 
 
@@ -97,8 +91,9 @@ def maxsim_inputs(
     Raises:
         ValueError: for an unknown layout or pairing.
     """
-    if layout not in LAYOUTS or pairing not in PAIRINGS:
-        raise ValueError(f"layout must be one of {LAYOUTS} and pairing of {PAIRINGS}, got {layout!r}, {pairing!r}.")
+    padding.check_layout(layout)
+    if pairing not in PAIRINGS:
+        raise ValueError(f"pairing must be one of {PAIRINGS}, got {pairing!r}.")
     generator = torch.Generator().manual_seed(seed)
     outer = {"all": (n_documents,), "index": (n_documents,), "aligned": (n_queries,)}.get(
         pairing, (n_queries, n_documents)
@@ -111,32 +106,16 @@ def maxsim_inputs(
         count = n_queries + n_documents
         columns = [torch.randint(size, (count, 1), generator=generator) for size in (n_queries, n_documents)]
         index, shape = torch.cat(columns, dim=1), (count,)
-    inputs = MaxSimInputs(
-        queries,
-        documents,
-        _mask(layout, queries, generator),
-        _mask(layout, documents, generator),
-        None,
-        None,
-        index,
-        torch.randn(shape, generator=generator),
-    )
-    if layout == "packed":
-        inputs = inputs.packed()
-    return inputs.cast(dtype).to(device)
+    masks = _mask(layout, queries, generator), _mask(layout, documents, generator)
+    inputs = MaxSimInputs(queries, documents, *masks, None, None, index, torch.randn(shape, generator=generator))
+    return (inputs.packed() if layout == "packed" else inputs).cast(dtype).to(device)
 
 
 def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     if layout == "full":
         return None
-    count, length = tokens.shape[:-2].numel(), tokens.size(-2)
-    lengths = torch.randint(min(1, length), length + 1, (count, 1), generator=generator)
-    if layout == "holes":
-        mask = torch.rand(count, length, generator=generator) < 0.6
-    elif layout == "left":
-        mask = torch.arange(length) >= length - lengths
-    else:
-        mask = torch.arange(length) < lengths
+    count = tokens.shape[:-2].numel()
+    mask = padding.drawn_mask(layout, count, tokens.size(-2), generator)
     mask[:1] = True  # one sequence of the full length
     if count >= 2:
         mask[count // 2] = False
@@ -151,12 +130,21 @@ def maxsim_results(inputs: MaxSimInputs, *, needs: str = "qd", **options: Any) -
         needs: ``"q"``, ``"d"``, both or neither: what wants a gradient.
         options: of :func:`tilefold.ops.maxsim`.
     """
-    queries = inputs.queries.detach().requires_grad_("q" in needs)
-    documents = inputs.documents.detach().requires_grad_("d" in needs)
-    scores = maxsim(queries, documents, **inputs.layout, **options)
-    wanted = {f"d{n}": t for n, t in (("queries", queries), ("documents", documents)) if t.requires_grad}
-    gradients = torch.autograd.grad(scores, list(wanted.values()), inputs.dscores.to(scores.dtype)) if wanted else ()
-    return {"scores": scores.detach()} | dict(zip(wanted, gradients, strict=True))
+    return _results(maxsim, inputs, needs, inputs.layout | options)
+
+
+def xtr_results(inputs: MaxSimInputs, top_k: int, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
+    """Like :func:`maxsim_results` for :func:`tilefold.ops.xtr_scores`."""
+    return _results(xtr_scores, inputs, needs, padding.without(inputs.layout, "pairing") | options | {"top_k": top_k})
+
+
+def _results(
+    operator: Callable[..., Tensor], inputs: MaxSimInputs, needs: str, options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    sides = {"queries": inputs.queries, "documents": inputs.documents}
+    leaves = {name: side.detach().requires_grad_(name[0] in needs) for name, side in sides.items()}
+    scores = operator(leaves["queries"], leaves["documents"], **options)
+    return {"scores": scores.detach(), **padding.gradients(scores, leaves, inputs.dscores)}
 
 
 def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
@@ -222,26 +210,11 @@ def assert_maxsim_matches(
         needs: gradients to ask for.
         options: of :func:`tilefold.ops.maxsim`, with ``impl``.
     """
-    choices = {key: value for key, value in options.items() if key != "impl"}
+    choices: dict[str, Any] = padding.without(options, "impl")
     inputs = with_one_answer(inputs, **choices)
     results = maxsim_results(inputs, needs=needs, **options)
     truth = maxsim_results(inputs.cast(torch.float64), needs=needs, impl="reference", **choices)
-    if results.keys() != truth.keys():
-        raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
-    for name, out in results.items():
-        assert_within_budget(out, truth[name], kind="forward" if name == "scores" else kind, name=name)
-    return results
-
-
-def xtr_results(inputs: MaxSimInputs, top_k: int, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
-    """Like :func:`maxsim_results` for :func:`tilefold.ops.xtr_scores`."""
-    queries = inputs.queries.detach().requires_grad_("q" in needs)
-    documents = inputs.documents.detach().requires_grad_("d" in needs)
-    layout = {name: value for name, value in inputs.layout.items() if name != "pairing"}
-    scores = xtr_scores(queries, documents, top_k=top_k, **layout, **options)
-    wanted = {f"d{n}": t for n, t in (("queries", queries), ("documents", documents)) if t.requires_grad}
-    gradients = torch.autograd.grad(scores, list(wanted.values()), inputs.dscores.to(scores.dtype)) if wanted else ()
-    return {"scores": scores.detach()} | dict(zip(wanted, gradients, strict=True))
+    return padding.held_to_budgets(results, truth, kind)
 
 
 def clear_retrievals(inputs: MaxSimInputs, top_k: int, *, normalize: bool = False) -> Tensor:
@@ -273,7 +246,7 @@ def assert_xtr_matches(
     Raises:
         ValueError: where that leaves no query.
     """
-    choices = {key: value for key, value in options.items() if key != "impl"}
+    choices: dict[str, Any] = padding.without(options, "impl")
     clear = clear_retrievals(inputs, top_k, normalize=bool(options.get("normalize")))
     if not bool(clear.any()):
         raise ValueError(f"inputs must have a query with one answer, got 0 of {len(clear)}; take another seed.")
@@ -281,9 +254,6 @@ def assert_xtr_matches(
     inputs = dataclasses.replace(inputs, dscores=inputs.dscores * clear[:, None])
     results = xtr_results(inputs, top_k, needs=needs, **options)
     truth = xtr_results(inputs.cast(torch.float64), top_k, needs=needs, impl="reference", **choices)
-    for name, out in results.items():
-        expected = truth[name]
-        if name == "scores":
-            out, expected = out[clear], expected[clear]  # noqa: PLW2901
-        assert_within_budget(out, expected, kind="forward" if name == "scores" else kind, name=name)
+    judged, exact = ({**found, "scores": found["scores"][clear]} for found in (results, truth))
+    padding.held_to_budgets(judged, exact, kind)
     return results

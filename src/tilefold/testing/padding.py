@@ -1,11 +1,41 @@
-"""Layouts of a batch: padding on either side, holes, packed sequences, and empty ones among them."""
+"""Layouts of a batch, and what the problems of all operators share: dtypes, devices, gradients and budgets."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from tilefold.testing import USUAL_SENSITIVITY, assert_within_budget
+
 LAYOUTS = ("full", "right", "left", "holes", "packed")
+_Mine = TypeVar("_Mine", bound="Problem")
+
+
+class Problem:
+    """Tensors of one problem, the fields of a frozen dataclass."""
+
+    def each(self: _Mine, change: Callable[[Tensor], Tensor]) -> _Mine:
+        """This problem with all of its tensors changed."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **{name: change(value) for name, value in tensors.items()})  # type: ignore[type-var]
+
+    def cast(self: _Mine, dtype: torch.dtype) -> _Mine:
+        """This problem with all floating tensors in `dtype`."""
+        return self.each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def to(self: _Mine, device: torch.device | str) -> _Mine:
+        """This problem on `device`."""
+        return self.each(lambda tensor: tensor.to(device))
+
+
+def check_layout(layout: str) -> None:
+    """Raise ``ValueError`` for an unknown layout."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}.")
 
 
 def padding_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
@@ -21,14 +51,7 @@ def padding_mask(layout: str, batch: int, length: int, generator: torch.Generato
     """
     if layout == "full":
         return None
-    places = torch.arange(length)
-    lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
-    if layout == "holes":
-        mask = torch.rand(batch, length, generator=generator) < 0.6
-    elif layout == "left":
-        mask = places >= length - lengths
-    else:
-        mask = places < lengths
+    mask = drawn_mask(layout, batch, length, generator)
     mask[: max(batch - 1, 0)][:1] = True  # one sequence of the full length
     if layout == "packed" and batch >= 5:
         mask[[0, batch // 2, batch - 1]] = False
@@ -36,3 +59,41 @@ def padding_mask(layout: str, batch: int, length: int, generator: torch.Generato
     elif layout in ("left", "holes") and batch >= 2:
         mask[batch // 2] = False
     return mask.long()
+
+
+def drawn_mask(layout: str, batch: int, length: int, generator: torch.Generator, shortest: int = 1) -> Tensor:
+    """Bool ``[batch, length]`` of random lengths, or with holes, before any sequence is made full or empty."""
+    places = torch.arange(length)
+    lengths = torch.randint(min(shortest, length), length + 1, (batch, 1), generator=generator)
+    if layout == "holes":
+        return torch.rand(batch, length, generator=generator) < 0.6
+    return places >= length - lengths if layout == "left" else places < lengths
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """Int32 ``[B + 1]``, where packed sequences of these lengths begin and end."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def gradients(out: Tensor, leaves: Mapping[str, Tensor | None], grad: Tensor) -> dict[str, Tensor]:
+    """Gradients of the leaves that want one, by their names with ``"d"``."""
+    wanted = {f"d{name}": leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    found = torch.autograd.grad(out, list(wanted.values()), grad.to(out.dtype)) if wanted else ()
+    return dict(zip(wanted, found, strict=True))
+
+
+def without(options: Mapping[str, object], *names: str) -> dict[str, object]:
+    """Options but those of these names."""
+    return {name: value for name, value in options.items() if name not in names}
+
+
+def held_to_budgets(
+    results: dict[str, Tensor], truth: Mapping[str, Tensor], kind: str, sensitivity: float = USUAL_SENSITIVITY
+) -> dict[str, Tensor]:
+    """Return results whose scores keep the budget ``"forward"``, and whose gradients keep that of `kind`."""
+    if results.keys() != truth.keys():
+        raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
+    for name, out in results.items():
+        part = "forward" if name == "scores" else kind
+        assert_within_budget(out, truth[name], kind=part, name=name, sensitivity=sensitivity)
+    return results

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import token_scatter
-from tilefold.testing import assert_within_budget
-from tilefold.testing.padding import LAYOUTS, padding_mask
+from tilefold.testing import padding
 
 REDUCTIONS = ("max", "sum")
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenScatterInputs:
+class TokenScatterInputs(padding.Problem):
     """One problem for :func:`tilefold.ops.token_scatter`, with the gradient that comes back.
 
     Attributes:
-        weights: ``[B, S]``, or packed ``[T]``.
-        input_ids: like ``weights``, int64.
+        weights, input_ids: ``[B, S]``, or packed ``[T]``; int64 ids.
         vocab_size: V.
         attention_mask: ``[B, S]`` or ``None``.
         cu_seqlens: ``[B + 1]`` int32 or ``None``.
@@ -49,29 +47,9 @@ class TokenScatterInputs:
         """This problem with the valid tokens packed."""
         mask = torch.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
         valid = mask != 0
-        offsets = torch.cat([valid.new_zeros(1, dtype=torch.int64), valid.sum(dim=1)]).cumsum(0).int()
-        return dataclasses.replace(
-            self,
-            weights=self.weights[valid],
-            input_ids=self.input_ids[valid],
-            attention_mask=None,
-            cu_seqlens=offsets,
-        )
-
-    def cast(self, dtype: torch.dtype) -> TokenScatterInputs:
-        """This problem with the floating tensors in ``dtype``."""
-        return dataclasses.replace(self, weights=self.weights.to(dtype), dscores=self.dscores.to(dtype))
-
-    def to(self, device: torch.device | str) -> TokenScatterInputs:
-        """This problem on ``device``."""
-        return dataclasses.replace(
-            self,
-            weights=self.weights.to(device),
-            input_ids=self.input_ids.to(device),
-            attention_mask=None if self.attention_mask is None else self.attention_mask.to(device),
-            cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device),
-            dscores=self.dscores.to(device),
-        )
+        changes: dict[str, Any] = {"weights": self.weights[valid], "input_ids": self.input_ids[valid]}
+        changes |= {"attention_mask": None, "cu_seqlens": padding.offsets(valid.sum(dim=1))}
+        return dataclasses.replace(self, **changes)
 
 
 def zipf_ids(shape: tuple[int, ...], vocab: int, generator: torch.Generator) -> Tensor:
@@ -94,45 +72,34 @@ def token_scatter_inputs(
 
     Args:
         batch, length, vocab: B, S (the longest sequence of a packed input), V.
-        layout: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"`` anywhere (both with an empty
-            sequence from B = 2 on), or ``"packed"`` (with empty ones at both ends and in the middle from B = 5 on).
+        layout: as in :func:`tilefold.testing.padding.padding_mask`.
         dtype, device: of the floating tensors.
         seed: of the random numbers.
 
     Raises:
         ValueError: for an unknown layout.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}.")
+    padding.check_layout(layout)
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(batch, length, generator=generator)
     ids = zipf_ids((batch, length), vocab, generator)
     dscores = torch.randn(batch, vocab, generator=generator)
-    mask = padding_mask(layout, batch, length, generator)
+    mask = padding.padding_mask(layout, batch, length, generator)
     inputs = TokenScatterInputs(weights, ids, vocab, mask, None, dscores).cast(dtype).to(device)
     return inputs.packed() if layout == "packed" else inputs
 
 
 def token_scatter_results(inputs: TokenScatterInputs, *, needs: bool = True, **options: Any) -> dict[str, Tensor]:
-    """Run forward, and backward if ``needs``; return ``scores`` and ``dweights``.
-
-    Args:
-        inputs: the problem.
-        needs: whether the weights want a gradient.
-        options: of :func:`tilefold.ops.token_scatter`.
-    """
+    """Run forward, and backward if ``needs``; return ``scores`` and ``dweights``, with the operator's options."""
     leaf = inputs.weights.detach().requires_grad_(needs)
     scores = token_scatter(leaf, inputs.input_ids, inputs.vocab_size, **inputs.layout, **options)  # type: ignore[arg-type]
-    if not needs:
-        return {"scores": scores}
-    (dweights,) = torch.autograd.grad(scores, leaf, inputs.dscores.to(scores.dtype))
-    return {"scores": scores.detach(), "dweights": dweights}
+    return {"scores": scores.detach(), **padding.gradients(scores, {"weights": leaf}, inputs.dscores)}
 
 
 def token_scatter_truth(inputs: TokenScatterInputs, *, needs: bool = True, **options: Any) -> dict[str, Tensor]:
     """:func:`token_scatter_results` of the reference in fp64."""
-    options = {key: value for key, value in options.items() if key not in ("out_dtype", "impl")}
-    return token_scatter_results(inputs.cast(torch.float64), needs=needs, impl="reference", **options)
+    known: dict[str, Any] = padding.without(options, "out_dtype", "impl")
+    return token_scatter_results(inputs.cast(torch.float64), needs=needs, impl="reference", **known)
 
 
 def assert_token_scatter_matches(
@@ -149,7 +116,4 @@ def assert_token_scatter_matches(
         options: of :func:`tilefold.ops.token_scatter`, with ``impl``.
     """
     results = token_scatter_results(inputs, needs=needs, **options)
-    truth = token_scatter_truth(inputs, needs=needs, **options)
-    for name, out in results.items():
-        assert_within_budget(out, truth[name], kind="forward" if name == "scores" else kind, name=name)
-    return results
+    return padding.held_to_budgets(results, token_scatter_truth(inputs, needs=needs, **options), kind)

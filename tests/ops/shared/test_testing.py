@@ -199,9 +199,9 @@ def test_entries_without_one_answer_lose_their_gradient_and_the_others_keep_it()
 
 
 def test_layouts_and_densities_that_do_not_exist_are_refused() -> None:
-    for options in ({"layout": "middle"}, {"density": "half"}):
-        with pytest.raises(ValueError, match=r"layout must be one of .* and density of .*, got"):
-            lsr_head_inputs(1, 2, 3, 4, **options)
+    for name, value in (("layout", "middle"), ("density", "half")):
+        with pytest.raises(ValueError, match=rf"{name} must be one of .*, got '{value}'"):
+            lsr_head_inputs(1, 2, 3, 4, **{name: value})  # type: ignore[arg-type]
 
 
 def test_the_reference_matches_itself() -> None:
