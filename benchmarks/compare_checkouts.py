@@ -15,12 +15,14 @@ One checkout with two releases of Triton, of which one lies in a folder:
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +143,7 @@ def write(path: Path, rows: list[dict[str, Any]], device: str, tritons: list[str
     """Write all rows with where, and with which releases of Triton, they were measured."""
     import torch  # the parent loads no GPU library before its children ran
 
-    from tilefold.bench.provenance import collect
-    from tilefold.bench.results import write_csv
+    from tilefold.bench.results import collect, write_csv
 
     provenance = replace(collect(torch.device(device)), triton=" to ".join(dict.fromkeys(tritons)))
     write_csv(path, rows, provenance, ("op", "case", "impl", "phase"))
@@ -152,8 +153,6 @@ def serve(device_type: str) -> None:
     """Answer requests of the parent process with this process's tilefold."""
     import torch
 
-    from tilefold.bench.provenance import package_version
-    from tilefold.bench.registry import get_spec
     from tilefold.bench.timing import TimeBudget, time_all
 
     device = torch.device(device_type)
@@ -162,11 +161,11 @@ def serve(device_type: str) -> None:
         verb, *arguments = json.loads(line)
         answer: Any = None
         if verb == "cases":
-            answer = [case.name for case in get_spec(arguments[0]).cases if case.device == device_type]
+            answer = [case.name for case in spec_of(arguments[0]).cases if case.device == device_type]
         elif verb == "triton":
-            answer = package_version("triton")
+            answer = next((each.version for each in metadata.distributions(name="triton")), "")
         elif verb == "build":
-            answer, runs = build(get_spec(arguments[0]), arguments[1], device)
+            answer, runs = build(spec_of(arguments[0]), arguments[1], device)
         elif verb == "time":
             impl, phase, seconds = arguments
             budget = TimeBudget(seconds=seconds, min_reps=5, max_reps=200, rounds=1, warmup=2)
@@ -176,6 +175,11 @@ def serve(device_type: str) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         print("answer " + json.dumps(answer), flush=True)
+
+
+def spec_of(op: str) -> Any:
+    """The benchmark of an operator in any checkout."""
+    return importlib.import_module(f"tilefold.bench.{op}").SPEC
 
 
 def build(spec: Any, case_name: str, device: Any) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:

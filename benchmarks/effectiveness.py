@@ -238,8 +238,7 @@ def save(rows: Sequence[Mapping[str, Any]], output: Path, device: str) -> Path:
     """Merge the rows into ``<output>/<device>/effectiveness.csv``; nDCG@10 of every query goes to a JSON beside it."""
     import torch
 
-    from tilefold.bench.provenance import collect
-    from tilefold.bench.results import results_file, write_csv
+    from tilefold.bench.results import collect, results_file, write_csv
 
     provenance = collect(torch.device(device))
     path = results_file(output, "effectiveness", provenance)

@@ -150,8 +150,7 @@ def report(options: argparse.Namespace, seconds: dict[str, list[float]], busy: l
     """Print and write the rows, if all files are equal."""
     import torch
 
-    from tilefold.bench.provenance import collect
-    from tilefold.bench.results import write_csv
+    from tilefold.bench.results import collect, write_csv
 
     problem = difference(folders)
     if problem:

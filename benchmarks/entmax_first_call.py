@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
 def _measure(peer: str, causal: bool, lengths: Sequence[int]) -> None:
     import torch
 
-    from tilefold.bench.registry import get_spec
-    from tilefold.bench.spec import BenchCase
+    from tilefold.bench.spec import BenchCase, get_spec
 
     spec = get_spec("entmax_attention")
     on_gpu = torch.cuda.is_available()

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import results_file, write_csv
+from tilefold.bench.results import collect, results_file, write_csv
 from tilefold.recipes.backbone import minilm_path
 from tilefold.recipes.loading import load_saved
 from tilefold.retrieval import (

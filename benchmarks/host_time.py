@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import write_csv
+from tilefold.bench.results import collect, write_csv
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_tokens, token_scatter
 
 Call = Callable[[], object]

@@ -49,8 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import write_csv
+from tilefold.bench.results import collect, write_csv
 from tilefold.bench.spec import Runnable, captured
 from tilefold.bench.timing import TimeBudget, time_cuda
 from tilefold.ops import maxsim, quantize_tokens

@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tilefold.bench.provenance import choose_device, collect
 from tilefold.bench.report import print_header, short_number
-from tilefold.bench.results import results_file, results_folder, write_csv
+from tilefold.bench.results import choose_device, collect, results_file, results_folder, write_csv
 
 Row = Mapping[str, object]
 

@@ -29,8 +29,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import results_file, write_csv
+from tilefold.bench.results import collect, results_file, write_csv
 from tilefold.ops import maxsim, quantize_tokens
 from tilefold.retrieval import BM25Index, Collection, Run, evaluate_per_query, load_collection
 

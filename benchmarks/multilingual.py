@@ -29,8 +29,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from benchmarks.masked_lm import predict_masked
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import results_file, write_csv
+from tilefold.bench.results import collect, results_file, write_csv
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes._training import total_steps
 from tilefold.recipes.fresh import fresh_masked_lm

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tilefold
-from tilefold.bench.provenance import cpu_name
+from tilefold.bench.results import cpu_name
 
 Row = tuple[str, list[float], float]  # name, milliseconds of each iteration, peak extra MB
 

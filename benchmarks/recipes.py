@@ -343,8 +343,7 @@ def save(rows: Sequence[dict[str, Any]], output: Path) -> Path:
     """Merge the rows into ``<output>/<device>/recipes.csv``."""
     import torch
 
-    from tilefold.bench.provenance import collect
-    from tilefold.bench.results import results_file, write_csv
+    from tilefold.bench.results import collect, results_file, write_csv
 
     provenance = collect(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     path = results_file(output, "recipes", provenance)

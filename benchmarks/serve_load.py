@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.serve_clients import Measured, load, server
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import results_file, write_csv
+from tilefold.bench.results import collect, results_file, write_csv
 from tilefold.retrieval import load_collection
 
 CSV_KEY = ("server", "clients", "texts")

@@ -35,8 +35,7 @@ import torch
 from benchmarks import serve_bad
 from benchmarks.serve_bad import PATH, PATIENCE, Seen
 from benchmarks.serve_clients import HOST, LONGEST_SECONDS, answer, request, server
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import results_file, write_csv
+from tilefold.bench.results import collect, results_file, write_csv
 from tilefold.retrieval import load_collection
 
 CSV_KEY = ("minute",)

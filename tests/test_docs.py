@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from tilefold import cli
-from tilefold.bench.registry import operators
+from tilefold.bench.spec import operators
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {"node_modules", "tilefold-demo", "build", "dist"}  # and what is hidden: environments, caches, scratch copies

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.gate import Budget, GateResult
-from tilefold.bench.registry import get_spec, operators
-from tilefold.bench.spec import BenchCase, Runnable
+from tilefold.bench.spec import BenchCase, Runnable, get_spec, operators
 from tilefold.ops import lsr_head
 
 CASES = {

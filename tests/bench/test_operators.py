@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.lsr_head import CPU_TRAIN
-from tilefold.bench.registry import get_spec
 from tilefold.bench.runner import BenchRow, RunOptions, run_case, verdicts
-from tilefold.bench.spec import BenchCase, Ceilings, Implementation, Inputs
+from tilefold.bench.spec import BenchCase, Ceilings, Implementation, Inputs, get_spec
 from tilefold.bench.timing import TimeBudget
 from tilefold.bench.token_scatter import SPECIAL_IDS
 from tilefold.ops import entmax, token_scatter

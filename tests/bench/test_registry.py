@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilefold.bench.registry import get_spec, operators
 from tilefold.bench.runner import BenchRow
-from tilefold.bench.spec import parse_dtype
+from tilefold.bench.spec import get_spec, operators, parse_dtype
 
 
 @pytest.mark.parametrize("op", operators())

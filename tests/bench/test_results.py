@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilefold.bench import provenance, results
+from tilefold.bench import results
 from tilefold.bench.runner import CSV_KEY, BenchRow
 
 CPU = torch.device("cpu")
 
 
 def test_rows_of_a_csv_are_replaced_by_key_and_others_stay(tmp_path: Path) -> None:
-    stamp = provenance.collect(CPU)
+    stamp = results.collect(CPU)
     path = tmp_path / "device" / "lsr_head.csv"
     first = [BenchRow("lsr_head", "a", "float32", impl, forward_p50_ms=1.0).record() for impl in ("x", "y")]
     results.write_csv(path, first, stamp, CSV_KEY)
@@ -34,12 +34,12 @@ def test_a_csv_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n")
     row = BenchRow("lsr_head", "a", "float32", "x").record()
     with pytest.raises(ValueError, match=r"notes\.csv must have the columns op, case, dtype, impl"):
-        results.write_csv(path, [row], provenance.collect(CPU), CSV_KEY)
+        results.write_csv(path, [row], results.collect(CPU), CSV_KEY)
     assert path.read_text() == "a,b\n1,2\n"
 
 
 def test_device_folders_have_plain_names() -> None:
-    stamp = provenance.collect(CPU)
+    stamp = results.collect(CPU)
     gpu = replace(stamp, device="NVIDIA H200", cuda="13.0")
     cpu = replace(stamp, device="Intel(R) Xeon(R) CPU @ 2.20GHz", threads=2)
     assert results.device_slug(gpu) == "nvidia-h200"

@@ -12,8 +12,7 @@ from benchmarks.jobs_plot import plot_jobs
 from benchmarks.results_plot import plot_results
 from benchmarks.results_table import markdown_table
 from benchmarks.search_plot import plot_search
-from tilefold.bench.provenance import collect
-from tilefold.bench.results import write_csv
+from tilefold.bench.results import collect, write_csv
 from tilefold.bench.runner import CSV_KEY, BenchRow
 
 CPU = torch.device("cpu")

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold.bench import spec
 from tilefold.bench.gate import Gate, Part
-from tilefold.bench.spec import (
-    DTYPES,
-    BenchCase,
-    BenchSpec,
-    Implementation,
-    Inputs,
-    Phase,
-    Runnable,
-    Work,
-    bound,
-    ours,
-    random_tensors,
-)
 from tilefold.ops.entmax import chosen_impl, entmax
 
 ALPHA = 1.5
@@ -29,12 +16,12 @@ _SHARPNESS = 2.0  # standard deviation of the scores
 _ROWS = 4  # held against the reference at either end
 
 
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
     """Normal scores ``[R, N]`` of ``case``."""
-    normal, _ = random_tensors(device, seed)
+    normal, _ = spec.random_tensors(device, seed)
     x, dp = (normal(case.dims["R"], case.dims["N"]) for _ in range(2))
-    dtype = DTYPES[case.dtype]
-    return Inputs(((_SHARPNESS * x).to(dtype).requires_grad_(),), (), dp.to(dtype))
+    dtype = spec.DTYPES[case.dtype]
+    return spec.Inputs(((_SHARPNESS * x).to(dtype).requires_grad_(),), (), dp.to(dtype))
 
 
 def _probabilities(x: Tensor, impl: str) -> Tensor:
@@ -46,7 +33,7 @@ def _ends(rows: Tensor) -> Tensor:
     return torch.cat([rows[:_ROWS], rows[-_ROWS:]])
 
 
-def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
     """The first and last rows and their gradients in fp64."""
     leaf = _ends(inputs.leaves[0].detach()).double().requires_grad_()
     p = _probabilities(leaf, "reference")
@@ -79,33 +66,33 @@ class _SortedEntmax15(torch.autograd.Function):
         return dx.to(dp.dtype)
 
 
-def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+def _ours(impl: str) -> spec.Build:
     return lambda inputs: inputs.bind(lambda x: _probabilities(x, impl), chosen_impl(inputs.leaves[0], impl))
 
 
 IMPLEMENTATIONS = (
-    *ours(_ours, tiled_on=("cuda",)),
-    Implementation("sort", bound(_SortedEntmax15.apply), "baseline"),
-    Implementation("softmax", bound(lambda x: x.softmax(dim=-1)), "bare"),
+    *spec.ours(_ours, tiled_on=("cuda",)),
+    spec.Implementation("sort", spec.bound(_SortedEntmax15.apply), "baseline"),
+    spec.Implementation("softmax", spec.bound(lambda x: x.softmax(dim=-1)), "bare"),
 )
 
 
-def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
+def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
     """Least work: scores read and probabilities written once; backward reads those and a gradient, and writes one."""
     (x,) = inputs.leaves
     operand = float(x.numel() * x.element_size())
-    return Work(3.0 * x.numel(), operand * (2 if phase == "forward" else 5))
+    return spec.Work(3.0 * x.numel(), operand * (2 if phase == "forward" else 5))
 
 
-def needs_bytes(case: BenchCase, impl: str) -> int:
+def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     """A low estimate of the extra memory of ``impl`` in training, in bytes."""
     entries = case.dims["R"] * case.dims["N"]
-    return entries * (2 * DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0))
+    return entries * (2 * spec.DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0))
 
 
-def _case(R: int, N: int, device: str = "cuda", dtype: str = "bfloat16", *, quick: bool = False) -> BenchCase:
-    name = f"{'cpu-' if device == 'cpu' else ''}{R}x{N}{'-fp32' if (device, dtype) == ('cuda', 'float32') else ''}"
-    return BenchCase(name, device, dtype, {"R": R, "N": N}, "normal", quick)
+def _case(R: int, N: int, device: str = "cuda", dtype: str = "bfloat16", *, quick: bool = False) -> spec.BenchCase:
+    name = f"{R}x{N}{'-fp32' if (device, dtype) == ('cuda', 'float32') else ''}"
+    return spec.shaped({"R": R, "N": N}, "normal", device, quick, name, dtype)
 
 
 CASES = (
@@ -120,14 +107,6 @@ CASES = (
     _case(64, 8192, "cpu", "float32"),
 )
 
-SPEC = BenchSpec(
-    op="entmax",
-    cases=CASES,
-    implementations=IMPLEMENTATIONS,
-    baseline="sort",
-    make_inputs=make_inputs,
-    make_gate=make_gate,
-    probe_dims={"R": 4, "N": 32},
-    work=work,
-    needs_bytes=needs_bytes,
+SPEC = spec.BenchSpec(
+    "entmax", CASES, IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, needs_bytes
 )

@@ -1,13 +1,9 @@
-"""The benchmark of ``tilefold.ops.entmax_attention``: shapes, implementations, ground truth and least work.
-
-Its baselines are softmax attention, another function that is not gated, and the published kernels of AdaSplash, which
-are, and which run last, since they compile or tune for long.
-"""
+"""The benchmark of ``tilefold.ops.entmax_attention``, beside softmax attention (not gated) and AdaSplash (which is)."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,22 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold import testing
+from tilefold.bench import spec
 from tilefold.bench.gate import Budget, Gate, Part
-from tilefold.bench.spec import (
-    DTYPES,
-    BenchCase,
-    BenchSpec,
-    Implementation,
-    Inputs,
-    NotApplicable,
-    Phase,
-    Runnable,
-    Work,
-    bound,
-    captured,
-    ours,
-    peer,
-)
 from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
 from tilefold.testing.entmax_attention import entmax_attention_inputs
 
@@ -43,23 +25,15 @@ _GATE_MARGIN = 1.5  # of the error that unavoidable roundings make
 _MAX_PAIRS = 1 << 22  # scores in fp64 of the gate's head on the CPU
 
 
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
     """Random q, k, v ``[B, H, N, D]`` and whether they are causal; scores are independent or alike in a sequence."""
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     kind, _, causal = case.variant.partition("-")
-    made = entmax_attention_inputs(
-        batch,
-        heads,
-        n,
-        dim,
-        correlated=kind == "correlated",
-        sharpness=_SHARPNESS[kind],
-        dtype=DTYPES[case.dtype],
-        device=device,
-        seed=seed,
-    )
+    options: dict[str, Any] = {"dtype": spec.DTYPES[case.dtype], "device": device, "seed": seed}
+    options |= {"correlated": kind == "correlated", "sharpness": _SHARPNESS[kind]}
+    made = entmax_attention_inputs(batch, heads, n, dim, **options)
     leaves = tuple(t.requires_grad_() for t in (made.q, made.k, made.v))
-    return Inputs(leaves, (causal == "causal",), made.dout)
+    return spec.Inputs(leaves, (causal == "causal",), made.dout)
 
 
 def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Tensor:
@@ -80,7 +54,7 @@ def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Ten
     return dq
 
 
-def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
     """The last queries of the first head, and, where that is all of them, its dk and dv, in fp64.
 
     Keys that are nearly alike cancel in dq, whose terms sum to nothing in every row, and what is left shows the
@@ -112,15 +86,15 @@ def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
     return Gate(inputs, case.dtype, outputs, gradients, Budget(testing.budget(dtype, "gradient"), gradient))
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Runnable]:
+def _sdpa(backend: SDPBackend) -> spec.Build:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    return bound(attend, backend.name.lower())
+    return spec.bound(attend, backend.name.lower())
 
 
-def _flex(inputs: Inputs) -> Runnable:
+def _flex(inputs: spec.Inputs) -> spec.Runnable:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     block_mask, (n, device) = None, (inputs.grad_output.size(2), inputs.grad_output.device.type)
@@ -135,14 +109,14 @@ def _flex(inputs: Inputs) -> Runnable:
     return inputs.bind(attend, "flex_attention, compiled")
 
 
-def _adasplash(function: str, **options: Any) -> Callable[[Inputs], Runnable]:
-    def build(inputs: Inputs) -> Runnable:
+def _adasplash(function: str, **options: Any) -> spec.Build:
+    def build(inputs: spec.Inputs) -> spec.Runnable:
         package: Any = importlib.import_module("adasplash")
         known = dict(options)
         if function != "adasplash_v2":
             known["is_causal"] = inputs.others[0]
         elif not inputs.others[0]:
-            raise NotApplicable("AdaSplash-2 is causal only")
+            raise spec.NotApplicable("AdaSplash-2 is causal only")
 
         def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
             out: Tensor = getattr(package, function)(q, k, v, **known)
@@ -154,7 +128,7 @@ def _adasplash(function: str, **options: Any) -> Callable[[Inputs], Runnable]:
     return build
 
 
-def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+def _ours(impl: str) -> spec.Build:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         out = entmax_attention(q, k, v, alpha=ALPHA, causal=causal, impl=impl)
         return out if isinstance(out, Tensor) else out[0]
@@ -163,12 +137,14 @@ def _ours(impl: str) -> Callable[[Inputs], Runnable]:
 
 
 IMPLEMENTATIONS = (
-    *ours(_ours),
-    Implementation("tilefold-graph", lambda inputs: captured(_ours("triton")(inputs)), "ours", default_on=("cuda",)),
-    Implementation("softmax-fa2", _sdpa(SDPBackend.FLASH_ATTENTION), "bare"),
-    Implementation("softmax-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), "bare", default_on=("cuda",)),
-    Implementation("softmax-flex", _flex, "bare", default_on=("cuda",), slow=True),
-    *peer(
+    *spec.ours(_ours),
+    spec.Implementation(
+        "tilefold-graph", lambda inputs: spec.captured(_ours("triton")(inputs)), "ours", default_on=("cuda",)
+    ),
+    spec.Implementation("softmax-fa2", _sdpa(SDPBackend.FLASH_ATTENTION), "bare"),
+    spec.Implementation("softmax-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), "bare", default_on=("cuda",)),
+    spec.Implementation("softmax-flex", _flex, "bare", default_on=("cuda",), slow=True),
+    *spec.peer(
         "adasplash",
         {
             "adasplash-v1": _adasplash("adasplash_v1", niter=V1_STEPS),
@@ -180,26 +156,25 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
+def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
     """Least work: every score once (their signs must be known); weights and gradients may all but vanish."""
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     pairs = batch * heads * n * n / (2 if inputs.others[0] else 1)
     operand = inputs.grad_output.numel() * inputs.grad_output.element_size()
     nbytes = 4.0 * operand if phase == "forward" else 12.0 * operand
-    return Work(2.0 * dim * pairs, nbytes)
+    return spec.Work(2.0 * dim * pairs, nbytes)
 
 
-def needs_bytes(case: BenchCase, impl: str) -> int:
+def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     """A low estimate of the extra memory of ``impl`` in training, in bytes."""
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     dense = 8 * batch * heads * n * n if impl == "reference" else 0
-    return dense + 5 * batch * heads * n * dim * DTYPES[case.dtype].itemsize
+    return dense + 5 * batch * heads * n * dim * spec.DTYPES[case.dtype].itemsize
 
 
-def _case(B: int, N: int, variant: str, device: str = "cuda", *, quick: bool = False) -> BenchCase:
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    name = f"{'cpu-' if device == 'cpu' else ''}{B}x{N}-{variant}"
-    return BenchCase(name, device, dtype, {"B": B, "H": 12 if device == "cuda" else 4, "N": N, "D": 64}, variant, quick)
+def _case(B: int, N: int, variant: str, device: str = "cuda", *, quick: bool = False) -> spec.BenchCase:
+    dims = {"B": B, "H": 12 if device == "cuda" else 4, "N": N, "D": 64}
+    return spec.shaped(dims, variant, device, quick, f"{B}x{N}-{variant}")
 
 
 CASES = (
@@ -215,14 +190,7 @@ CASES = (
     _case(1, 2048, "correlated", "cpu"),
 )
 
-SPEC = BenchSpec(
-    op="entmax_attention",
-    cases=CASES,
-    implementations=IMPLEMENTATIONS,
-    baseline="softmax-fa2",
-    make_inputs=make_inputs,
-    make_gate=make_gate,
-    probe_dims={"B": 1, "H": 1, "N": 32},
-    work=work,
-    needs_bytes=needs_bytes,
+PROBE = {"B": 1, "H": 1, "N": 32}  # too small to matter
+SPEC = spec.BenchSpec(
+    "entmax_attention", CASES, IMPLEMENTATIONS, "softmax-fa2", make_inputs, make_gate, PROBE, work, needs_bytes
 )

@@ -37,14 +37,9 @@ BASELINE_BUDGETS: Mapping[str, Budget] = {
 
 @dataclass(frozen=True)
 class GateResult:
-    """Errors of one implementation against what is allowed.
+    """Errors of one implementation against what is allowed; names that start with ``"d"`` are gradients."""
 
-    Attributes:
-        errors: relative error of each checked quantity; infinite where a value is not finite.
-        budget: what was allowed. Names that start with ``"d"`` are gradients.
-    """
-
-    errors: Mapping[str, float]
+    errors: Mapping[str, float]  # relative, of each checked quantity; infinite where a value is not finite
     budget: Budget
 
     @property
@@ -77,21 +72,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Gate:
-    """The ground truth of one case: slices are held to their values in fp64, everything else must be finite.
-
-    Attributes:
-        inputs: of the case.
-        dtype: the name of its dtype.
-        outputs: parts of the output by name.
-        gradients: a part of the gradient of each leaf by a name with ``"d"``; ``None`` for one that is not checked.
-        ours: what our implementations are allowed, by default that of the dtype.
-    """
+    """The ground truth of one case: slices are held to their values in fp64, everything else must be finite."""
 
     inputs: Inputs
     dtype: str
     outputs: Mapping[str, Part]
-    gradients: Mapping[str, Part | None]
-    ours: Budget | None = None
+    gradients: Mapping[str, Part | None]  # of each leaf, by a name with "d"; None for one that is not checked
+    ours: Budget | None = None  # what our implementations are allowed, by default that of the dtype
 
     def check(self, runnable: Runnable, kind: str) -> GateResult:
         """Run both phases of an implementation of ``kind`` once, over poisoned memory, and compare."""

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from tilefold.bench import spec
 from tilefold.bench.gate import Gate, Part
-from tilefold.bench.spec import (
-    DTYPES,
-    BenchCase,
-    BenchSpec,
-    Implementation,
-    Inputs,
-    Phase,
-    Requirement,
-    Runnable,
-    Work,
-    bound,
-    compiled,
-    ours,
-    ragged_lengths,
-    random_tensors,
-)
 from tilefold.ops.lsr_head import chosen_impl, lsr_head
 
 _SPARSE_ACTIVE = 0.02  # share of positive scores that "2pct" aims at, that of a trained SPLADE model
@@ -41,22 +26,21 @@ def _sampled_maxima(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, 
     return logits.masked_fill(~mask.bool()[:, :, None], float("-inf")).amax(dim=1)
 
 
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
-    """Random ``hidden [B, S, D]``, ``weight [V, D]``, ``bias [V]`` and ``attention_mask [B, S]`` of ``case``.
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
+    """Random ``hidden [B, S, D]``, ``weight [V, D]``, ``bias [V]`` and ``attention_mask [B, S]``.
 
-    Logits are close to N(0, 1), and padding holds random numbers too. ``"2pct"`` variants shift the bias until 2% of
-    the scores are positive, which is measured on a sample of the vocabulary.
+    Logits are close to N(0, 1), in padding too. ``"2pct"`` shifts the bias until 2% of a sample of scores are positive.
     """
     B, S, D, V = (case.dims[name] for name in "BSDV")
-    dtype = DTYPES[case.dtype]
-    normal, generator = random_tensors(device, seed)
+    dtype = spec.DTYPES[case.dtype]
+    normal, generator = spec.random_tensors(device, seed)
     hidden = normal(B, S, D).to(dtype)
     weight = normal(V, D).mul_(D**-0.5).to(dtype)
     bias = normal(V).mul_(0.1)
     mask = torch.ones(B, S, dtype=torch.int64, device=device)
     if case.variant.startswith("ragged"):
         order = torch.randperm(B, generator=generator, device=device)
-        lengths = ragged_lengths(B, S, device)[order].clamp(min=1)
+        lengths = spec.ragged_lengths(B, S, device)[order].clamp(min=1)
         mask = (torch.arange(S, device=device)[None, :] < lengths[:, None]).long()
     columns = torch.randint(0, V, (min(_QUANTILE_COLUMNS, V),), generator=generator, device=device)
     if case.variant.endswith("2pct"):
@@ -67,10 +51,10 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
     active = (_sampled_maxima(hidden, weight, bias, mask, columns) > 0).float().mean().item()
     grad_output = normal(B, V).to(dtype)
     leaves = (hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())
-    return Inputs(leaves, (mask,), grad_output, int(mask.sum()), active)
+    return spec.Inputs(leaves, (mask,), grad_output, int(mask.sum()), active)
 
 
-def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
     """Some vocabulary entries over all sequences, and two sequences over the whole vocabulary, in fp64.
 
     A winner is undefined in floating point where two logits, or a logit and zero, differ by less than evaluation order
@@ -98,21 +82,18 @@ def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
             "out[:, v]": Part(lambda t: t[:, columns], out),
             "out[b, :]": Part(lambda t: t[few], torch.cat(scores, dim=1)),
         },
-        {
-            "dhidden": Part(lambda t: t[few], dhidden),
-            "dweight": Part(lambda t: t[columns], dweight),
-            "dbias": Part(lambda t: t[columns], dbias),
-        },
+        {"dhidden": Part(lambda t: t[few], dhidden)}
+        | {f"d{name}": Part(lambda t: t[columns], d) for name, d in (("weight", dweight), ("bias", dbias))},
     )
 
 
-def _chunks(inputs: Inputs, sequences: Tensor) -> Iterator[Tensor]:
+def _chunks(inputs: spec.Inputs, sequences: Tensor) -> Iterator[Tensor]:
     """The vocabulary in parts whose logits for these sequences take ``CHUNK_BYTES``."""
     width = max(1, CHUNK_BYTES // (8 * sequences.numel() * inputs.leaves[0].size(1)))
     yield from torch.split(torch.arange(inputs.grad_output.size(1), device=sequences.device), width)
 
 
-def _slice(inputs: Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _slice(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """fp64 leaves ``hidden[rows]``, ``weight[columns]``, ``bias[columns]`` and the mask of those rows."""
     leaves = (t.detach()[part].double() for t, part in zip(inputs.leaves, (rows, columns, columns), strict=True))
     hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
@@ -120,7 +101,7 @@ def _slice(inputs: Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def _drop_ambiguous(inputs: Inputs, rows: Tensor, columns: Tensor) -> None:
+def _drop_ambiguous(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> None:
     hidden, weight, bias, valid = _slice(inputs, rows, columns)
     logits = (hidden @ weight.T + bias).masked_fill(~valid[:, :, None], float("-inf"))
     best = logits.topk(min(2, logits.size(1)), dim=1).values
@@ -131,7 +112,7 @@ def _drop_ambiguous(inputs: Inputs, rows: Tensor, columns: Tensor) -> None:
     inputs.grad_output[place] = inputs.grad_output[place].masked_fill(unclear, 0)
 
 
-def _reference(inputs: Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _reference(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     hidden, weight, bias, valid = _slice(inputs, rows, columns)
     out = lsr_head(hidden, weight, bias, attention_mask=valid, impl="reference")
     grad = inputs.grad_output[rows[:, None], columns[None, :]].double()
@@ -153,10 +134,10 @@ def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask:
     return torch.max(masked, dim=1).values.relu().log1p()
 
 
-def _gemm(chunk_bytes: float) -> Callable[[Inputs], Runnable]:
+def _gemm(chunk_bytes: float) -> spec.Build:
     """The product alone, chunk by chunk over the vocabulary into one buffer that is overwritten."""
 
-    def build(inputs: Inputs) -> Runnable:
+    def build(inputs: spec.Inputs) -> spec.Runnable:
         hidden, weight, _ = (leaf.detach() for leaf in inputs.leaves)
         rows = hidden[inputs.others[0].bool()].contiguous()
         weight = pad(weight, (0, 0, 0, -weight.size(0) % 8))
@@ -171,12 +152,14 @@ def _gemm(chunk_bytes: float) -> Callable[[Inputs], Runnable]:
                 out = buffer[: rows.size(0) * chunk.size(0)].view(rows.size(0), chunk.size(0))
                 torch.mm(rows, chunk.T, out=out)
 
-        return Runnable(forward, None, "torch.mm" if chunk_bytes == float("inf") else f"torch.mm, {len(chunks)} chunks")
+        return spec.Runnable(
+            forward, None, "torch.mm" if chunk_bytes == float("inf") else f"torch.mm, {len(chunks)} chunks"
+        )
 
     return build
 
 
-def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+def _ours(impl: str) -> spec.Build:
     def head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
         return lsr_head(hidden, weight, bias, attention_mask=attention_mask, impl=impl)
 
@@ -184,16 +167,18 @@ def _ours(impl: str) -> Callable[[Inputs], Runnable]:
 
 
 IMPLEMENTATIONS = (
-    *ours(_ours),
-    Implementation("eager", bound(stock_head), "baseline"),
-    Implementation("compile", bound(compiled(stock_head), "torch.compile"), "baseline", ("cuda",)),
-    Implementation("compile-max-first", bound(compiled(max_first_head), "torch.compile"), "baseline", ("cuda",)),
-    Implementation("gemm", _gemm(GEMM_CHUNK_BYTES), "bare"),
-    Implementation("gemm-full", _gemm(float("inf")), "bare"),
+    *spec.ours(_ours),
+    spec.Implementation("eager", spec.bound(stock_head), "baseline"),
+    spec.Implementation("compile", spec.bound(spec.compiled(stock_head), "torch.compile"), "baseline", ("cuda",)),
+    spec.Implementation(
+        "compile-max-first", spec.bound(spec.compiled(max_first_head), "torch.compile"), "baseline", ("cuda",)
+    ),
+    spec.Implementation("gemm", _gemm(GEMM_CHUNK_BYTES), "bare"),
+    spec.Implementation("gemm-full", _gemm(float("inf")), "bare"),
 )
 
 
-def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
+def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
     """Least work: forward multiplies valid tokens with the vocabulary; backward moves rows, once each.
 
     Backward reads the scores' gradient, the scores and a two-byte winner, the hidden rows and the weight rows that have
@@ -208,21 +193,19 @@ def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
         nbytes += 2 * B * V  # the winners, written by forward
         nbytes += B * V * (2 * item + 2) + item * D * (tokens + active_rows)
         nbytes += item * sum(leaf.numel() for leaf in inputs.leaves)
-    return Work(flops, nbytes)
+    return spec.Work(flops, nbytes)
 
 
-def needs_bytes(case: BenchCase, impl: str) -> int:
+def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     """A low estimate of the extra memory of ``impl`` in training, in bytes."""
     B, S, D, V = (case.dims[name] for name in "BSDV")
-    item = DTYPES[case.dtype].itemsize
+    item = spec.DTYPES[case.dtype].itemsize
     copies = {"eager": 3, "compile": 2, "compile-max-first": 2, "reference": 4, "gemm-full": 1}
     return item * (copies.get(impl, 0) * B * S * V + B * S * D + V * D)
 
 
-def _case(B: int, S: int, D: int, V: int, variant: str, device: str = "cuda", *, quick: bool = False) -> BenchCase:
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    name = f"{'cpu-' if device == 'cpu' else ''}{B}x{S}x{D}x{V}-{variant}"
-    return BenchCase(name, device, dtype, {"B": B, "S": S, "D": D, "V": V}, variant, quick)
+def _case(B: int, S: int, D: int, V: int, variant: str, device: str = "cuda", *, quick: bool = False) -> spec.BenchCase:
+    return spec.shaped({"B": B, "S": S, "D": D, "V": V}, variant, device, quick)
 
 
 CPU_TRAIN = _case(8, 256, 384, 30522, "dense", "cpu")
@@ -244,31 +227,23 @@ CASES = (
 )
 
 REQUIREMENTS = (
-    Requirement(
+    spec.Requirement(
         CPU_TRAIN.name,
         "forward takes at most 1.15x the time of the bare matrix product",
-        left=("tilefold", "forward_p50_ms"),
-        right=("gemm-full", "forward_p50_ms"),
-        limit=1.15,
+        ("tilefold", "forward_p50_ms"),
+        ("gemm-full", "forward_p50_ms"),
+        1.15,
     ),
-    Requirement(
+    spec.Requirement(
         CPU_TRAIN.name,
         "peak memory of forward + backward is at least 8x below eager",
-        left=("tilefold", "forward_backward_peak_mib"),
-        right=("eager", "forward_backward_peak_mib"),
-        limit=1 / 8,
+        ("tilefold", "forward_backward_peak_mib"),
+        ("eager", "forward_backward_peak_mib"),
+        1 / 8,
     ),
 )
 
-SPEC = BenchSpec(
-    op="lsr_head",
-    cases=CASES,
-    implementations=IMPLEMENTATIONS,
-    baseline="eager",
-    make_inputs=make_inputs,
-    make_gate=make_gate,
-    probe_dims={"B": 2, "S": 8, "D": 32, "V": 96},
-    work=work,
-    needs_bytes=needs_bytes,
-    requirements=REQUIREMENTS,
+PROBE = {"B": 2, "S": 8, "D": 32, "V": 96}  # too small to matter
+SPEC = spec.BenchSpec(
+    "lsr_head", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, needs_bytes, REQUIREMENTS
 )

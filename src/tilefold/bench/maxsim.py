@@ -11,21 +11,8 @@ import torch
 from torch import Tensor
 
 from tilefold import testing
+from tilefold.bench import spec
 from tilefold.bench.gate import BUDGETS, Budget, Gate, GateResult, Part
-from tilefold.bench.spec import (
-    DTYPES,
-    BenchCase,
-    BenchSpec,
-    Implementation,
-    Inputs,
-    Phase,
-    Runnable,
-    Work,
-    captured,
-    ours,
-    peer,
-    random_tensors,
-)
 from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
 _PACKED_SHARE = 1 / 6  # shortest document of a packed case as a share of the longest; lengths are evenly spread
@@ -35,10 +22,10 @@ AMBIGUOUS = 2e-6  # fp32 evaluation order moves a similarity of unit vectors by 
 QUANTIZED_BUDGET = Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
 
 
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
     """Random unit vectors ``[Nq, Lq, D]`` and ``[Nd, Ld, D]``, or ``[T, D]`` packed by int32 offsets ``[Nd + 1]``."""
-    dims, dtype = case.dims, DTYPES[case.dtype]
-    normal, generator = random_tensors(device, seed)
+    dims, dtype = case.dims, spec.DTYPES[case.dtype]
+    normal, generator = spec.random_tensors(device, seed)
 
     def unit(*size: int) -> Tensor:
         return torch.nn.functional.normalize(normal(*size), dim=-1).to(dtype)
@@ -55,10 +42,10 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
         documents = unit(dims["Nd"], dims["Ld"], dims["D"])
     grad_output = normal(dims["Nq"], dims["Nd"])
     tokens = sum(side.shape[:-1].numel() for side in (queries, documents))
-    return Inputs((queries.requires_grad_(), documents.requires_grad_()), (cu_seqlens,), grad_output, tokens)
+    return spec.Inputs((queries.requires_grad_(), documents.requires_grad_()), (cu_seqlens,), grad_output, tokens)
 
 
-def _places(inputs: Inputs, document: int) -> slice:
+def _places(inputs: spec.Inputs, document: int) -> slice:
     """The rows of a document's tokens among those of all."""
     (cu_seqlens,) = inputs.others
     if cu_seqlens is None:
@@ -67,7 +54,7 @@ def _places(inputs: Inputs, document: int) -> slice:
     return slice(*cu_seqlens[document : document + 2].tolist())
 
 
-def _tokens(inputs: Inputs, document: int) -> Tensor:
+def _tokens(inputs: spec.Inputs, document: int) -> Tensor:
     return inputs.leaves[1].detach().flatten(0, -2)[_places(inputs, document)]
 
 
@@ -77,7 +64,7 @@ class MaxSimGate(Gate):
 
     documents: tuple[int, ...] = ()
 
-    def check(self, runnable: Runnable, kind: str) -> GateResult:
+    def check(self, runnable: spec.Runnable, kind: str) -> GateResult:
         """Compare slices; quantised documents have no gradient."""
         stored = runnable.label.partition(",")[0]
         if stored not in ("int8", "fp8"):
@@ -93,7 +80,7 @@ class MaxSimGate(Gate):
 
 
 @torch.no_grad()
-def make_gate(case: BenchCase, inputs: Inputs) -> MaxSimGate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
     """Two queries with all documents, and a few documents with all queries: scores and their gradients in fp64.
 
     ``inputs.grad_output`` becomes zero for pairs of the slices in which a query token has two best document tokens up
@@ -142,7 +129,7 @@ def _winners(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return best[..., 0].sum(dim=1), places[..., 0], unclear
 
 
-def _document_truth(inputs: Inputs, document: int, step: int) -> tuple[Tensor, Tensor]:
+def _document_truth(inputs: spec.Inputs, document: int, step: int) -> tuple[Tensor, Tensor]:
     """A document's scores with all queries and its gradient; the first slice settled its pairs by the same margin."""
     grad, tokens = inputs.grad_output, _tokens(inputs, document).double()
     gradient, values = torch.zeros_like(tokens), []
@@ -162,7 +149,7 @@ def materialised_scores(queries: Tensor, documents: Tensor, _: None = None) -> T
     return torch.einsum("qid,njd->qnij", queries, documents).amax(dim=3).float().sum(dim=2)
 
 
-def _stock(inputs: Inputs) -> Callable[..., Tensor]:
+def _stock(inputs: spec.Inputs) -> Callable[..., Tensor]:
     """The einsum of these inputs; packed documents are padded and masked, as by a library without them."""
     (offsets,) = inputs.others
     if offsets is None:
@@ -179,7 +166,7 @@ def _stock(inputs: Inputs) -> Callable[..., Tensor]:
     return padded
 
 
-def _flash_maxsim(inputs: Inputs) -> Runnable:
+def _flash_maxsim(inputs: spec.Inputs) -> spec.Runnable:
     package: Any = importlib.import_module("flash_maxsim")
     (queries, documents), (offsets,) = inputs.leaves, inputs.others
     if offsets is not None:
@@ -189,14 +176,14 @@ def _flash_maxsim(inputs: Inputs) -> Runnable:
             scores: Tensor = package.flash_maxsim_packed(query, documents.detach(), offsets, max_seqlen_d=longest)
             return scores[None]
 
-        return Runnable(packed, None, "flash_maxsim_packed")
+        return spec.Runnable(packed, None, "flash_maxsim_packed")
     name, score = "flash_maxsim_batched", package.flash_maxsim_batched
     if queries.size(0) == 1:
         name, score = "flash_maxsim", lambda q, d: package.flash_maxsim(q[0], d)[None]
     return inputs.bind(lambda q, d, _: score(q, d), name, lambda q, d, _: package.flash_maxsim_batched_train(q, d))
 
 
-def _late_interaction_kernels(inputs: Inputs) -> Runnable:
+def _late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
     package: Any = importlib.import_module("late_interaction_kernels")
     (offsets,), length = inputs.others, inputs.leaves[0].size(1)
     if offsets is None:
@@ -213,44 +200,44 @@ def _late_interaction_kernels(inputs: Inputs) -> Runnable:
     return inputs.bind(packed, "maxsim_varlen")
 
 
-def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+def _ours(impl: str) -> spec.Build:
     def score(queries: Tensor, documents: Tensor, offsets: Tensor | None) -> Tensor:
         return maxsim(queries, documents, cu_seqlens_d=offsets, impl=impl)
 
     return lambda inputs: inputs.bind(score, chosen_impl(inputs.leaves[0], impl))
 
 
-def _quantized(dtype: str) -> Callable[[Inputs], Runnable]:
-    def build(inputs: Inputs) -> Runnable:
+def _quantized(dtype: str) -> spec.Build:
+    def build(inputs: spec.Inputs) -> spec.Runnable:
         queries, documents = (leaf.detach() for leaf in inputs.leaves)
         stored = quantize_tokens(documents, dtype=dtype)
-        return Runnable(lambda: maxsim(queries, stored, cu_seqlens_d=inputs.others[0]), None, dtype)
+        return spec.Runnable(lambda: maxsim(queries, stored, cu_seqlens_d=inputs.others[0]), None, dtype)
 
     return build
 
 
-_ON_GPU: dict[str, Callable[[Inputs], Runnable]] = {
-    "tilefold-graph": lambda inputs: captured(_ours("triton")(inputs)),
+_ON_GPU: dict[str, spec.Build] = {
+    "tilefold-graph": lambda inputs: spec.captured(_ours("triton")(inputs)),
     "tilefold-int8": _quantized("int8"),
-    "tilefold-int8-graph": lambda inputs: captured(_quantized("int8")(inputs)),
+    "tilefold-int8-graph": lambda inputs: spec.captured(_quantized("int8")(inputs)),
     "tilefold-fp8": _quantized("fp8"),
 }
 IMPLEMENTATIONS = (
-    *ours(_ours),
-    *(Implementation(name, build, "ours", default_on=("cuda",)) for name, build in _ON_GPU.items()),
-    Implementation("eager", lambda inputs: inputs.bind(_stock(inputs), "torch"), "baseline"),
-    Implementation(
+    *spec.ours(_ours),
+    *(spec.Implementation(name, build, "ours", default_on=("cuda",)) for name, build in _ON_GPU.items()),
+    spec.Implementation("eager", lambda inputs: inputs.bind(_stock(inputs), "torch"), "baseline"),
+    spec.Implementation(
         "compile",
         lambda inputs: inputs.bind(torch.compile(_stock(inputs), dynamic=False), "torch.compile"),
         "baseline",
         default_on=("cuda",),
     ),
-    *peer("flash_maxsim", {"flash-maxsim": _flash_maxsim}),
-    *peer("late_interaction_kernels", {"late-interaction-kernels": _late_interaction_kernels}),
+    *spec.peer("flash_maxsim", {"flash-maxsim": _flash_maxsim}),
+    *spec.peer("late_interaction_kernels", {"late-interaction-kernels": _late_interaction_kernels}),
 )
 
 
-def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
+def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
     """Least work: forward multiplies all token pairs and reads each token once; backward moves rows, once each.
 
     Backward reads the tokens, the scores' gradient and a two-byte winner per query token and document, and writes both
@@ -262,14 +249,14 @@ def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
     tokens = float(queries.element_size() * (queries.numel() + documents.numel()))
     scores = 4.0 * inputs.grad_output.numel()
     if phase == "forward":
-        return Work(flops, tokens + scores)
-    return Work(flops, 3 * tokens + 2 * scores + 2 * 2.0 * rows * case.dims["Nd"])
+        return spec.Work(flops, tokens + scores)
+    return spec.Work(flops, 3 * tokens + 2 * scores + 2 * 2.0 * rows * case.dims["Nd"])
 
 
-def needs_bytes(case: BenchCase, impl: str) -> int:
+def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     """A low estimate of the extra memory of ``impl``, in bytes."""
     d = case.dims
-    item = DTYPES[case.dtype].itemsize
+    item = spec.DTYPES[case.dtype].itemsize
     similarities = d["Nq"] * d["Lq"] * d["Nd"] * d["Ld"] * item
     copies = {"eager": 1 if d["Nq"] == 1 else 2, "compile": 1, "reference": 8}
     return copies.get(impl, 0) * similarities + d["Nd"] * d["Ld"] * d["D"] * item
@@ -278,10 +265,10 @@ def needs_bytes(case: BenchCase, impl: str) -> int:
 def _case(
     name: str, sizes: tuple[int, int, int, int], variant: str, device: str = "cuda", dtype: str = "float16",
     *, quick: bool = False,
-) -> BenchCase:  # fmt: skip
+) -> spec.BenchCase:  # fmt: skip
     """A case of Nq queries of Lq tokens and Nd documents of Ld tokens."""
     dims = dict(zip(("Nq", "Lq", "Nd", "Ld"), sizes, strict=True)) | {"D": 128}
-    return BenchCase(name, device, dtype, dims, variant, quick)
+    return spec.BenchCase(name, device, dtype, dims, variant, quick)
 
 
 CASES = (
@@ -298,14 +285,5 @@ CASES = (
     _case("cpu-in-batch-16x32-16x300", (16, 32, 16, 300), "in-batch", "cpu", "float32", quick=True),
 )
 
-SPEC = BenchSpec(
-    op="maxsim",
-    cases=CASES,
-    implementations=IMPLEMENTATIONS,
-    baseline="eager",
-    make_inputs=make_inputs,
-    make_gate=make_gate,
-    probe_dims={"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16},
-    work=work,
-    needs_bytes=needs_bytes,
-)
+PROBE = {"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16}  # too small to matter
+SPEC = spec.BenchSpec("maxsim", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, needs_bytes)

@@ -23,16 +23,12 @@ _TERM_BYTES, _POSTING_BYTES = 5.0, 8.0  # in Parquet, at most; in the exact inde
 
 @dataclass(frozen=True)
 class Shape:
-    """A BERT-like encoder with a tied LM head.
+    """A BERT-like encoder with a tied LM head."""
 
-    Attributes:
-        hidden, layers, intermediate, vocab: D, number of layers, width of the feed-forward part, V.
-    """
-
-    hidden: int
+    hidden: int  # D
     layers: int
-    intermediate: int
-    vocab: int
+    intermediate: int  # width of the feed-forward part
+    vocab: int  # V
 
     @property
     def layer_parameters(self) -> int:
@@ -47,17 +43,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Training:
-    """One training step of pairs.
+    """One training step of pairs."""
 
-    Attributes:
-        fixed_gib: weights, gradients and the state of AdamW.
-        mib_a_pair: what each query with its document adds at the peak.
-        largest_batch: pairs that fit; 0 where the weights alone do not.
-    """
-
-    fixed_gib: float
-    mib_a_pair: float
-    largest_batch: int
+    fixed_gib: float  # weights, gradients and the state of AdamW
+    mib_a_pair: float  # that each query with its document adds at the peak
+    largest_batch: int  # pairs that fit; 0 where the weights alone do not
 
     def step_gib(self, batch: int) -> float:
         """Peak memory of a step."""
@@ -65,14 +55,7 @@ class Training:
 
 
 def training(shape: Shape, length: int, query_length: int, memory_gib: float, *, checkpointing: bool) -> Training:
-    """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for each pair.
-
-    Args:
-        shape: of the model.
-        length, query_length: tokens.
-        memory_gib: of the GPU.
-        checkpointing: of the gradients, layer by layer.
-    """
+    """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for each pair."""
     layer = _LAYER * shape.hidden + _FEED * shape.intermediate
     ends = _ENDS * shape.hidden
     of_token = shape.layers * _SAVED * shape.hidden + layer + ends if checkpointing else shape.layers * layer

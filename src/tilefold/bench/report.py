@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tilefold.bench.provenance import Provenance
+    from tilefold.bench.results import Provenance
     from tilefold.bench.runner import BenchRow, Verdict
     from tilefold.bench.spec import BenchCase, BenchSpec
 

@@ -1,17 +1,132 @@
-"""The CSV files of results: one row per measurement, with its provenance, replaced when it is measured again."""
+"""Results: where a number comes from, and CSV files in which a row is replaced when it is measured again."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
+import os
+import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from tilefold._files import atomic_file
-from tilefold.bench.provenance import Provenance
+from tilefold._version import __version__
 
 RESULTS = Path("benchmarks/results")
+COMMIT_VARIABLE = "TILEFOLD_COMMIT"  # what a copy of the sources is at, if git does not know
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Everything needed to repeat a measurement, apart from the shapes, which are in the row."""
+
+    device: str
+    device_count: int
+    driver: str
+    cuda: str
+    cpu: str
+    threads: int
+    torch: str
+    triton: str
+    python: str
+    tilefold: str
+    commit: str
+    dirty: str
+    date: str
+
+
+def package_version(name: str) -> str:
+    """The installed version of a distribution, or ``""``; nothing is imported."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The model name of the processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def driver_version() -> str:
+    """The NVIDIA driver's version, or ``""`` if ``nvidia-smi`` cannot say."""
+    out = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return out.splitlines()[0].strip() if out else ""
+
+
+def _output(command: list[str], cwd: Path | None = None) -> str:
+    """Output of a program, or ``""`` where it is not there or fails."""
+    program = shutil.which(command[0])
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(  # noqa: S603
+            [program, *command[1:]], cwd=cwd, capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@functools.cache
+def commit() -> tuple[str, str]:
+    """``(commit, "yes" | "no" | "unknown")``: what the sources are at, and whether they differ from it."""
+    if given := os.environ.get(COMMIT_VARIABLE, ""):
+        return given, "unknown"
+    here = Path(__file__).resolve().parent
+    # an installed copy may lie inside somebody else's repository: only a file that git tracks speaks for us
+    head = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
+    if not head or not _output(["git", "ls-files", Path(__file__).name], here):
+        return "unknown", "unknown"
+    root = Path(_output(["git", "rev-parse", "--show-toplevel"], here) or here)
+    return head, "yes" if _output(["git", "status", "--porcelain", "--untracked-files=no"], root) else "no"
+
+
+def collect(device: torch.device) -> Provenance:
+    """Read the provenance of a run on ``device``."""
+    on_gpu = device.type == "cuda"
+    head, dirty = commit()
+    return Provenance(
+        device=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        device_count=torch.cuda.device_count() if on_gpu else 1,
+        driver=driver_version() if on_gpu else "",
+        cuda=(torch.version.cuda or "") if on_gpu else "",
+        cpu=cpu_name(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        triton=package_version("triton"),
+        python=platform.python_version(),
+        tilefold=__version__,
+        commit=head,
+        dirty=dirty,
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device called ``name``, by default the GPU if there is one; ``ValueError`` if there is none such."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {name!r}.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no CUDA device here; use --device cpu.")
+    return torch.device(name)
 
 
 def device_slug(provenance: Provenance) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from tilefold.bench import timing
 from tilefold.bench.gate import Gate
-from tilefold.bench.registry import get_spec
 from tilefold.bench.spec import (
     PHASES,
     BenchCase,
@@ -23,16 +23,7 @@ from tilefold.bench.spec import (
     Phase,
     Requirement,
     Runnable,
-)
-from tilefold.bench.timing import (
-    TimeBudget,
-    Timing,
-    cuda_extra_peak_mib,
-    free_memory_bytes,
-    in_fresh_process,
-    measure_ceilings,
-    resident_peak_mib,
-    time_all,
+    get_spec,
 )
 
 CSV_KEY = ("op", "case", "dtype", "impl")
@@ -80,23 +71,14 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of a run.
-
-    Attributes:
-        device: where.
-        impls: names to run, or ``None`` for the device's defaults.
-        budget: time to spend on timing.
-        memory: whether to measure peak memory (on the CPU: one subprocess for each implementation).
-        seed: of the inputs.
-        limit: seconds after which no further case is begun.
-    """
+    """Options of a run."""
 
     device: torch.device
-    impls: Sequence[str] | None = None
-    budget: TimeBudget = field(default_factory=TimeBudget)
-    memory: bool = True
-    seed: int = 0
-    limit: float = math.inf
+    impls: Sequence[str] | None = None  # names to run, by default those of the device
+    budget: timing.TimeBudget = field(default_factory=timing.TimeBudget)
+    memory: bool = True  # measure peak memory too, on a CPU in a process for each implementation
+    seed: int = 0  # of the inputs
+    limit: float = math.inf  # seconds after which no further case is begun
 
 
 def chosen_implementations(spec: BenchSpec, options: RunOptions) -> list[Implementation]:
@@ -163,7 +145,7 @@ def _check_and_weigh(
 ) -> Runnable | None:
     """The implementation bound to the inputs, or ``None`` with the reason in its row."""
     _release(options.device)
-    needed, free = spec.needs_bytes(case, implementation.name), free_memory_bytes(options.device)
+    needed, free = spec.needs_bytes(case, implementation.name), timing.free_memory_bytes(options.device)
     if free is not None and needed > _MEMORY_SHARE * free:
         row.status, row.note = "skipped", f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
         return None
@@ -196,12 +178,12 @@ def _peaks(spec: BenchSpec, case: BenchCase, runnable: Runnable, impl: str, opti
     if options.device.type != "cuda":
         return measure_peaks(spec.op, case, impl, options.seed)
     runs = {phase: getattr(runnable, phase) for phase in PHASES}
-    return {phase: cuda_extra_peak_mib(run) for phase, run in runs.items() if run is not None}
+    return {phase: timing.cuda_extra_peak_mib(run) for phase, run in runs.items() if run is not None}
 
 
 def measure_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str, float]:
     """Peak resident MiB above the inputs of ``"forward"`` and ``"forward_backward"``, taken in a fresh process."""
-    return in_fresh_process(_resident_peaks, op, case, impl, seed)
+    return timing.in_fresh_process(_resident_peaks, op, case, impl, seed)
 
 
 def _resident_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str, float]:
@@ -214,7 +196,7 @@ def _resident_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str,
         run, warm = getattr(runnable, phase), getattr(probe, phase)
         if run is not None and warm is not None:
             warm()
-            peaks[phase] = resident_peak_mib(run)
+            peaks[phase] = timing.resident_peak_mib(run)
     return peaks
 
 
@@ -224,24 +206,24 @@ def _time_phase(
     runs = {name: getattr(runnable, phase) for name, runnable in runnables.items()}
     timed = {name: run for name, run in runs.items() if run is not None and rows[name].status == "ok"}
     _release(options.device)
-    for name, timing in _time_surviving(timed, rows, options).items():
+    for name, measured in _time_surviving(timed, rows, options).items():
         for percentile in ("p20", "p50", "p80"):
-            setattr(rows[name], f"{phase}_{percentile}_ms", getattr(timing, percentile))
-        setattr(rows[name], f"{phase}_reps", timing.reps)
+            setattr(rows[name], f"{phase}_{percentile}_ms", getattr(measured, percentile))
+        setattr(rows[name], f"{phase}_reps", measured.reps)
 
 
 def _time_surviving(
     timed: dict[str, Callable[[], Any]], rows: Mapping[str, BenchRow], options: RunOptions
-) -> dict[str, Timing]:
+) -> dict[str, timing.Timing]:
     """Time all together; if memory gives out, one by one, so that only the culprit loses its time."""
     try:
-        return time_all(timed, options.device, options.budget)
+        return timing.time_all(timed, options.device, options.budget)
     except torch.cuda.OutOfMemoryError:
         _release(options.device)
-    alone: dict[str, Timing] = {}
+    alone: dict[str, timing.Timing] = {}
     for name, run in timed.items():
         try:
-            alone |= time_all({name: run}, options.device, options.budget)
+            alone |= timing.time_all({name: run}, options.device, options.budget)
         except torch.cuda.OutOfMemoryError:
             rows[name].status, rows[name].note = "OOM", "out of device memory"
         _release(options.device)
@@ -281,7 +263,7 @@ def run_spec(
         shape = case.dims
         if case.dtype not in ceilings:
             progress(f"{spec.op}: measuring the ceilings in {case.dtype}")
-            ceilings[case.dtype] = measure_ceilings(options.device, case.dtype)
+            ceilings[case.dtype] = timing.measure_ceilings(options.device, case.dtype)
         found = run_case(spec, case, options, ceilings[case.dtype], progress, implementations)
         rows[case.name] = rows.get(case.name, []) + found
         on_rows(case, rows[case.name])

@@ -1,8 +1,9 @@
-"""The parts of a benchmark: named cases, inputs, implementations bound to them, least work; one spec per operator."""
+"""The parts of a benchmark: named cases, inputs, implementations bound to them, least work; the operators with one."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+OPERATORS = ("lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention")
 _Named = TypeVar("_Named")
 Phase = Literal["forward", "forward_backward"]
 PHASES: tuple[Phase, ...] = ("forward", "forward_backward")
@@ -28,57 +30,43 @@ def parse_dtype(name: str) -> str:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One named shape of one operator.
+    """One named shape of one operator."""
 
-    Attributes:
-        name: what ``--shape`` takes.
-        device: ``"cpu"`` or ``"cuda"``, where the case makes sense.
-        dtype: a key of ``DTYPES``.
-        dims: the operator's dimensions, for instance ``{"B": 32, "S": 512, "D": 768, "V": 30522}``.
-        variant: what the numbers look like, for instance ``"dense"`` or ``"2pct"``.
-        quick: whether ``--quick`` keeps the case.
-    """
+    name: str  # what --shape takes
+    device: str  # "cpu" or "cuda", where the case makes sense
+    dtype: str  # a key of DTYPES
+    dims: Mapping[str, int]  # of the operator, for instance {"B": 32, "S": 512, "D": 768, "V": 30522}
+    variant: str = "dense"  # what the numbers look like
+    quick: bool = False  # whether --quick keeps the case
 
-    name: str
-    device: str
-    dtype: str
-    dims: Mapping[str, int]
-    variant: str = "dense"
-    quick: bool = False
+
+def shaped(
+    dims: Mapping[str, int], variant: str, device: str, quick: bool, name: str = "", dtype: str = ""
+) -> BenchCase:
+    """A case named by its dimensions and variant, on a GPU in bf16, on a CPU in fp32, unless it is told otherwise."""
+    name = name or f"{'x'.join(map(str, dims.values()))}-{variant}"
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    return BenchCase(f"cpu-{name}" if device == "cpu" else name, device, dtype, dims, variant, quick)
 
 
 @dataclass(frozen=True)
 class Runnable:
-    """An implementation bound to its inputs.
+    """An implementation bound to its inputs."""
 
-    Attributes:
-        forward: inference, no autograd; returns the output, or ``None`` for a bare product.
-        forward_backward: training, returns ``(output, gradients)``; ``None`` where there is no backward.
-        label: what actually runs, for instance the kernel family that ``impl="auto"`` resolved to.
-    """
-
-    forward: Callable[[], Tensor | None]
-    forward_backward: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = None
-    label: str = ""
+    forward: Callable[[], Tensor | None]  # inference, no autograd; None for a bare product
+    forward_backward: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = None  # training: output and gradients
+    label: str = ""  # what actually runs, for instance the implementation that impl="auto" resolved to
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of one case, on one device.
+    """Inputs of one case, on one device."""
 
-    Attributes:
-        leaves: tensors whose gradients are taken, the first arguments of every implementation.
-        others: the arguments after them.
-        grad_output: gradient of the result, of its shape.
-        valid_tokens: number of tokens that are not padding.
-        active: share of positive scores, where scores have signs.
-    """
-
-    leaves: tuple[Tensor, ...]
-    others: tuple[Any, ...]
-    grad_output: Tensor
-    valid_tokens: int = 0
-    active: float | None = None
+    leaves: tuple[Tensor, ...]  # whose gradients are taken, the first arguments of every implementation
+    others: tuple[Any, ...]  # the arguments after them
+    grad_output: Tensor  # of the result's shape
+    valid_tokens: int = 0  # that are not padding
+    active: float | None = None  # share of positive scores, where scores have signs
 
     def bind(self, call: Callable[..., Tensor], label: str, train: Callable[..., Tensor] | None = None) -> Runnable:
         """``call(*leaves, *others)``, or ``train`` of them where gradients are asked for."""
@@ -136,42 +124,36 @@ def _replay(run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
+Build = Callable[[Any], Runnable]  # of an implementation, from its inputs
+
+
 @dataclass(frozen=True)
 class Implementation:
     """A way to compute the operator.
 
-    Attributes:
-        name: what ``--impl`` takes.
-        build: inputs -> ``Runnable``.
-        kind: ``"ours"``; ``"baseline"`` (gated with the budget of rounded intermediates); ``"bare"`` (the unavoidable
-            matrix product alone: not gated, has no output to check).
-        default_on: the devices on which it runs unless ``--impl`` says otherwise.
-        slow: whether it compiles or tunes for long before its first answer: it then runs after all others.
+    A baseline is gated with the budget of rounded intermediates; what is bare, the unavoidable matrix product alone or
+    another function, is not gated.
     """
 
-    name: str
-    build: Callable[[Any], Runnable]
+    name: str  # what --impl takes
+    build: Build
     kind: Literal["ours", "baseline", "bare"]
-    default_on: tuple[str, ...] = ("cpu", "cuda")
-    slow: bool = False
+    default_on: tuple[str, ...] = ("cpu", "cuda")  # where it runs unless --impl says otherwise
+    slow: bool = False  # it compiles or tunes for long before its first answer, and runs after all others
 
 
-def bound(call: Callable[..., Tensor], label: str = "torch") -> Callable[[Inputs], Runnable]:
+def bound(call: Callable[..., Tensor], label: str = "torch") -> Build:
     """``build`` of an implementation that is one function of the inputs."""
     return lambda inputs: inputs.bind(call, label)
 
 
-def peer(
-    package: str, builds: Mapping[str, Callable[[Any], Runnable]], slow: bool = False
-) -> tuple[Implementation, ...]:
+def peer(package: str, builds: Mapping[str, Build], slow: bool = False) -> tuple[Implementation, ...]:
     """Kernels that a package publishes, by name: baselines on GPUs, by default where the package is installed."""
     where = ("cuda",) if importlib.util.find_spec(package) is not None else ()
     return tuple(Implementation(name, build, "baseline", where, slow) for name, build in builds.items())
 
 
-def ours(
-    build: Callable[[str], Callable[[Any], Runnable]], tiled_on: tuple[str, ...] = ()
-) -> tuple[Implementation, ...]:
+def ours(build: Callable[[str], Build], tiled_on: tuple[str, ...] = ()) -> tuple[Implementation, ...]:
     """An operator's own implementations; ``build`` takes its ``impl=``, ``tiled_on`` is where the tiled one runs."""
     return (
         Implementation("tilefold", build("auto"), "ours"),
@@ -186,15 +168,10 @@ class NotApplicable(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates measured in the same run, the denominators of every floor.
+    """Rates measured in the same run, the denominators of every floor."""
 
-    Attributes:
-        flops: floating-point operations per second of a large library matrix product in the case's dtype.
-        bandwidth: bytes per second of a large copy, read plus write.
-    """
-
-    flops: float
-    bandwidth: float
+    flops: float  # per second, of a large library matrix product in the case's dtype
+    bandwidth: float  # bytes per second of a large copy, read plus write
 
 
 @dataclass(frozen=True)
@@ -211,49 +188,29 @@ class Work:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A claim about two rows of one case that every run checks and prints with both sides.
-
-    Attributes:
-        case: name of the case.
-        claim: what must hold, for people.
-        left, right: ``(implementation, row attribute)``; the claim is ``left <= limit * right``.
-        limit: the factor.
-    """
+    """A claim about two rows of a case, ``left <= limit * right``, that every run checks and prints with both sides."""
 
     case: str
-    claim: str
-    left: tuple[str, str]
+    claim: str  # for people
+    left: tuple[str, str]  # implementation and attribute of its row
     right: tuple[str, str]
     limit: float
 
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """Everything the runner needs to know about one operator.
-
-    Attributes:
-        op: the operator's name.
-        cases: the named shapes.
-        implementations: what can run, in the order of the table.
-        baseline: the implementation that ratios are taken against.
-        make_inputs: ``(case, device, seed)`` -> inputs, on that device.
-        make_gate: ``(case, inputs)`` -> the ``Gate`` of that case.
-        probe_dims: dimensions too small to matter, which load libraries and thread pools before memory is read.
-        work: ``(case, inputs, phase)`` -> the least work of that phase.
-        needs_bytes: ``(case, implementation name)`` -> a low estimate of its extra memory, to skip what cannot fit.
-        requirements: claims checked after the run.
-    """
+    """Everything the runner needs to know about one operator."""
 
     op: str
     cases: Sequence[BenchCase]
-    implementations: Sequence[Implementation]
-    baseline: str
-    make_inputs: Callable[[BenchCase, torch.device, int], Any]
+    implementations: Sequence[Implementation]  # in the order of the table
+    baseline: str  # the implementation that ratios are taken against
+    make_inputs: Callable[[BenchCase, torch.device, int], Any]  # from a seed
     make_gate: Callable[[BenchCase, Any], Any]
-    probe_dims: Mapping[str, int]
-    work: Callable[[BenchCase, Any, Phase], Work]
-    needs_bytes: Callable[[BenchCase, str], int]
-    requirements: Sequence[Requirement] = ()
+    probe_dims: Mapping[str, int]  # too small to matter: they load libraries and thread pools before memory is read
+    work: Callable[[BenchCase, Any, Phase], Work]  # the least of that phase
+    needs_bytes: Callable[[BenchCase, str], int]  # a low estimate of an implementation's, to skip what cannot fit
+    requirements: Sequence[Requirement] = ()  # checked after the run
 
     def case(self, name: str) -> BenchCase:
         """The case called ``name``; ``ValueError`` with the known names otherwise."""
@@ -273,3 +230,16 @@ def _by_name(argument: str, name: str, items: Mapping[str, _Named]) -> _Named:
         return items[name]
     listed = ", ".join(repr(known) for known in items)
     raise ValueError(f"{argument} must be one of {listed}, got {name!r}; see `tilefold bench --list`.")
+
+
+def operators() -> tuple[str, ...]:
+    """Names of the operators that have a benchmark."""
+    return OPERATORS
+
+
+def get_spec(op: str) -> BenchSpec:
+    """The benchmark of an operator, whose module is imported; ``ValueError`` for one without."""
+    if op not in OPERATORS:
+        raise ValueError(f"op must be one of {', '.join(OPERATORS)}, got {op!r}.")
+    spec: BenchSpec = importlib.import_module(f"{__package__}.{op}").SPEC
+    return spec

@@ -9,23 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilefold.bench import spec
 from tilefold.bench.gate import Gate, Part
-from tilefold.bench.spec import (
-    DTYPES,
-    BenchCase,
-    BenchSpec,
-    Implementation,
-    Inputs,
-    NotApplicable,
-    Phase,
-    Requirement,
-    Runnable,
-    Work,
-    compiled,
-    ours,
-    ragged_lengths,
-    random_tensors,
-)
 from tilefold.ops.token_scatter import chosen_impl, token_scatter, token_scatter_sparse
 from tilefold.testing.token_scatter import zipf_ids
 
@@ -35,17 +20,17 @@ SPECIAL_IDS = (0, 1, 2, 3)  # CLS, PAD, SEP and UNK, as XLM-R numbers them
 
 
 @dataclass(frozen=True)
-class CsrInputs(Inputs):
+class CsrInputs(spec.Inputs):
     """Inputs whose scores are wanted in CSR form, for encoding, which has no gradient."""
 
-    def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> Runnable:
+    def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> spec.Runnable:
         """``call`` without gradients, and its scores to CSR if they are dense."""
 
         def sparse(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
             scores = call(weights, input_ids, unused, vocab_size)
             return scores if scores.layout == torch.sparse_csr else _to_csr(scores)
 
-        return Runnable(super().bind(sparse, label).forward, label=label)
+        return spec.Runnable(super().bind(sparse, label).forward, label=label)
 
 
 def _to_csr(scores: Tensor) -> Tensor:
@@ -54,19 +39,19 @@ def _to_csr(scores: Tensor) -> Tensor:
         return scores.to_sparse_csr()
 
 
-def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
     """Random ``weights [B, S]``, half of them negative, ``input_ids [B, S]``, the ids that score nothing, and V.
 
     Ids are as frequent as the words of a text, CLS first, SEP last, then PAD: ``"ragged"`` ones are padded on the right
     to three times their length. Of ``"csr"`` ones the scores are wanted in CSR form.
     """
     batch, length, vocab = (case.dims[name] for name in "BSV")
-    normal, generator = random_tensors(device, seed)
-    weights = normal(batch, length).to(DTYPES[case.dtype])
+    normal, generator = spec.random_tensors(device, seed)
+    weights = normal(batch, length).to(spec.DTYPES[case.dtype])
     ids = zipf_ids((batch, length), vocab - len(SPECIAL_IDS), generator) + len(SPECIAL_IDS)
     lengths = torch.full((batch,), length, device=device)
     if case.variant == "ragged":
-        lengths = ragged_lengths(batch, length, device).clamp(min=2)
+        lengths = spec.ragged_lengths(batch, length, device).clamp(min=2)
     places = torch.arange(length, device=device)
     ids[:, 0] = SPECIAL_IDS[0]
     ids = torch.where(places == lengths[:, None] - 1, SPECIAL_IDS[2], ids)
@@ -76,11 +61,11 @@ def make_inputs(case: BenchCase, device: torch.device, seed: int = 0) -> Inputs:
     entry = (torch.arange(batch, device=device)[:, None] * vocab + ids)[counts & (weights > 0)]
     active = torch.unique(entry).numel() / (batch * vocab)
     grad_output = normal(batch, vocab).to(weights.dtype)
-    make = CsrInputs if case.variant == "csr" else Inputs
+    make = CsrInputs if case.variant == "csr" else spec.Inputs
     return make((weights.requires_grad_(),), (ids, unused, vocab), grad_output, int(counts.sum()), active)
 
 
-def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
     """Two whole sequences in fp64, with only the entries that occur in them.
 
     Where two tokens of one id have the same weight, who takes the gradient is a convention, which baselines do not
@@ -96,7 +81,7 @@ def make_gate(case: BenchCase, inputs: Inputs) -> Gate:
     )
 
 
-def _sequence_truth(inputs: Inputs, b: int) -> tuple[Tensor, Tensor]:
+def _sequence_truth(inputs: spec.Inputs, b: int) -> tuple[Tensor, Tensor]:
     """Scores ``[V]`` and the gradient of the weights ``[S]`` of sequence ``b``."""
     (weights,), (every, unused, _), grad_output = inputs.leaves, inputs.others, inputs.grad_output
     ids = every[b]
@@ -133,31 +118,31 @@ def reduced_scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_si
     return scores.scatter_reduce(dim=-1, index=input_ids, src=used, reduce="amax")
 
 
-def _torch(scatter: Scatter, label: str) -> Callable[[Inputs], Runnable]:
-    def build(inputs: Inputs) -> Runnable:
+def _torch(scatter: Scatter, label: str) -> spec.Build:
+    def build(inputs: spec.Inputs) -> spec.Runnable:
         csr = isinstance(inputs, CsrInputs)
         if csr and scatter is membership_scatter:
-            raise NotApplicable("nobody makes CSR scores in this way")
-        call = compiled(scatter) if label == "torch.compile" else scatter
+            raise spec.NotApplicable("nobody makes CSR scores in this way")
+        call = spec.compiled(scatter) if label == "torch.compile" else scatter
         return inputs.bind(call, f"{label}, to_sparse_csr" if csr else label)
 
     return build
 
 
-def _ours(impl: str) -> Callable[[Inputs], Runnable]:
+def _ours(impl: str) -> spec.Build:
     def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
         return token_scatter(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
 
-    def build(inputs: Inputs) -> Runnable:
+    def build(inputs: spec.Inputs) -> spec.Runnable:
         chosen = chosen_impl(inputs.leaves[0], impl)
         return inputs.bind(scatter, f"{chosen}, to_sparse_csr" if isinstance(inputs, CsrInputs) else chosen)
 
     return build
 
 
-def _csr(inputs: Inputs) -> Runnable:
+def _csr(inputs: spec.Inputs) -> spec.Runnable:
     if not isinstance(inputs, CsrInputs):
-        raise NotApplicable("token_scatter_sparse returns CSR scores")
+        raise spec.NotApplicable("token_scatter_sparse returns CSR scores")
 
     def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
         return token_scatter_sparse(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS)
@@ -166,17 +151,17 @@ def _csr(inputs: Inputs) -> Runnable:
 
 
 IMPLEMENTATIONS = (
-    *ours(_ours, tiled_on=("cuda",)),
-    Implementation("tilefold-csr", _csr, "ours"),
+    *spec.ours(_ours, tiled_on=("cuda",)),
+    spec.Implementation("tilefold-csr", _csr, "ours"),
     *(
-        Implementation(f"{name}{end}", _torch(scatter, label), "baseline", where)
+        spec.Implementation(f"{name}{end}", _torch(scatter, label), "baseline", where)
         for name, scatter in (("scatter-reduce", reduced_scatter), ("membership", membership_scatter))
         for end, label, where in (("", "torch", ("cpu", "cuda")), ("-compile", "torch.compile", ("cuda",)))
     ),
 )
 
 
-def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
+def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
     """Least work: every id and every weight that counts is read, every score written; backward visits winners."""
     (weights,), input_ids, tokens = inputs.leaves, inputs.others[0], inputs.valid_tokens
     item, ids, scores = weights.element_size(), input_ids.numel() * input_ids.element_size(), inputs.grad_output.numel()
@@ -187,22 +172,20 @@ def work(case: BenchCase, inputs: Inputs, phase: Phase) -> Work:
     if phase == "forward_backward":
         # one byte per token that says who won, written and read; one gradient read per winner, one written per token
         nbytes += 2 * weights.numel() + item * (positive + weights.numel())
-    return Work(float(tokens), nbytes)
+    return spec.Work(float(tokens), nbytes)
 
 
-def needs_bytes(case: BenchCase, impl: str) -> int:
+def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     """A low estimate of the extra memory of ``impl`` in training, in bytes."""
     batch, length, vocab = (case.dims[name] for name in "BSV")
-    item = DTYPES[case.dtype].itemsize
+    item = spec.DTYPES[case.dtype].itemsize
     copies = {"membership": 3, "membership-compile": 2}
     members = 8 * batch * length * vocab if impl == "reference" else 0
     return copies.get(impl, 0) * batch * length * vocab * item + members + batch * vocab * item
 
 
-def _case(B: int, S: int, V: int, variant: str = "max", device: str = "cuda", *, quick: bool = False) -> BenchCase:
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    name = f"{'cpu-' if device == 'cpu' else ''}{B}x{S}x{V}-{variant}"
-    return BenchCase(name, device, dtype, {"B": B, "S": S, "V": V}, variant, quick)
+def _case(B: int, S: int, V: int, variant: str = "max", device: str = "cuda", *, quick: bool = False) -> spec.BenchCase:
+    return spec.shaped({"B": B, "S": S, "V": V}, variant, device, quick)
 
 
 CPU_TRAIN = _case(8, 256, 30522, device="cpu")
@@ -227,31 +210,32 @@ CASES = (
 )
 
 REQUIREMENTS = (
-    Requirement(
+    spec.Requirement(
         CPU_TRAIN.name,
         "peak memory of forward + backward is at least 20x below the [B, S, V] membership",
-        left=("tilefold", "forward_backward_peak_mib"),
-        right=("membership", "forward_backward_peak_mib"),
-        limit=1 / 20,
+        ("tilefold", "forward_backward_peak_mib"),
+        ("membership", "forward_backward_peak_mib"),
+        1 / 20,
     ),
-    Requirement(
+    spec.Requirement(
         CPU_TRAIN.name,
         "forward + backward takes no longer than scatter_reduce",
-        left=("tilefold", "forward_backward_p50_ms"),
-        right=("scatter-reduce", "forward_backward_p50_ms"),
-        limit=1.0,
+        ("tilefold", "forward_backward_p50_ms"),
+        ("scatter-reduce", "forward_backward_p50_ms"),
+        1.0,
     ),
 )
 
-SPEC = BenchSpec(
-    op="token_scatter",
-    cases=CASES,
-    implementations=IMPLEMENTATIONS,
-    baseline="scatter-reduce",
-    make_inputs=make_inputs,
-    make_gate=make_gate,
-    probe_dims={"B": 2, "S": 8, "V": 96},
-    work=work,
-    needs_bytes=needs_bytes,
-    requirements=REQUIREMENTS,
+PROBE = {"B": 2, "S": 8, "V": 96}  # too small to matter
+SPEC = spec.BenchSpec(
+    "token_scatter",
+    CASES,
+    IMPLEMENTATIONS,
+    "scatter-reduce",
+    make_inputs,
+    make_gate,
+    PROBE,
+    work,
+    needs_bytes,
+    REQUIREMENTS,
 )

@@ -39,9 +39,8 @@ def bench(
     Without --output, results go to benchmarks/results if the current directory has benchmarks.
     Exits with 1 if an implementation failed its check.
     """
-    from tilefold.bench.provenance import choose_device
-    from tilefold.bench.registry import get_spec, operators
-    from tilefold.bench.results import results_folder
+    from tilefold.bench.results import choose_device, results_folder
+    from tilefold.bench.spec import get_spec, operators
 
     try:
         _check_useless(op, every, listing, quick, seconds)
@@ -110,8 +109,7 @@ def _run_all(
     from rich.console import Console
 
     from tilefold.bench import report
-    from tilefold.bench.provenance import collect
-    from tilefold.bench.results import results_file, write_csv
+    from tilefold.bench.results import collect, results_file, write_csv
     from tilefold.bench.runner import CSV_KEY, RunOptions, run_spec, verdicts
     from tilefold.bench.timing import TimeBudget
 

@@ -74,7 +74,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     from tilefold._version import __version__
-    from tilefold.bench.provenance import cpu_name, driver_version, package_version
+    from tilefold.bench.results import cpu_name, driver_version, package_version
 
     return {
         "tilefold": __version__,
