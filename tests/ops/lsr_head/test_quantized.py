@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head import _quantized
+from tilefold.ops.lsr_head import _quantized, _tiled
 from tilefold.ops.lsr_head._quantized import fake_quantized
 from tilefold.testing import relative_error
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
@@ -126,6 +126,7 @@ def test_a_weight_larger_than_a_slab_is_quantized_whole(monkeypatch: pytest.Monk
     whole = quantize_weight(weight)
     expected = lsr_head(hidden, whole)
     monkeypatch.setattr(_quantized, "SLAB_V", 16)
+    monkeypatch.setattr(_tiled, "SLAB_V", 16)
     parts = quantize_weight(weight)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
     assert torch.equal(whole.scale, parts.scale)

@@ -12,7 +12,6 @@ from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, contiguous, in_dtype
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs, Tokens
-from tilefold.ops.lsr_head._range import largest_finite, unit_of
 from tilefold.ops.lsr_head._triton.one_token import (
     _find_kernel,
     _forward_kernel,
@@ -35,6 +34,10 @@ FIND_BLOCK, SHORT_FIND_BLOCK = 1024, 64  # entries of a mask that are looked at 
 MAX_MASK = 1024  # entries that each program of forward looks at itself; more cost the device more than a launch
 CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
 WEIGHT_WARPS, HIDDEN_WARPS = 8, 4  # of the gradients of one token
+# A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within fp32.
+MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
+HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
+EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
 
 
 def sum_forward(tensors: HeadTensors, options: HeadOptions, setting: Setting) -> Plan:
@@ -174,15 +177,16 @@ def _wide(dscores: Tensor) -> Tensor:
 def _unit_of_dlogits(
     dscores: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, mean: bool, length: int
 ) -> Tensor:
-    """Divisor in fp16 of the gradients of all logits, none steeper than 1; on the device."""
-    largest = largest_finite(dscores, dim=1)  # [B, 1]
+    """Power of two by which fp16 divides the gradients of all logits, none steeper than 1; fp32, on the device."""
+    largest = dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)  # [B, 1], of what is finite
     if mean and cu_seqlens is not None:
         largest /= cu_seqlens.diff().clamp(min=1)[:, None]
     elif mean and attention_mask is not None:
         largest /= (attention_mask != 0).sum(dim=1, keepdim=True).clamp(min=1)
     elif mean:
         largest /= max(length, 1)
-    return unit_of(largest.amax())
+    power = (largest.amax().view(torch.int32) & EXPONENT).view(torch.float32)
+    return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)
 
 
 def _hidden_product(dlogits: Tensor, weight: Tensor, drows: Tensor | None = None, *, entries: slice) -> Tensor:

@@ -1,12 +1,7 @@
-"""The records of a call, which travel from the public function to the kernels, and where valid tokens lie.
-
-A winner is stored as the position of its token *within its own sequence* (padding counted): the column of a padded
-input, the distance to ``cu_seqlens[b]`` of a packed one.
-"""
+"""Records of a call, which travel from the public function to the kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,16 +13,10 @@ from tilefold.ops._shared.winners import winner_dtype
 
 
 class Pooling(NamedTuple):
-    """Data that a pooling keeps for its backward pass.
-
-    Attributes:
-        reads: what backward reads.
-        winners: scores that share a winner: those of one "entry", of one "sequence" (only where a mask hides which), or
-            "none", where all tokens take part.
-    """
+    """Data that a pooling keeps for its backward pass."""
 
     reads: frozenset[str]
-    winners: str
+    winners: str  # of an "entry", of a "sequence" (only where a mask hides which), or "none": all tokens take part
 
 
 _ALWAYS = frozenset({"hidden", "cu_seqlens", "weight"})
@@ -42,17 +31,11 @@ POOLINGS = {
 
 
 class Tokens(NamedTuple):
-    """Token states, and which of them belong to which sequence.
+    """Token states, and which of them belong to which sequence."""
 
-    Attributes:
-        hidden: padded ``[B, S, D]``, or packed ``[T, D]``.
-        attention_mask: ``[B, S]``, nonzero = valid, or ``None``.
-        cu_seqlens: ``[B + 1]`` of packed input, else ``None``.
-    """
-
-    hidden: Tensor
-    attention_mask: Tensor | None
-    cu_seqlens: Tensor | None
+    hidden: Tensor  # padded [B, S, D], or packed [T, D]
+    attention_mask: Tensor | None  # [B, S], nonzero = valid
+    cu_seqlens: Tensor | None  # [B + 1] of packed input
 
     @property
     def batch(self) -> int:
@@ -76,25 +59,17 @@ class Tokens(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of a call.
-
-    Attributes:
-        hidden, attention_mask, cu_seqlens: see :class:`Tokens`.
-        weight: ``[V, D]``, of a quantised head in fp8.
-        weight_scale: ``[V]`` fp32 of a quantised head, else ``None``.
-        bias: ``[V]`` or ``None``.
-    """
+    """The tensors of a call."""
 
     hidden: Tensor
     attention_mask: Tensor | None
     cu_seqlens: Tensor | None
-    weight: Tensor
-    weight_scale: Tensor | None
-    bias: Tensor | None
+    weight: Tensor  # [V, D], of a quantised head in fp8
+    weight_scale: Tensor | None  # [V] fp32 of a quantised head
+    bias: Tensor | None  # [V]
 
     @property
     def tokens(self) -> Tokens:
-        """Token states, and which of them belong to which sequence."""
         return Tokens(*self[:3])
 
 
@@ -110,7 +85,11 @@ class HeadOptions(NamedTuple):
 
 
 class HeadSaved(NamedTuple):
-    """Tensors saved for backward: those that :data:`POOLINGS` names, and always token states, offsets and weight."""
+    """Tensors saved for backward: those that :data:`POOLINGS` names, and always token states, offsets and weight.
+
+    A winner is the position of its token in its own sequence, padding counted: the column of a padded input, the
+    distance to ``cu_seqlens[b]`` of a packed one.
+    """
 
     hidden: Tensor
     attention_mask: Tensor | None
@@ -122,7 +101,6 @@ class HeadSaved(NamedTuple):
 
     @property
     def tokens(self) -> Tokens:
-        """Token states, and which of them belong to which sequence."""
         return Tokens(*self[:3])
 
 
@@ -160,44 +138,3 @@ def check_values(tensors: HeadTensors, options: HeadOptions) -> None:
     """Raise ``ValueError`` for broken ``cu_seqlens``."""
     if tensors.cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", tensors.cu_seqlens, tensors.hidden.size(0), "hidden")
-
-
-def sequence_mask(cu_seqlens: Tensor, length: int) -> Tensor:
-    """``[B, length]`` bool: which of the first ``length`` places of each packed sequence hold a token."""
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    return torch.arange(length, device=cu_seqlens.device) < lengths[:, None]
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """The valid tokens of a batch, with the host's knowledge of where sequences begin.
-
-    Attributes:
-        rows: ``[T, D]``.
-        offsets: ``B + 1`` row numbers.
-        index: ``[T]`` int64, the row of the flattened input that each row came from, or ``None`` for the identity.
-    """
-
-    rows: Tensor
-    offsets: list[int]
-    index: Tensor | None
-
-    @property
-    def uniform_length(self) -> int | None:
-        """The length that all sequences share, or ``None``."""
-        lengths = {end - start for start, end in zip(self.offsets[:-1], self.offsets[1:], strict=True)}
-        return lengths.pop() if len(lengths) == 1 else None
-
-
-def pack_rows(tokens: Tokens) -> PackedRows:
-    """Gather the valid tokens (a copy only where there is padding); reads the lengths on the host."""
-    hidden, attention_mask, cu_seqlens = tokens
-    if cu_seqlens is not None:
-        return PackedRows(hidden, cu_seqlens.tolist(), None)
-    batch, length, dim = hidden.shape
-    rows = hidden.reshape(batch * length, dim)
-    if attention_mask is None or bool((valid := attention_mask != 0).all()):
-        return PackedRows(rows, [b * length for b in range(batch + 1)], None)
-    index = valid.flatten().nonzero().squeeze(1)
-    offsets = [0, *valid.sum(dim=1).cumsum(0).tolist()]
-    return PackedRows(rows[index], offsets, index)

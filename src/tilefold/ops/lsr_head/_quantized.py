@@ -1,4 +1,4 @@
-"""The LSR head with 8-bit floating operands, for inference: the quantised weight, and its plain torch path."""
+"""Rounding of the LSR head's operands to 8 bits, for inference: the quantised weight, and who multiplies it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.bytes import as_bytes, from_bytes
-from tilefold.ops._shared.checks import check_dtype, check_shape, check_tensor
-from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, give_up, refuse_capture
+from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, attempt, give_up, refuse_capture
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.library import is_plain, run
-from tilefold.ops.lsr_head import _tiled
-from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
 
 FP8 = torch.float8_e4m3fn
 QUANTIZED_HEAD = "lsr_head with an fp8 weight"
@@ -90,35 +88,24 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         TypeError, ValueError: for anything else.
     """
     check_shape("weight", check_tensor("weight", weight), "V D")
-    check_dtype(
-        "weight",
-        weight,
-        (torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        "cast it with .to(torch.bfloat16).",
-    )
+    check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
-
     if is_plain(weight) and chosen_quantized_impl(weight) == "triton":
-        from tilefold.ops.lsr_head._triton.quantize import quantize_rows
+        from tilefold.ops.lsr_head._triton import quantize
 
-        try:
-            return QuantizedWeight(*run(quantize_rows, weight.detach()))
-        except KernelUnavailableError as error:
-            give_up(QUANTIZED_HEAD, weight.device, str(error), SLOWER)
+        made = attempt(run, quantize.quantize_rows, weight.detach())
+        if not isinstance(made, KernelUnavailableError):
+            return QuantizedWeight(*made)
+        give_up(QUANTIZED_HEAD, weight.device, str(made), SLOWER)
     refuse_capture(QUANTIZED_HEAD, weight.device)
-    return QuantizedWeight(*_quantize_slabs(weight))
-
-
-def _quantize_slabs(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`quantize_rows`, some rows at a time."""
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
     with torch.no_grad():
         for v0 in range(0, weight.size(0), SLAB_V):
             part = slice(v0, v0 + SLAB_V)
             values[part], scale[part] = quantize_rows(weight[part])
-    return values, scale
+    return QuantizedWeight(values, scale)
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,16 +138,3 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
             "capability 8.9. Use impl='auto', or the weight in 16 bits."
         )
     return resolved
-
-
-def forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions) -> tuple[Tensor, None]:
-    """Multiply the rounded operands in fp32 by the tiled path, a slab of the vocabulary at a time."""
-    values, bias = tensors.weight, tensors.bias
-    rounded = tensors._replace(hidden=fake_quantized(tensors.hidden), weight_scale=None)
-    slabs = []
-    for v0 in range(0, values.size(0), SLAB_V):
-        part = slice(v0, v0 + SLAB_V)
-        weight = QuantizedWeight(values[part], scale[part]).dequantize()
-        slab = rounded._replace(weight=weight, bias=None if bias is None else bias[part].float())
-        slabs.append(_tiled.forward(slab, options, training=False)[0])
-    return torch.cat(slabs, dim=1), None

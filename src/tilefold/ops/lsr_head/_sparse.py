@@ -1,6 +1,8 @@
-"""Collects the scores that are kept, block of vocabulary by block, into a CSR tensor."""
+"""Selection of kept scores, block of vocabulary by block, and their CSR tensor."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -8,56 +10,42 @@ from torch import Tensor
 from tilefold._csr import csr_tensor
 
 
-class SparseRows:
-    """Kept entries of ``[B, V]`` scores that arrive as blocks of columns, in rising order.
+def kept_rows(
+    blocks: Iterable[tuple[int, Tensor]],
+    shape: tuple[int, int],
+    top_k: int | None,
+    min_weight: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Entries above ``min_weight`` of scores ``[B, C]`` that come in rising order of their first columns, as CSR.
 
-    With ``top_k`` only the ``top_k`` best of each row so far are held, as dense ``[B, <= top_k]`` pairs; without it,
-    the entries above ``min_weight`` of each block.
+    With ``top_k`` only the best of each row so far are held; without it, the entries of each block.
     """
+    best: tuple[Tensor, Tensor] | None = None
+    entries = []
+    for first, scores in blocks:
+        if top_k is None:
+            rows, places = (~(scores <= min_weight)).nonzero(as_tuple=True)
+            entries.append((rows, places + first, scores[rows, places]))
+            continue
+        columns = torch.arange(first, first + scores.size(1), device=scores.device).expand(scores.size(0), -1)
+        if best is None:
+            best = largest(scores, columns, top_k)
+        else:
+            best = largest(torch.cat([best[0], scores], dim=1), torch.cat([best[1], columns], dim=1), top_k)
+    if best is not None:
+        rows, places = (~(best[0] <= min_weight)).nonzero(as_tuple=True)
+        entries = [(rows, best[1][rows, places], best[0][rows, places])]
+    rows, columns, scores = (torch.cat(parts) for parts in zip(*entries, strict=True))
+    return csr_from_entries(rows, columns, scores, shape, dtype)
 
-    def __init__(self, batch: int, vocab: int, top_k: int | None, min_weight: float, device: torch.device) -> None:
-        self.batch, self.vocab, self.top_k, self.min_weight, self.device = (
-            batch,
-            vocab,
-            top_k,
-            min_weight,
-            device,
-        )
-        self._best: tuple[Tensor, Tensor] | None = None  # scores and columns, [B, <= top_k], columns rising
-        self._entries: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, columns, scores
 
-    def add(self, scores: Tensor, first_column: int) -> None:
-        """Take the scores ``[B, C]`` of columns ``first_column`` to ``first_column + C - 1``."""
-        if self.top_k is None:
-            self._entries.append(self._above_minimum(scores, None, first_column))
-            return
-        columns = torch.arange(first_column, first_column + scores.size(1), device=scores.device)
-        columns = columns.expand(scores.size(0), -1)
-        if self._best is not None:
-            scores = torch.cat([self._best[0], scores], dim=1)
-            columns = torch.cat([self._best[1], columns], dim=1)
-        if scores.size(1) > self.top_k:
-            # stable: among equal scores the lowest column stays
-            order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.top_k]
-            order = order.sort(dim=1).values
-            scores, columns = scores.gather(1, order), columns.gather(1, order)
-        self._best = (scores, columns)
-
-    def to_csr(self, dtype: torch.dtype) -> Tensor:
-        """The kept entries as a ``[B, V]`` ``torch.sparse_csr`` tensor of ``dtype``."""
-        if self._best is not None:
-            self._entries = [self._above_minimum(*self._best, 0)]
-        rows = torch.cat([entry[0] for entry in self._entries])
-        columns = torch.cat([entry[1] for entry in self._entries])
-        scores = torch.cat([entry[2] for entry in self._entries])
-        return csr_from_entries(rows, columns, scores, (self.batch, self.vocab), dtype)
-
-    def _above_minimum(
-        self, scores: Tensor, columns: Tensor | None, first_column: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, places = (~(scores <= self.min_weight)).nonzero(as_tuple=True)
-        kept_columns = places + first_column if columns is None else columns[rows, places]
-        return rows, kept_columns, scores[rows, places]
+def largest(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` largest of each row and their columns, in the order of these; of equal scores the lowest stay."""
+    if scores.size(1) <= top_k:
+        return scores, columns
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
+    return scores.gather(1, order), columns.gather(1, order)
 
 
 def csr_from_entries(

@@ -1,4 +1,4 @@
-"""Tiles of logits: how the tiled path cuts a batch and the vocabulary, and folds what it cut."""
+"""Tiles of logits: how the tiled path packs a batch, cuts it and the vocabulary, and folds what it cut."""
 
 from __future__ import annotations
 
@@ -11,19 +11,41 @@ from torch import Tensor
 
 from tilefold.ops._shared.onednn import tile_product
 from tilefold.ops._shared.winners import max_over_tokens
-from tilefold.ops.lsr_head._problem import PackedRows
+from tilefold.ops.lsr_head._problem import Tokens
 
 TILE_ELEMENTS = 1 << 22  # logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache
 BLOCK_V = 4096  # vocabulary entries of a tile
 
 
-def vocabulary_tiles(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
-    """Yield ``(v0, v1, weight[v0:v1], bias[v0:v1])`` in the compute dtype."""
-    for v0 in range(0, weight.size(0), BLOCK_V):
-        v1 = min(v0 + BLOCK_V, weight.size(0))
-        yield v0, v1, weight[v0:v1].to(dtype), None if bias is None else bias[v0:v1].to(dtype)
+class PackedRows(NamedTuple):
+    """Valid tokens ``rows`` ``[T, D]``, ``B + 1`` offsets, and ``places`` ``[T]`` of padded rows, ``None`` for all."""
+
+    rows: Tensor
+    offsets: list[int]
+    places: Tensor | None
+
+    def lengths(self) -> Tensor:
+        """``[B]`` sequence lengths, at least 1, in the dtype of the rows."""
+        offsets = torch.tensor(self.offsets, device=self.rows.device)
+        return offsets.diff().clamp_(min=1).to(self.rows.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products accumulate in: fp32, or fp64 for fp64 input."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def pack_rows(tokens: Tokens) -> PackedRows:
+    """Gather the valid tokens (a copy only where there is padding) in the wide dtype; reads the lengths on the host."""
+    hidden, attention_mask, cu_seqlens = tokens
+    rows, places = hidden.reshape(-1, hidden.size(-1)), None
+    offsets = [b * tokens.length for b in range(tokens.batch + 1)]
+    if cu_seqlens is not None:
+        offsets = cu_seqlens.tolist()
+    elif attention_mask is not None and not bool((valid := attention_mask != 0).all()):
+        places = valid.flatten().nonzero().squeeze(1)
+        rows, offsets = rows[places], [0, *valid.sum(dim=1).cumsum(0).tolist()]
+    return PackedRows(rows.to(wide_dtype(hidden.dtype)), offsets, places)
 
 
 class Piece(NamedTuple):
@@ -35,7 +57,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def _pieces(offsets: list[int], max_rows: int, max_sequences: int | None = None) -> list[Piece]:
+def _pieces(offsets: list[int], max_rows: int) -> list[Piece]:
     """Cut a batch into pieces of at most ``max_rows`` rows: runs of whole sequences, and parts of longer ones."""
     pieces, first = [], 0
     batch = len(offsets) - 1
@@ -45,8 +67,7 @@ def _pieces(offsets: list[int], max_rows: int, max_sequences: int | None = None)
             cuts = [*range(start, offsets[last], max_rows), offsets[last]]
             pieces += [Piece(first, last, *cut) for cut in itertools.pairwise(cuts)]
         else:
-            limit = batch if max_sequences is None else min(batch, first + max_sequences)
-            while last < limit and offsets[last + 1] - start <= max_rows:
+            while last < batch and offsets[last + 1] - start <= max_rows:
                 last += 1
             if offsets[last] > start:
                 pieces.append(Piece(first, last, start, offsets[last]))
@@ -54,71 +75,69 @@ def _pieces(offsets: list[int], max_rows: int, max_sequences: int | None = None)
     return pieces
 
 
-def max_tiles(
-    packed: PackedRows, weight: Tensor, logit_scale: float
-) -> Iterator[tuple[int, int, int, int, int, Tensor]]:
-    """Yield ``(v0, v1, i, j, before, tokens)``: scaled logits ``[j - i, L, v1 - v0]`` of the sequences i to j - 1.
+class Run(NamedTuple):
+    """Scaled logits ``tokens`` ``[last - first, L, C]`` of sequences, which are rows from ``start`` on.
 
-    They have one length, or are the part of one long sequence that begins at its token ``before``. The tile is
-    overwritten by the next.
+    The sequences have one length, or this is the part of one long sequence that begins at its token ``before``.
     """
+
+    first: int
+    last: int
+    start: int
+    before: int
+    tokens: Tensor
+
+
+def vocabulary_tiles(
+    packed: PackedRows, weight: Tensor, logit_scale: float
+) -> Iterator[tuple[slice, Tensor, Iterator[Run]]]:
+    """Yield columns, their rows of the weight in the wide dtype, and runs, each overwritten by the next."""
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
     largest = max((piece.end - piece.start for piece in pieces), default=0)
-    tile: Tensor | None = None
-    for v0, v1, tile_weight, _ in vocabulary_tiles(weight, None, packed.rows.dtype):
-        product = tile_product(packed.rows, largest, tile_weight)
-        for piece in pieces:
-            rows = packed.rows[piece.start : piece.end]
-            if product is not None:
-                logits = product(rows)
-            else:
-                if tile is None:  # one for all: fresh pages for each would cost a sixth of the products' time
-                    tile = packed.rows.new_empty(largest * min(BLOCK_V, weight.size(0)))
-                logits = tile[: rows.size(0) * (v1 - v0)].view(rows.size(0), v1 - v0)
-                torch.mm(rows, tile_weight.T, out=logits)
-            if logit_scale != 1.0:
-                logits *= logit_scale
-            for i, j, tokens in _runs_of_one_length(logits, packed.offsets, piece):
-                yield v0, v1, i, j, max(0, piece.start - packed.offsets[i]), tokens
+    scratch: list[Tensor] = []  # one for all: fresh pages for each tile would cost a sixth of the products' time
+    for v0 in range(0, weight.size(0), BLOCK_V):
+        tile_weight = weight[v0 : v0 + BLOCK_V].to(packed.rows.dtype)
+        columns = slice(v0, v0 + tile_weight.size(0))
+        yield columns, tile_weight, _runs(packed, pieces, largest, tile_weight, logit_scale, scratch)
 
 
-def _runs_of_one_length(logits: Tensor, offsets: list[int], piece: Piece) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``(i, j, tokens)``: rows of ``logits`` that belong to the sequences i to j - 1, ``[j - i, L, BLOCK_V]``."""
-    i = piece.first
-    while i < piece.last:
-        length = offsets[i + 1] - offsets[i]
-        j = i + 1
-        while j < piece.last and offsets[j + 1] - offsets[j] == length:
-            j += 1
-        if length:
-            rows = logits[max(0, offsets[i] - piece.start) : offsets[j] - piece.start]
-            yield i, j, rows.view(j - i, -1, rows.size(1))
-        i = j
-
-
-def sequence_tiles(packed: PackedRows, tile_weight: Tensor, logit_scale: float) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield pieces and their scaled logits ``[last - first, L, BLOCK_V]``, of sequences of one length, or of a part.
-
-    Sequences of equal lengths share a product; empty ones are left out. The tile is overwritten by the next.
-    """
-    width = tile_weight.size(0)
-    together = None if packed.uniform_length is not None else 1
-    pieces = _pieces(packed.offsets, TILE_ELEMENTS // max(width, 1), together)
-    largest = max((piece.end - piece.start for piece in pieces), default=0)
-    tile = tile_weight.new_empty(largest, width)
+def _runs(
+    packed: PackedRows,
+    pieces: list[Piece],
+    largest: int,
+    tile_weight: Tensor,
+    logit_scale: float,
+    scratch: list[Tensor],
+) -> Iterator[Run]:
+    offsets, width = packed.offsets, tile_weight.size(0)
+    product = tile_product(packed.rows, largest, tile_weight)
     for piece in pieces:
-        logits = tile[: piece.end - piece.start]
-        torch.mm(packed.rows[piece.start : piece.end], tile_weight.T, out=logits)
+        rows = packed.rows[piece.start : piece.end]
+        if product is not None:
+            logits = product(rows)
+        else:
+            if not scratch:
+                scratch.append(rows.new_empty(largest * width))
+            logits = scratch[0][: rows.size(0) * width].view(rows.size(0), width)
+            torch.mm(rows, tile_weight.T, out=logits)
         if logit_scale != 1.0:
             logits *= logit_scale
-        yield piece, logits.view(piece.last - piece.first, -1, width)
+        i = piece.first
+        while i < piece.last:
+            length, j = offsets[i + 1] - offsets[i], i + 1
+            while j < piece.last and offsets[j + 1] - offsets[j] == length:
+                j += 1
+            if length:
+                start = max(offsets[i], piece.start)
+                tokens = logits[start - piece.start : offsets[j] - piece.start].view(j - i, -1, width)
+                yield Run(i, j, start, start - offsets[i], tokens)
+            i = j
 
 
 def keep_maximum(scores: Tensor, winners: Tensor | None, tokens: Tensor, before: int) -> None:
     """Put the maximum over ``tokens`` ``[n, L, C]`` into ``scores`` ``[n, C]``, and where it is into ``winners``.
 
-    Args:
-        before: tokens of the one sequence that were folded already, which win ties; 0 for the first part, or wholes.
+    ``before`` tokens of the one sequence were folded already, and win ties; 0 for the first part, or wholes.
     """
     best, winner = max_over_tokens(tokens, winners is not None)
     if before == 0:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.operator import Operator, Variant
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_head, checked
@@ -23,10 +22,9 @@ from tilefold.ops.lsr_head._problem import (
     check_values,
     outputs,
     reads,
-    sequence_mask,
 )
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
-from tilefold.ops.lsr_head._sparse import SparseRows
+from tilefold.ops.lsr_head._sparse import kept_rows
 
 # Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
 SPARSE_BLOCK_V = 16384
@@ -43,40 +41,6 @@ def _variant(tensors: HeadTensors) -> Variant | None:
     return None if tensors.weight_scale is None else QUANTIZED
 
 
-def _tiled_forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Tensor, Tensor | None]:
-    if host_may_read(tensors.hidden.device, "tiled"):
-        check_values(tensors, options)
-    if tensors.weight_scale is not None:
-        return _quantized.forward(tensors, tensors.weight_scale, options)
-    return _tiled.forward(tensors, options, training)
-
-
-def _run_reference(tensors: HeadTensors, options: HeadOptions) -> Tensor:
-    hidden, attention_mask, cu_seqlens, weight, weight_scale, bias = tensors
-    if weight_scale is not None:  # of which the tiled path is the specification
-        return torch.ops.tilefold.lsr_head(*tensors, *options, False, "tiled")[0]  # type: ignore[no-any-return]
-    with torch.autocast(hidden.device.type, enabled=False):
-        if cu_seqlens is not None:
-            check_values(tensors, options)
-            lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-            longest = int(lengths.max()) if lengths.numel() else 0
-            valid = sequence_mask(cu_seqlens, longest)
-            padded = hidden.new_zeros(*valid.shape, hidden.size(1))
-            hidden = padded.index_put(valid.nonzero(as_tuple=True), hidden)
-        elif attention_mask is None:
-            valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        else:
-            valid = attention_mask != 0
-        if hidden.size(1) == 0:
-            out_dtype = options.out_dtype
-            return (hidden.sum() + weight.sum()).to(out_dtype) * hidden.new_zeros(
-                hidden.size(0), weight.size(0), dtype=out_dtype
-            )
-        return _reference.lsr_head(
-            hidden, weight, bias, valid, options.pooling, options.activation, options.logit_scale, options.out_dtype
-        )
-
-
 QUANTIZED = Variant(_quantized.QUANTIZED_HEAD, _quantized.chosen_quantized_impl)
 HEAD = Operator(
     "lsr_head",
@@ -87,8 +51,8 @@ HEAD = Operator(
     outputs=outputs,
     gradients={"hidden": "hidden", "weight": "weight", "bias": bias_gradient},
     plans=_plans,
-    tiled=SimpleNamespace(forward=_tiled_forward, backward=_tiled.backward),
-    reference=_run_reference,
+    tiled=_tiled,
+    reference=_reference.lsr_head,
     check_values=check_values,
     reads=reads,
     variant=_variant,
@@ -214,25 +178,22 @@ def lsr_head_sparse(
     """
     tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), (pooling, activation, logit_scale, out_dtype)
     named: dict[str, Any] = {**dict(zip(OPTIONS, asked, strict=True)), "impl": impl}
-    if not isinstance(weight, QuantizedWeight) and _parallel.is_distributed(hidden, weight, bias):
+    values, scale = (weight.values, weight.scale) if isinstance(weight, QuantizedWeight) else (weight, None)
+    if scale is None and _parallel.is_distributed(hidden, weight, bias):
         named |= {"top_k": top_k, "min_weight": min_weight}
-        return _parallel.parallel_head_sparse(lsr_head_sparse, tokens, weight, bias, named)
-    if isinstance(weight, QuantizedWeight):
-        tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight.values, weight.scale, bias)
-    else:
-        tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight, None, bias)
-    _, out_dtype = check_head(tensors, *asked)
+        return _parallel.parallel_head_sparse(lsr_head_sparse, tokens, values, bias, named)
+    _, out_dtype = check_head(HeadTensors(*tokens, values, scale, bias), *asked)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
     if not isinstance(min_weight, (int, float)) or math.isnan(min_weight):
         raise ValueError(f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.")
-    vocab = weight.size(0)
-    rows = SparseRows(tokens.batch, vocab, top_k, min_weight, hidden.device)
     named["out_dtype"] = torch.promote_types(hidden.dtype, torch.float32)
+
+    def scores_from(v0: int) -> Tensor:
+        part = slice(v0, v0 + SPARSE_BLOCK_V)
+        return lsr_head(weight=weight[part], bias=None if bias is None else bias[part], **tokens._asdict(), **named)
+
+    shape = tokens.batch, weight.size(0)
     with torch.no_grad():
-        for v0 in range(0, vocab, SPARSE_BLOCK_V):
-            part = slice(v0, v0 + SPARSE_BLOCK_V)
-            some = None if bias is None else bias[part]
-            scores = lsr_head(weight=weight[part], bias=some, **tokens._asdict(), **named)
-            rows.add(scores, v0)
-        return rows.to_csr(out_dtype)
+        blocks = ((v0, scores_from(v0)) for v0 in range(0, shape[1], SPARSE_BLOCK_V))
+        return kept_rows(blocks, shape, top_k, min_weight, out_dtype)

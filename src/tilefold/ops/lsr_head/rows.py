@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
+from tilefold.ops._shared.fallback import KernelUnavailableError, attempt, give_up, given_up
 from tilefold.ops._shared.impl import chosen_impl
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
+from tilefold.ops.lsr_head._sparse import largest
 from tilefold.ops.lsr_head.api import lsr_head
 
 __all__ = ["CapacityRows", "lsr_head_rows"]
@@ -94,25 +95,14 @@ def lsr_head_rows(
                 out_dtype=torch.float32,
                 impl=impl,
             )
-            try:
-                append_rows(scores, v0, min_weight, counts, columns, values)
-            except KernelUnavailableError as error:
-                give_up(KERNEL, device, str(error), "lsr_head_sparse runs instead, which waits for the GPU.")
+            failed = attempt(append_rows, scores, v0, min_weight, counts, columns, values)
+            if isinstance(failed, KernelUnavailableError):
+                give_up(KERNEL, device, str(failed), "lsr_head_sparse runs instead, which waits for the GPU.")
                 return None
         kept = counts.clamp(max=capacity)
-        if top_k is not None:
-            kept, columns, values = _best(kept, columns, values, top_k)
+        if top_k is not None and top_k < capacity:  # NaN comes before all, and what lies behind the last entry last
+            free = torch.arange(capacity, device=device) >= kept[:, None]
+            values, columns = largest(values.masked_fill(free, -math.inf), columns, top_k)
+            kept = kept.clamp(max=top_k)
     dtype = hidden.dtype if out_dtype is None else out_dtype
     return CapacityRows(counts, kept, columns, values.to(dtype), vocab)
-
-
-def _best(kept: Tensor, columns: Tensor, values: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``top_k`` largest of each row, NaN before all; among equal ones the lowest column stays."""
-    capacity = columns.size(1)
-    if top_k >= capacity:
-        return kept, columns, values
-    places = torch.arange(capacity, device=columns.device)
-    values = values.masked_fill(places >= kept[:, None], -math.inf)
-    order = values.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    order = order.sort(dim=1).values  # entries are in the order of columns, those behind the last one come last
-    return kept.clamp(max=top_k), columns.gather(1, order), values.gather(1, order)
