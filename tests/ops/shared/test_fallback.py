@@ -21,14 +21,13 @@ from triton.errors import TritonError
 
 import tilefold
 from tilefold.ops._shared import fallback, operator
+from tilefold.ops._shared import impl as shared_impl
 from tilefold.ops._shared._triton import launch, releases
-from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError, given_up
+from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Setting
-from tilefold.ops.lsr_head import QuantizedWeight, configs, plans
+from tilefold.ops.lsr_head import configs, plans
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
-from tilefold.ops.lsr_head._quantized import quantize_rows
-from tilefold.ops.maxsim.quantized import quantize_tokens
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing")
 CPU = torch.device("cpu")
@@ -43,61 +42,8 @@ def nothing_given_up() -> Iterator[None]:
     fallback.GIVEN_UP.update(before)
 
 
-def head(impl: str) -> tuple[torch.Tensor, ...]:
-    hidden, weight = seeded(2, 5, 16), seeded(40, 16)
-    scores = tilefold.lsr_head(hidden, weight, impl=impl)
-    return scores, *torch.autograd.grad(scores.square().sum(), (hidden, weight))
-
-
-def sum_head(impl: str) -> tuple[torch.Tensor, ...]:
-    hidden, weight = seeded(2, 5, 16), seeded(40, 16)
-    scores = tilefold.lsr_head(hidden, weight, pooling="sum", impl=impl)
-    return scores, *torch.autograd.grad(scores.square().sum(), (hidden, weight))
-
-
-def fp8_head(impl: str) -> tuple[torch.Tensor, ...]:
-    weight = QuantizedWeight(*quantize_rows(seeded(40, 16).detach()))
-    return (tilefold.lsr_head(seeded(2, 5, 16).detach(), weight, impl=impl),)
-
-
-def scatter(impl: str) -> tuple[torch.Tensor, ...]:
-    weights = seeded(2, 5)
-    scores = tilefold.token_scatter(weights, torch.arange(10).view(2, 5) % 7, 9, impl=impl)
-    return scores, *torch.autograd.grad(scores.square().sum(), weights)
-
-
-def late_interaction(impl: str) -> tuple[torch.Tensor, ...]:
-    queries, documents = seeded(2, 3, 8), seeded(4, 5, 8)
-    scores = tilefold.maxsim(queries, documents, impl=impl)
-    return scores, *torch.autograd.grad(scores.square().sum(), (queries, documents))
-
-
-def quantized_late_interaction(impl: str) -> tuple[torch.Tensor, ...]:
-    documents = quantize_tokens(seeded(4, 5, 8).detach(), "int8")
-    return (tilefold.maxsim(seeded(2, 3, 8).detach(), documents, impl=impl),)
-
-
-def rows(impl: str) -> tuple[torch.Tensor, ...]:
-    x = seeded(3, 7)
-    p = tilefold.entmax(x, 1.5, impl=impl)
-    return p, *torch.autograd.grad(p.square().sum(), x)
-
-
-def attention(impl: str) -> tuple[torch.Tensor, ...]:
-    q, k, v = seeded(1, 2, 5, 8), seeded(1, 2, 6, 8), seeded(1, 2, 6, 8)
-    out = tilefold.entmax_attention(q, k, v, impl=impl)
-    return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
-
-
 def seeded(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), requires_grad=True)
-
-
-CALLS = {
-    "lsr_head": head, "lsr_head sum": sum_head, "lsr_head with an fp8 weight": fp8_head, "token_scatter": scatter,
-    "maxsim": late_interaction, "maxsim quantized": quantized_late_interaction, "entmax": rows,
-    "entmax_attention": attention,
-}  # fmt: skip
 
 
 class Unbuildable(ModuleType):
@@ -113,50 +59,13 @@ class Unbuildable(ModuleType):
         return fails
 
 
-def put_kernels(monkeypatch: pytest.MonkeyPatch, room: str, kernels: ModuleType) -> None:
-    name = kernels.__name__
-    monkeypatch.setitem(sys.modules, f"tilefold.ops.{room}.{name}", kernels)
-    monkeypatch.setattr(importlib.import_module(f"tilefold.ops.{room}"), name, kernels, raising=False)
-
-
 @pytest.fixture
 def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose kernels Triton cannot build: "auto" takes them, and so does "triton"."""
-    for room in ("lsr_head", "token_scatter", "entmax", "entmax_attention", "maxsim"):
-        put_kernels(monkeypatch, room, Unbuildable("plans"))
-
-    def resolve(impl: str, device: torch.device, operator: str = "") -> str:
-        if impl == "auto":
-            return "triton" if given_up(operator, device) is None else "tiled"
-        return impl
-
-    from tilefold.ops._shared import impl as shared_impl
-    from tilefold.ops.lsr_head import _quantized
-
-    for module in (shared_impl, _quantized):
-        monkeypatch.setattr(module, "resolve_impl", resolve)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_auto_takes_the_tiled_path_after_one_warning(no_kernel_builds: None, name: str) -> None:
-    call = CALLS[name]
-    expected = call("tiled")
-    operator = name.removesuffix(" sum").removesuffix(" quantized")
-    with pytest.warns(
-        FallbackWarning, match=rf"^{operator} cannot run on cpu with Triton \d.*PTXASError.*tiled"
-    ) as seen:
-        results = call("auto")
-    assert len([w for w in seen if issubclass(w.category, FallbackWarning)]) == 1
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(call("auto")[0], expected[0])
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_an_explicit_name_raises(no_kernel_builds: None, name: str) -> None:
-    with pytest.raises(KernelUnavailableError, match=r"_some_kernel cannot be built \(PTXASError: no such"):
-        CALLS[name]("triton")
+    kernels = Unbuildable("plans")
+    monkeypatch.setitem(sys.modules, "tilefold.ops.entmax_attention.plans", kernels)
+    monkeypatch.setattr(importlib.import_module("tilefold.ops.entmax_attention"), "plans", kernels, raising=False)
+    monkeypatch.setattr(shared_impl, "takes_kernels", lambda device: True)
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])

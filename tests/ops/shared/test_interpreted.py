@@ -21,6 +21,10 @@ def test_the_contract_of_repeated_launches_holds(operators: str, entries: int, s
     assert_pass_interpreted(["shared/test_launches.py"], TESTS * entries + SAMPLED * sampled, "-k", operators)
 
 
+def test_the_kernels_of_the_token_scatter_pass() -> None:
+    assert_pass_interpreted(["token_scatter/test_implementations.py", "token_scatter/test_properties.py"], 132)
+
+
 def test_the_toy_keeps_the_contracts_of_the_common_base() -> None:
     assert_pass_interpreted(["shared/test_operator.py"], 13)
 

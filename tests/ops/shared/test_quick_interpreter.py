@@ -58,45 +58,6 @@ def test_reductions_have_the_bits_of_those_that_go_number_by_number(
             assert np.array_equal(got.handle.data, right.handle.data, equal_nan=True)
 
 
-@pytest.mark.parametrize("shape", [(), (8,), (4, 8, 2)])
-@pytest.mark.parametrize("pointer", [False, True])
-def test_types_and_tensors_are_described_as_by_the_interpreter(shape: tuple[int, ...], pointer: bool) -> None:
-    from triton.runtime.interpreter import tl
-
-    element = tl.pointer_type(tl.float32) if pointer else tl.float32
-
-    def facts(describe_block: Any, describe_tensor: Any) -> list[str]:
-        kind: Any = element
-        if shape:
-            kind = tl.block_type.__new__(tl.block_type)
-            describe_block(kind, element, [tl.constexpr(size) for size in shape])
-        made = tl.tensor.__new__(tl.tensor)
-        describe_tensor(made, "handle", kind)
-        assert made.type is kind and made.handle == "handle"
-        both = (made, kind) if shape else (made,)
-        of_both = [(type(one.shape), list(one.shape), str(one.shape.type), one.numel) for one in both]
-        return [str(fact) for fact in (kind, made.dtype, *of_both)]
-
-    quick = quick_interpreter.describe_block, quick_interpreter.describe_tensor
-    assert facts(*quick) == facts(*[quick_interpreter.HONEST[one] for one in quick])
-
-
-@pytest.mark.parametrize("shapes", [((8,), (8,)), ((8, 1), (1, 4)), ((8,), ()), ((), ()), ((2, 4), (4,))])
-def test_blocks_are_broadcast_as_by_the_interpreter(shapes: tuple[tuple[int, ...], ...]) -> None:
-    from triton.runtime import interpreter
-
-    tl, quick = interpreter.tl, quick_interpreter.broadcast_together
-    semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
-    given = []
-    for shape in shapes:
-        kind = tl.block_type(tl.float32, list(shape)) if shape else tl.float32
-        data = np.arange(np.prod(shape, dtype=int) or 1, dtype=np.float32).reshape(shape or (1,))
-        given.append(tl.tensor(interpreter.TensorHandle(data, tl.float32), kind))
-    expected, found = quick_interpreter.HONEST[quick](semantic, *given), quick(semantic, *given)
-    for right, got in zip(expected, found, strict=True):
-        assert got.type == right.type and np.array_equal(got.handle.data, right.handle.data)
-
-
 def test_a_kernel_leaves_the_language_as_it_was() -> None:
     import torch
     from triton import language

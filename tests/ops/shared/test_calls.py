@@ -1,0 +1,171 @@
+"""Cache keys of calls, which torch's modes they see, and the private parts of torch and Triton behind that."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import tilefold
+from tilefold.ops._shared import calls, fallback, internals, library
+from tilefold.ops._shared.calls import call_key, gradient_key
+
+SOURCES = Path(tilefold.__file__).parent
+PRIVATE = re.compile(
+    r"torch\._(?!dynamo|_)\w|aten\._\w|_functorch|forward_ad\._|\bknobs\b|packed_metadata|launch_pdl|backends\.nvidia|\.do_not_specialize"
+)
+
+
+def test_one_file_names_what_is_private() -> None:
+    naming = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if PRIVATE.search(path.read_text())}
+    assert naming == {"ops/_shared/internals.py"}
+
+
+def test_modes_and_transforms_are_seen() -> None:
+    assert internals.is_eager() and not internals.in_function_transform() and not internals.in_forward_mode()
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert not internals.is_eager()
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((internals.is_eager(), internals.in_function_transform()))
+        return x.sum()
+
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    assert seen == [(False, True), (False, False)]
+    with forward_ad.dual_level():
+        assert internals.in_forward_mode() and not internals.is_eager()
+
+
+def test_several_gradients_at_once_are_seen() -> None:
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(internals.is_eager(grad))
+            return grad.clone()
+
+    x = torch.ones(2, requires_grad=True)
+    y = Look.apply(x)
+    torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [True, False]
+
+
+def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        now.append(index)
+        yield
+
+    monkeypatch.setattr(library, "current_gpu", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for index in (1, 0):
+        gpu = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=index)
+        assert library.run(lambda given: now[-1], gpu) == index
+    assert now == [1, 0] and library.run(lambda given: now[-1], torch.ones(1)) == 0
+
+
+def test_the_names_for_gpus_exist() -> None:
+    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
+        assert hasattr(torch._C, name) or not torch.backends.cuda.is_built()
+    assert internals.matmul_precision() in ("ieee", "tf32", "none")
+
+
+@pytest.fixture(autouse=True)
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "triton_interpreted", lambda: True)
+
+
+def key(*tensors: object, options: tuple[object, ...] = ()) -> object:
+    return call_key(tensors, options)
+
+
+def test_calls_are_told_apart_by_layouts_options_and_settings_and_by_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 6)[:, :3].contiguous()
+    alike = key(x, None)
+    assert alike == key(torch.zeros(2, 3), None) == key(torch.nn.Parameter(x.clone()), None) is not None
+    others = [key(x), key(None, x), key(x, x), key(torch.ones(3, 2), None), key(x.bfloat16(), None)]
+    others += [
+        key(torch.ones(3, 2).T, None),
+        key(torch.ones(2, 6)[:, ::2], None),
+        key(torch.ones(7)[1:].view(2, 3), None),
+    ]
+    others += [key(x, None, options=(value,)) for value in (1, 1.0, True, "1", None)]
+    with torch.autocast("cpu", torch.bfloat16):
+        others.append(key(x, None))
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "matmul_precision", lambda: "tf32")
+        others += [key(x, None), key(x.bfloat16(), None)]  # a gradient in 16 bits, of products in fp32
+    with monkeypatch.context() as patch:
+        patch.setattr(fallback, "GIVEN_UP", {("a kernel", x.device): "why"})
+        others.append(key(x, None))
+    assert others.pop(1) is None and len({alike, *others}) == 1 + len(others)
+    aligned = [call_key((tensor, None), ()) for tensor in (torch.ones(9)[4:8], torch.ones(9)[1:5])]
+    assert [each and each[0] for each in aligned] == [True, False]
+
+
+def test_calls_that_others_must_see_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+
+    class Subclass(torch.Tensor):
+        pass
+
+    assert key(x.as_subclass(Subclass)) is None and key(x, x.as_subclass(Subclass)) is None
+    assert key(x, [1, 2]) is None and key(None) is None and key("hidden") is None
+    assert key(torch.empty(2, device="meta")) is None
+    assert key(x, torch.ones(2, 2).to_sparse()) is None
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert key(x) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert key(x) is None
+    assert torch.func.vmap(lambda y: torch.tensor(key(y) is None))(torch.ones(3, 2)).all()
+    monkeypatch.setattr(calls, "triton_interpreted", lambda: False)
+    assert key(x) is None
+
+
+def test_a_compiler_sees_no_key() -> None:
+    seen = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        seen.append(call_key((x,), ()))
+        return x + 1
+
+    call(torch.ones(2))
+    assert seen == [None]
+
+
+def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, grad, x = object(), torch.ones(2, 4), torch.ones(9)
+
+    def key_of(grad: torch.Tensor = grad, saved: torch.Tensor = x[:4], call: object = call, *needs: bool) -> object:
+        return gradient_key(call, needs or (True,), grad, (None, saved))
+
+    alike = key_of()
+    assert alike == key_of() == key_of(torch.zeros(2, 4), x[4:8]) is not None
+    others = [key_of(torch.ones(4, 2).T), key_of(saved=x[:8:2]), key_of(saved=x[:4].int()), key_of(saved=x[1:5])]
+    others += [key_of(call=object()), key_of(grad, x[:4], call, False)]
+    monkeypatch.setattr(calls, "matmul_precision", lambda: "tf32")
+    others.append(key_of())
+    assert len({alike, *others}) == 8
+
+    class Subclass(torch.Tensor):
+        pass
+
+    assert key_of(grad.as_subclass(Subclass)) is None and key_of(saved=x.as_subclass(Subclass)) is None
