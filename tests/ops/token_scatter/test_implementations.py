@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -120,14 +121,15 @@ def strided(tensor: Tensor, style: str) -> Tensor:
     return wide[..., 1::2]
 
 
-def changed(inputs: TokenScatterInputs, change: object) -> TokenScatterInputs:
+def changed(inputs: TokenScatterInputs, change: Any) -> TokenScatterInputs:
     """The problem in other strides, with another dtype of its mask, or with other values where it is masked."""
     if isinstance(change, torch.dtype):
         return dataclasses.replace(inputs, attention_mask=inputs.attention_mask.to(change))
     if isinstance(change, str):
         names = [n for n in ("weights", "input_ids", "dscores", "attention_mask") if getattr(inputs, n) is not None]
         return dataclasses.replace(inputs, **{name: strided(getattr(inputs, name), change) for name in names})
-    masked, (poison, nowhere) = inputs.attention_mask == 0, change
+    poison, nowhere = change
+    masked = inputs.attention_mask == 0
     weights, ids = inputs.weights.masked_fill(masked, poison), inputs.input_ids.masked_fill(masked, nowhere)
     return dataclasses.replace(inputs, weights=weights, input_ids=ids)
 

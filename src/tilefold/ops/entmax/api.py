@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import math
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,13 +15,6 @@ from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.entmax import _reference, _tiled
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, outputs
 
-
-def _plans() -> ModuleType:
-    from tilefold.ops.entmax import plans  # needs Triton
-
-    return plans
-
-
 ENTMAX = Operator(
     "entmax",
     EntmaxTensors,
@@ -30,7 +23,7 @@ ENTMAX = Operator(
     results=("p", "support"),
     outputs=outputs,
     gradients={"x": "p", "alpha": "alpha"},
-    plans=_plans,
+    plans=partial(importlib.import_module, "tilefold.ops.entmax.plans"),  # needs Triton
     tiled=_tiled,
     reference=_reference.entmax,
     check_values=lambda tensors, options: check_alphas(tensors.alpha),
@@ -124,7 +117,7 @@ def _checked(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Checked:
         _check_alpha(alpha, x, dim)
     elif isinstance(alpha_value, bool) or not isinstance(alpha_value, (int, float)) or not 1 <= alpha_value <= 2:
         raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha_value!r}.")
-    return Checked(EntmaxOptions(float(alpha_value)), functools.partial(_rows, dim))
+    return Checked(EntmaxOptions(float(alpha_value)), partial(_rows, dim))
 
 
 def _rows(dim: int, tensors: EntmaxTensors) -> EntmaxTensors:

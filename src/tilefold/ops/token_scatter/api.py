@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterable
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,12 +29,6 @@ REDUCTIONS = ("max", "sum")
 MAX_IGNORED = 64  # each is a comparison in the kernels
 
 
-def _plans() -> ModuleType:
-    from tilefold.ops.token_scatter import plans  # needs Triton
-
-    return plans
-
-
 SCATTER = Operator(
     "token_scatter",
     ScatterTensors,
@@ -42,7 +37,7 @@ SCATTER = Operator(
     results=("scores", "counted"),
     outputs=outputs,
     gradients={"weights": "weights"},
-    plans=_plans,
+    plans=partial(importlib.import_module, "tilefold.ops.token_scatter.plans"),  # needs Triton
     tiled=_tiled,
     reference=_reference.token_scatter,
     check_values=check_values,
