@@ -1,7 +1,4 @@
-"""An HTTP service for sparse, multi-vector and dense models and their indexes; see ``docs/serve.md``.
-
-Names are resolved on first use, so importing this package imports neither FastAPI nor torch.
-"""
+"""An HTTP service for sparse, multi-vector and dense models and their indexes; see ``docs/serve.md``."""
 
 from __future__ import annotations
 

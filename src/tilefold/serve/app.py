@@ -83,7 +83,7 @@ def create_app(
         app.include_router(Routes(service, side).router(), prefix=f"/{side}")
     add_reference(app)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Guard, service=service, api_key=api_key, local=local)
+    app.add_middleware(_Guard, service=service, api_key=api_key, local=local)
     if origins:  # the last one is asked first: before it sends a key, a browser asks whether it may
         app.add_middleware(
             CORSMiddleware,
@@ -106,21 +106,14 @@ def _shown(error: ServeError, headers: Mapping[str, str] | None = None) -> Respo
     return Response(error.body(), error.status, headers, JSON)
 
 
-class Guard:
-    """Checks the key before anything else, and answers errors that nobody expected without their trace.
-
-    Args:
-        app: what is guarded.
-        service: whose log takes such errors.
-        api_key, local: see :func:`create_app`.
-    """
+class _Guard:
+    """Checks the key before anything else, and answers errors that nobody expected without their trace."""
 
     def __init__(self, app: Any, service: Service, api_key: str | None, local: bool = False) -> None:
         self._app, self._service, self._local = app, service, local
         self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -133,14 +126,15 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                headers = list(message.get("headers", []))
+                given = {name.lower() for name, _ in headers}
                 own = [(b"x-truncated-inputs", str(sum(cut)).encode())] if cut else []
-                message["headers"] = [*message.get("headers", []), *own, *_missing(message.get("headers", []))]
+                message["headers"] = headers + own + [header for header in _HEADERS if header[0] not in given]
             await send(message)
 
         refusal = self._refusal(scope)
         if refusal is not None:
-            error, headers = refusal
-            await _shown(error, headers)(scope, receive, tracked)
+            await _shown(*refusal)(scope, receive, tracked)
             return
         try:
             await self._app(scope, receive, tracked)
@@ -169,8 +163,7 @@ class Guard:
     def _allowed(self, scope: Message) -> bool:
         if self._key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
             return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        scheme, _, key = _header(scope["headers"], b"authorization").partition(b" ")
         # digests have one length, and are compared in a time that does not depend on where they differ
         return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
 
@@ -179,13 +172,15 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
-    """True for an address or a name of this machine, by which no other site can have sent the client here.
+def _header(headers: list[tuple[bytes, bytes]], wanted: bytes) -> bytes:
+    return next((value for name, value in headers if name == wanted), b"")
 
-    A name without a dot is no exception: whoever runs the network of the client decides what it stands for.
-    """
-    host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1").strip().lower()
+
+def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
+    """True for an address or a name of this machine, by which no other site can have sent the client here."""
+    host = _header(headers, b"host").decode("latin-1").strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
+    # a name without a dot is no exception: whoever runs the network of the client decides what it stands for
     if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
     try:
@@ -193,8 +188,3 @@ def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _missing(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    given = {name.lower() for name, _ in headers}
-    return [(name, value) for name, value in _HEADERS if name not in given]

@@ -67,8 +67,7 @@ class Permits:
 class _Shares:
     """Limit of tokens in a batch of requests of several inputs, so that requests of one input need not wait long.
 
-    All that a batch can hold, as long as nobody sends requests of one input. Else so many that the batch takes
-    `_TIMES` as long as theirs do, by the times of the batches before it.
+    All that a batch can hold, or so many, while others send requests of one input, that it takes `_TIMES` as long.
     """
 
     def __init__(self, limit: int) -> None:
@@ -77,7 +76,6 @@ class _Shares:
         self._single_came = -_LATELY_SECONDS
 
     def came(self) -> None:
-        """Note a request of one input."""
         self._single_came = time.monotonic()
 
     def limit(self, several: bool) -> int:
@@ -85,7 +83,6 @@ class _Shares:
         return self._share if several and time.monotonic() - self._single_came < _LATELY_SECONDS else self._limit
 
     def learn(self, several: bool, tokens: int, seconds: float) -> None:
-        """Note what a batch took."""
         if not several:
             known = self._single_seconds
             self._single_seconds = seconds if known is None else known + (seconds - known) / 4
@@ -103,12 +100,6 @@ class Lane:
     with batches of the others, which are kept short meanwhile (:class:`_Shares`); among these, every request has its
     first inputs encoded before another one's later ones. Inputs whose future was cancelled are dropped. A batch that
     fails is halved until the input that fails is alone, so that the others are not lost.
-
-    Args:
-        name: of the thread.
-        run: see :data:`Run`.
-        max_batch_tokens: of a batch; a single longer input is a batch of its own.
-        metrics: sizes of batches are noted there.
     """
 
     def __init__(self, name: str, run: Run, max_batch_tokens: int, metrics: Metrics) -> None:
@@ -120,12 +111,10 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=f"tilefold-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start the worker."""
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the worker takes inputs."""
         return self._thread.is_alive() and not self._closed
 
     def __len__(self) -> int:

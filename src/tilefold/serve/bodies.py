@@ -1,23 +1,21 @@
-"""Bodies of requests: read with limits of size and time, and checked."""
+"""Bodies of requests, checked."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from tilefold.serve.errors import ClientGoneError, ServeError, invalid
-from tilefold.serve.settings import Limits
+__all__ = ["Body", "Single"]
 
-__all__ = ["Single", "explained", "read"]
-
-B = TypeVar("B", bound=BaseModel)
 _TEXT_OR_IDS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
 _INPUTS_SCHEMA = {"oneOf": [*_TEXT_OR_IDS["oneOf"], {"type": "array", "items": _TEXT_OR_IDS}]}
 _TEXTS_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_ids(value: Any) -> bool:
@@ -28,35 +26,23 @@ class Single(list[Any]):
     """The one input of a request that gave no list of them, which metrics count apart."""
 
 
-def _inputs(value: Any) -> list[Any]:
-    """Texts and lists of token ids, always as a list of inputs."""
-    if isinstance(value, str) or (value and _is_ids(value)):
-        return Single([value])
-    if isinstance(value, list) and all(isinstance(each, str) or _is_ids(each) for each in value):
-        return value
-    raise ValueError("expected a text, a list of texts, or lists of token ids")
+def _listed(is_one: Callable[[Any], bool], is_each: Callable[[Any], bool], expected: str) -> PlainValidator:
+    """A check of one input or a list of inputs, which makes it a list."""
 
+    def check(value: Any) -> list[Any]:
+        if is_one(value):
+            return Single([value])
+        if isinstance(value, list) and all(map(is_each, value)):
+            return value
+        raise ValueError(f"expected {expected}")
 
-def _texts(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return value
-    raise ValueError("expected a text or a list of texts")
-
-
-def _id_lists(value: Any) -> list[Any]:
-    if value and _is_ids(value):
-        return [value]
-    if isinstance(value, list) and all(_is_ids(each) for each in value):
-        return value
-    raise ValueError("expected a list of token ids, or a list of such lists")
+    return PlainValidator(check)
 
 
 def _contents(value: Any) -> list[Any]:
     """Documents of a reranker: texts, or objects with a text."""
     found = [each.get("text") if isinstance(each, dict) else each for each in value] if isinstance(value, list) else []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in found):
+    if not isinstance(value, list) or not all(map(_is_text, found)):
         raise ValueError("expected a list of texts, or of objects with a text")
     return found
 
@@ -67,9 +53,20 @@ def _direction(value: Any) -> str:
     raise ValueError("expected 'left' or 'right'")
 
 
-Inputs = Annotated[list[Any], PlainValidator(_inputs), WithJsonSchema(_INPUTS_SCHEMA)]
-Texts = Annotated[list[Any], PlainValidator(_texts), WithJsonSchema(_TEXTS_SCHEMA)]
-IdLists = Annotated[list[Any], PlainValidator(_id_lists)]
+Inputs = Annotated[
+    list[Any],
+    _listed(
+        lambda value: _is_text(value) or bool(value and _is_ids(value)),
+        lambda each: _is_text(each) or _is_ids(each),
+        "a text, a list of texts, or lists of token ids",
+    ),
+    WithJsonSchema(_INPUTS_SCHEMA),
+]
+Texts = Annotated[list[Any], _listed(_is_text, _is_text, "a text or a list of texts"), WithJsonSchema(_TEXTS_SCHEMA)]
+IdLists = Annotated[
+    list[Any],
+    _listed(lambda value: bool(value and _is_ids(value)), _is_ids, "a list of token ids, or a list of such lists"),
+]
 Contents = Annotated[list[Any], PlainValidator(_contents)]
 Direction = Annotated[Any, PlainValidator(_direction), WithJsonSchema({"enum": ["left", "right", "Left", "Right"]})]
 
@@ -191,55 +188,3 @@ class Score(Body):
     raw_scores: bool = False
     truncate: bool | None = None
     truncation_direction: Direction = "right"
-
-
-async def read(request: Request, model: type[B], limits: Limits) -> B:
-    """The body of a request."""
-    _check_type(request)
-    raw = await _read(request, limits)
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if first["type"] == "json_invalid":
-            raise ServeError("Validation", f"the body is not valid JSON: {first['msg']}", status=400) from None
-        raise invalid(explained(error)) from None
-
-
-def explained(error: ValidationError, place: str = "") -> str:
-    """First wrong field of a body, or of the part of one at `place`, and how many more there are."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(filter(None, [place, *map(str, first["loc"])])) or "body"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"`{where}`: {first['msg'].removeprefix('Value error, ')}{more}"
-
-
-def _check_type(request: Request) -> None:
-    kind, *rest = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
-    charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
-    json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-    if not json or not charsets <= {"utf-8", "utf8"}:
-        raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
-
-
-async def _read(request: Request, limits: Limits) -> bytes:
-    """The bytes of the body, no more of them than the limit, in no more time than there is."""
-    too_large = ServeError("Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limits.payload_limit:
-        raise too_large
-    body, until, more = bytearray(), time.monotonic() + limits.body_seconds, True
-    while more:
-        try:
-            message = await asyncio.wait_for(request.receive(), max(0.001, until - time.monotonic()))
-        except asyncio.TimeoutError:
-            raise ServeError("Validation", f"the body took more than {limits.body_seconds:g} s", status=408) from None
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > limits.payload_limit:
-            raise too_large
-    return bytes(body)

@@ -1,24 +1,25 @@
-"""Parts that all POST routes share, from a body to an answer."""
+"""HTTP routes, from a body, read with limits of size and time, to an answer."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from tilefold.serve.bodies import read
-from tilefold.serve.errors import ClientGoneError, ServeError
+from tilefold.serve.errors import ClientGoneError, ServeError, invalid
 from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
 
-__all__ = ["JSON", "add_get", "add_post", "while_connected"]
+__all__ = ["JSON", "add_route", "explained", "while_connected"]
 
+B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 JSON = "application/json"
 CLIENT_CLOSED = 499  # nginx's code; nobody is left to read it
-Work = Callable[[Any, Request], Awaitable[Response]]
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -41,33 +42,36 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def add_post(
+def add_route(
     router: APIRouter,
-    path: str,
-    body: type[BaseModel],
-    work: Work,
     service: Service,
+    path: str,
+    work: Callable[..., Awaitable[Response]],
     summary: str,
+    body: type[BaseModel] | None = None,
     failed: Callable[[ServeError], bytes] = ServeError.body,
 ) -> None:
-    """A POST route whose body is checked, whose work ends when the client leaves, and whose errors are JSON."""
+    """A GET, or the POST of a checked `body`; `work` ends when the client leaves, and its errors are JSON."""
 
     async def endpoint(request: Request) -> Response:
-        async def answer() -> Response:
-            asked = await read(request, body, service.limits)
-            return await while_connected(request, work(asked, request))
+        try:
+            given = () if body is None else (await read(request, body, service.limits),)
+            return await while_connected(request, work(*given, request))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_CLOSED)
+        except ServeError as error:
+            service.metrics.count("te_request_failure", err=error.label)
+            headers = {"retry-after": "1"} if error.kind == "Overloaded" else None
+            return Response(failed(error), error.status, headers, JSON)
 
-        return await _answered(answer(), service, failed)
-
-    schema = body.model_json_schema()
-    schema = _inlined(schema, schema.pop("$defs", {}))
+    extra = None
+    if body is not None:
+        schema = body.model_json_schema()
+        schema = _inlined(schema, schema.pop("$defs", {}))
+        extra = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+    method = "GET" if body is None else "POST"
     router.add_api_route(
-        path,
-        endpoint,
-        methods=["POST"],
-        summary=summary,
-        response_class=Response,
-        openapi_extra={"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}},
+        path, endpoint, methods=[method], summary=summary, response_class=Response, openapi_extra=extra
     )
 
 
@@ -82,23 +86,57 @@ def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
     return {key: _inlined(value, parts) for key, value in schema.items()}
 
 
-def add_get(
-    router: APIRouter, path: str, work: Callable[[Request], Awaitable[Response]], service: Service, summary: str
-) -> None:
-    """A GET route whose work ends when the client leaves, and whose errors are JSON."""
-
-    async def endpoint(request: Request) -> Response:
-        return await _answered(while_connected(request, work(request)), service, ServeError.body)
-
-    router.add_api_route(path, endpoint, methods=["GET"], summary=summary, response_class=Response)
-
-
-async def _answered(answer: Awaitable[Response], service: Service, failed: Callable[[ServeError], bytes]) -> Response:
+async def read(request: Request, model: type[B], limits: Limits) -> B:
+    """The body of a request."""
+    _check_type(request)
+    raw = await _read(request, limits)
     try:
-        return await answer
-    except ClientGoneError:
-        return Response(status_code=CLIENT_CLOSED)
-    except ServeError as error:
-        service.metrics.count("te_request_failure", err=error.label)
-        headers = {"retry-after": "1"} if error.kind == "Overloaded" else None
-        return Response(failed(error), error.status, headers, JSON)
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        first = _first(error)
+        if first["type"] == "json_invalid":
+            raise ServeError("Validation", f"the body is not valid JSON: {first['msg']}", status=400) from None
+        raise invalid(explained(error)) from None
+
+
+def explained(error: ValidationError, place: str = "") -> str:
+    """First wrong field of a body, or of the part of one at `place`, and how many more there are."""
+    first = _first(error)
+    where = ".".join(filter(None, [place, *map(str, first["loc"])])) or "body"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"`{where}`: {first['msg'].removeprefix('Value error, ')}{more}"
+
+
+def _first(error: ValidationError) -> Any:
+    return error.errors(include_url=False, include_context=False, include_input=False)[0]
+
+
+def _check_type(request: Request) -> None:
+    kind, *rest = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
+    charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
+    json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    if not json or not charsets <= {"utf-8", "utf8"}:
+        raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
+
+
+async def _read(request: Request, limits: Limits) -> bytes:
+    """The bytes of the body, no more of them than the limit, in no more time than there is."""
+    too_large = ServeError("Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limits.payload_limit:
+        raise too_large
+    body, until, more = bytearray(), time.monotonic() + limits.body_seconds, True
+    while more:
+        try:
+            message = await asyncio.wait_for(request.receive(), max(0.001, until - time.monotonic()))
+        except asyncio.TimeoutError:
+            raise ServeError("Validation", f"the body took more than {limits.body_seconds:g} s", status=408) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limits.payload_limit:
+            raise too_large
+    return bytes(body)

@@ -24,14 +24,7 @@ class ClientGoneError(Exception):
 
 
 class ServeError(Exception):
-    """An error of a request, or of the service.
-
-    Args:
-        kind: ``"Unhealthy"``, ``"Backend"``, ``"Overloaded"``, ``"Validation"``, ``"Tokenizer"`` or ``"Empty"``.
-        message: for the client.
-        status: another HTTP code than that of the kind.
-        label: of the metric ``te_request_failure``; by default that of the kind.
-    """
+    """An error of a request, or of the service, with the code of its kind and its label among metrics, or others."""
 
     def __init__(self, kind: str, message: str, *, status: int | None = None, label: str | None = None) -> None:
         super().__init__(message)

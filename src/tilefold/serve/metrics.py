@@ -56,12 +56,10 @@ class Metrics:
                             for name, (text, bounds) in _HISTOGRAMS.items()}  # fmt: skip
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
-        """Add to a counter."""
         counter = self._counters[name]
         (counter.labels(**labels) if labels else counter).inc(by)
 
     def observe(self, name: str, value: float) -> None:
-        """Add a value to a histogram."""
         self._histograms[name].observe(value)
 
     def durations(self, name: str, total: float, tokenization: float, queue: float, inference: float) -> None:

@@ -32,23 +32,14 @@ _UNLIMITED = 1 << 30  # transformers says 1e30 where a tokenizer has no limit
 
 
 class Way(NamedTuple):
-    """Way of encoding a text: texts that share a way share batches.
-
-    Attributes:
-        kind: of the model.
-        side: whether it is a query or a document.
-        prompt: name of a prompt to use instead of the side's own, or None.
-        direction: from which end an input that is too long is cut.
-        normalize: let a dense model normalise its vectors, if it does.
-        ids: inputs are token ids, which the model reads as they are.
-    """
+    """Way of encoding a text: texts that share a way share batches."""
 
     kind: Kind
     side: Side
-    prompt: str | None = None
-    direction: Literal["left", "right"] = "right"
-    normalize: bool = True
-    ids: bool = False
+    prompt: str | None = None  # the name of one to use instead of the side's own
+    direction: Literal["left", "right"] = "right"  # from which end an input that is too long is cut
+    normalize: bool = True  # let a dense model normalise its vectors, if it does
+    ids: bool = False  # inputs are token ids, which the model reads as they are
 
 
 @dataclass
@@ -75,7 +66,6 @@ class Served:
 
     @property
     def device(self) -> str:
-        """Device of the model."""
         return str(self.model.device)
 
     @property
@@ -132,12 +122,9 @@ class Served:
         return {"embedding": {"pooling": "+".join(found).replace("lasttoken", "last_token") or "mean"}}
 
     def encode(self, way: Way, inputs: Sequence[Any]) -> list[Any]:
-        """One row per input: sparse ``(indices, weights)``, a matrix of token vectors, or a dense vector, on the CPU.
-
-        To be called in one thread only: truncation on the left is a state of the tokenizer.
-        """
+        """One row per input, on the CPU: sparse ``(indices, weights)``, token vectors, or a dense vector."""
         tokenizer = self.model.tokenizer
-        stock = tokenizer.truncation_side
+        stock = tokenizer.truncation_side  # a state, so that one thread alone may encode
         tokenizer.truncation_side = way.direction
         ways: dict[Kind, Callable[[Way, Sequence[Any]], list[Any]]]
         ways = {"sparse": self._sparse, "multi-vector": self._tokens, "dense": self._dense}

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from tilefold.serve import answers
-from tilefold.serve.endpoints import JSON, add_get
+from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.errors import ServeError
 from tilefold.serve.models import SIDES
 from tilefold.serve.service import Service
@@ -42,18 +42,17 @@ _HEADERS = {
 def page_router(service: Service) -> APIRouter:
     """The page, its style and its script. While the service is not healthy, they are a 503, for probes of ``/``."""
     router = APIRouter()
-    for path, (name, kind) in _FILES.items():
-        _add(router, path, (_FOLDER / name).read_bytes(), kind, service)
-    return router
+    contents = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
 
-
-def _add(router: APIRouter, path: str, content: bytes, kind: str, service: Service) -> None:
     async def answer(request: Request) -> Response:
         if not service.healthy:
             raise ServeError("Unhealthy", "unhealthy")
-        return Response(content, media_type=kind, headers=_HEADERS)
+        path = request.scope["route"].path
+        return Response(contents[path], media_type=_FILES[path][1], headers=_HEADERS)
 
-    add_get(router, path, answer, service, "The page" if path == "/" else "A part of the page")
+    for path in _FILES:
+        add_route(router, service, path, answer, "The page" if path == "/" else "A part of the page")
+    return router
 
 
 def add_reference(app: FastAPI) -> None:

@@ -1,21 +1,24 @@
-"""The routes of text-embeddings-inference, for one side."""
+"""The routes of text-embeddings-inference 1.9, OpenAI, Cohere, vLLM, Google Vertex and SageMaker, for one side."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from tilefold._version import __version__
-from tilefold.serve import answers, bodies, reranking
-from tilefold.serve.endpoints import JSON, Work, add_get, add_post
+from tilefold.ops import maxsim
+from tilefold.serve import answers, bodies
+from tilefold.serve.endpoints import JSON, add_route, explained
 from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import Kind, Side
 from tilefold.serve.service import Asked, Outcome, Service
@@ -23,63 +26,69 @@ from tilefold.serve.text import TextTokens
 
 __all__ = ["Routes"]
 
+Work = Callable[[Any, Request], Awaitable[Response]]
+Write = Callable[[list[Any]], list[bytes]]
+_SHOWN = (
+    "max_concurrent_requests", "max_batch_tokens", "max_client_batch_size", "auto_truncate", "tokenization_workers",
+)  # fmt: skip
+_OPENAI = (bodies.OpenAIEmbeddings, "Dense vectors, as OpenAI answers")
+_AGAIN = (bodies.Rerank, "As /rerank")
+
 
 class Routes:
-    """The routes of text-embeddings-inference 1.9 for inputs of one side.
-
-    Args:
-        service: answers.
-        side: of inputs whose request names no other with ``prompt_name``.
-    """
+    """The routes for inputs of one `side`, unless their request names the other with ``prompt_name``."""
 
     def __init__(self, service: Service, side: Side) -> None:
         self.service, self.side = service, side
+        self._works: dict[type[bodies.Body], Work] = {
+            bodies.EmbedSparse: self.embed_sparse,
+            bodies.EmbedAll: self.embed_all,
+            bodies.Embed: self.embed,
+            bodies.Rerank: self.rerank,
+            bodies.Score: self.score,
+            bodies.Similarity: self.similarity,
+            bodies.Predict: self.predict,
+            bodies.Vertex: self.vertex,
+            bodies.Tokenize: self.tokenize,
+            bodies.Decode: self.decode,
+            bodies.OpenAIEmbeddings: self.openai,
+        }
+        by_kind: dict[Kind, type[bodies.Body]]
+        by_kind = {"sparse": bodies.EmbedSparse, "multi-vector": bodies.Rerank, "dense": bodies.Embed}
+        # a body for the first model
+        self._main = next((body for kind, body in by_kind.items() if kind in service.models), bodies.Embed)
 
     def router(self) -> APIRouter:
-        """All of them."""
-        router, main, rerank = APIRouter(), self._main(), (bodies.Rerank, self.rerank)
-        posts: dict[str, tuple[type[bodies.Body], Work, str]] = {
-            "/embed_sparse": (bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
-            "/embed_all": (bodies.EmbedAll, self.embed_all, "A vector for each token"),
-            "/embed": (bodies.Embed, self.embed, "Dense vectors"),
-            "/rerank": (*rerank, "Texts or documents, ranked by late interaction"),
-            "/v1/rerank": (*rerank, "As /rerank"),
-            "/v2/rerank": (*rerank, "As /rerank"),
-            "/score": (bodies.Score, self.score, "Scores of pairs by late interaction"),
-            "/similarity": (bodies.Similarity, self.similarity, "Cosine similarity of a sentence with others"),
-            "/predict": (bodies.Predict, self.predict, "Classes, for which there is no model here"),
-            "/vertex": (bodies.Vertex, self.vertex, "Several bodies at once, as Google Vertex AI asks"),
-            "/tokenize": (bodies.Tokenize, self.tokenize, "Tokens of texts"),
-            "/decode": (bodies.Decode, self.decode, "Texts of token ids"),
-            "/": (*main, "What the first model makes, as SageMaker and the Inference API ask for it"),
-            "/invocations": (*main, "What the first model makes, as SageMaker asks for it"),
+        router, add = APIRouter(), partial(add_route, service=self.service)
+        posts: dict[str, tuple[type[bodies.Body], str]] = {
+            "/embed_sparse": (bodies.EmbedSparse, "Sparse vectors"),
+            "/embed_all": (bodies.EmbedAll, "A vector for each token"),
+            "/embed": (bodies.Embed, "Dense vectors"),
+            "/rerank": (bodies.Rerank, "Texts or documents, ranked by late interaction"),
+            "/v1/rerank": _AGAIN,
+            "/v2/rerank": _AGAIN,
+            "/score": (bodies.Score, "Scores of pairs by late interaction"),
+            "/similarity": (bodies.Similarity, "Cosine similarity of a sentence with others"),
+            "/predict": (bodies.Predict, "Classes, for which there is no model here"),
+            "/vertex": (bodies.Vertex, "Several bodies at once, as Google Vertex AI asks"),
+            "/tokenize": (bodies.Tokenize, "Tokens of texts"),
+            "/decode": (bodies.Decode, "Texts of token ids"),
+            "/": (self._main, "What the first model makes, as SageMaker and the Inference API ask for it"),
+            "/invocations": (self._main, "What the first model makes, as SageMaker asks for it"),
+            "/v1/embeddings": _OPENAI,
+            "/embeddings": _OPENAI,
         }
-        for path in ("/v1/embeddings", "/embeddings"):
-            posts[path] = (bodies.OpenAIEmbeddings, self.openai, "Dense vectors, as OpenAI answers")
-        for path, (body, work, summary) in posts.items():
+        for path, (body, summary) in posts.items():
             failed = ServeError.openai_body if body is bodies.OpenAIEmbeddings else ServeError.body
-            add_post(router, path, body, work, self.service, summary, failed)
-        for path, answer, summary in (
-            ("/info", self.info, "The model, and the limits"),
-            ("/metrics", self.metrics, "For Prometheus"),
-            ("/health", self.health, "200 or 503"),
-            ("/ping", self.health, "200 or 503"),
-        ):
-            add_get(router, path, answer, self.service, summary)
+            add(router, path=path, work=self._works[body], summary=summary, body=body, failed=failed)
+        add(router, path="/info", work=self.info, summary="The model, and the limits")
+        add(router, path="/metrics", work=self.metrics, summary="For Prometheus")
+        for path in ("/health", "/ping"):
+            add(router, path=path, work=self.health, summary="200 or 503")
         return router
 
-    def _main(self) -> tuple[type[bodies.Body], Work]:
-        """Form of a body of the first model, and what answers it."""
-        by_kind: dict[Kind, tuple[type[bodies.Body], Work]] = {
-            "sparse": (bodies.EmbedSparse, self.embed_sparse),
-            "multi-vector": (bodies.Rerank, self.rerank),
-            "dense": (bodies.Embed, self.embed),
-        }
-        return next((forms for kind, forms in by_kind.items() if kind in self.service.models), by_kind["dense"])
-
-    def asked(self, body: Any) -> Asked:
-        """Encoding that a body asks for."""
-        return Asked(self.side, body.prompt_name, body.truncate, body.truncation_direction)
+    def _asked(self, body: bodies.Encoded, normalize: bool = True) -> Asked:
+        return Asked(self.side, body.prompt_name, body.truncate, body.truncation_direction, normalize)
 
     async def _encoded(self, kind: Kind, inputs: list[Any], asked: Asked, name: str = "inputs") -> Outcome:
         """Rows of texts, and of token ids as they are; a prompt of the request goes before the text of ids."""
@@ -93,75 +102,113 @@ class Routes:
                 inputs = await service.off_loop(_resolved, model.text, inputs, prompted)
             return await service.encode(kind, inputs, asked)
 
-    def answer(self, content: bytes, outcome: Outcome, kind: Kind, method: str) -> Response:
+    def _answer(self, content: bytes, outcome: Outcome, kind: Kind, method: str = "batch") -> Response:
         """The response, noted in the metrics."""
         self.service.record(outcome, method)
         return Response(content, media_type=JSON, headers=outcome.headers(self.service.model(kind).device))
 
-    async def _written(
-        self, rows: list[Any], write: Callable[[list[Any]], list[bytes]], size: Callable[[Any], int] = len
-    ) -> bytes:
+    async def _written(self, rows: list[Any], write: Write, size: Callable[[Any], int] = len) -> bytes:
         """JSON list of the rows, which a helper thread writes."""
         return answers.listed(await self.service.in_portions(rows, write, self.service.off_loop, size))
 
-    async def _embedded(
-        self,
-        kind: Kind,
-        body: bodies.EmbedAll,
-        write: Callable[[list[Any]], list[bytes]],
-        size: Callable[[Any], int] = len,
-        shape: Callable[[Any], Any] = lambda row: row,
-        asked: Asked | None = None,
-    ) -> Response:
-        outcome = await self._encoded(kind, body.inputs, asked or self.asked(body))
-        content = await self._written([shape(row) for row in outcome.rows], write, size)
-        return self.answer(content, outcome, kind, _method(body.inputs))
-
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
-        """``[[{"index", "value"}]]``, a list per input."""
         write = partial(answers.sparse_rows, body=body, text=self.service.model("sparse").text)
-        return await self._embedded("sparse", body, write, lambda row: len(row[0]))
+        outcome = await self._encoded("sparse", body.inputs, self._asked(body))
+        content = await self._written(outcome.rows, write, lambda row: len(row[0]))
+        return self._answer(content, outcome, "sparse", _method(body.inputs))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
-        """``[[[float]]]``: the token vectors of each input that take part in scores."""
-        return await self._embedded("multi-vector", body, answers.matrices, lambda row: row.numel())
+        outcome = await self._encoded("multi-vector", body.inputs, self._asked(body))
+        content = await self._written(outcome.rows, answers.matrices, lambda row: row.numel())
+        return self._answer(content, outcome, "multi-vector", _method(body.inputs))
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
-        """``[[float]]``."""
-        self._refuse_dense()
-        shape = partial(_shaped, dimensions=body.dimensions, normalize=body.normalize)
-        asked = replace(self.asked(body), normalize=body.normalize)
-        return await self._embedded("dense", body, answers.vectors, shape=shape, asked=asked)
+        self._check_dense()
+        outcome = await self._encoded("dense", body.inputs, self._asked(body, body.normalize))
+        rows = [_shaped(row, body.dimensions, body.normalize) for row in outcome.rows]
+        return self._answer(await self._written(rows, answers.vectors), outcome, "dense", _method(body.inputs))
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
-        """``{"object": "list", "data": [{"embedding"}]}``."""
-        self._refuse_dense()
+        self._check_dense()
         outcome = await self._encoded("dense", body.input, Asked(self.side), "input")
         rows = [_shaped(row, body.dimensions, True) for row in outcome.rows]
         write = partial(_openai_entries, body.encoding_format == "base64")
         entries = await self._written(list(enumerate(rows)), write, lambda each: len(each[1]))
-        usage = {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
-        rest = answers.plain({"model": self.service.model("dense").name, "usage": usage})
+        rest = answers.plain({"model": self.service.model("dense").name, "usage": _usage(outcome)})
         content = b'{"object":"list","data":' + entries + b"," + rest[1:]
-        return self.answer(content, outcome, "dense", _method(body.input))
+        return self._answer(content, outcome, "dense", _method(body.input))
 
-    def _refuse_dense(self) -> None:
+    def _check_dense(self) -> None:
         if "dense" not in self.service.models and "sparse" in self.service.models:
             raise wrong_model("the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense model")
         self.service.model("dense")
 
     async def rerank(self, body: bodies.Rerank, request: Request) -> Response:
-        """Best first; see :mod:`tilefold.serve.reranking`."""
+        """A list of indices and scores for ``texts``, an object with ``results`` for ``documents``; best first."""
         self.service.metrics.count("te_request_count", method="batch")
-        return self.answer(*await reranking.rerank(self.service, body), "multi-vector", "batch")
+        if (body.texts is None) == (body.documents is None):
+            raise invalid("`texts` or `documents`: expected one of them")
+        texts: list[str] = body.texts if body.texts is not None else body.documents or []
+        scores, outcome = await self._scored([body.query], texts, body, "documents" if body.texts is None else "texts")
+        order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
+        if body.documents is None:
+            shown = [{"text": text} if body.return_text else {} for text in texts]
+            found: Any = [{"index": at, "score": scores[at]} | shown[at] for at in order]
+            return self._answer(answers.plain(found), outcome, "multi-vector")
+        results = [
+            {"index": at, "relevance_score": scores[at]}
+            | ({"document": {"text": texts[at]}} if body.return_documents else {})
+            for at in order[: body.top_n]
+        ]
+        name = self.service.model("multi-vector").name
+        found = {"id": f"rerank-{uuid.uuid4().hex}", "model": name, "usage": _usage(outcome), "results": results}
+        return self._answer(answers.plain(found), outcome, "multi-vector")
 
     async def score(self, body: bodies.Score, request: Request) -> Response:
-        """In the order of the request."""
+        """Scores in the order of the request, as vLLM answers."""
         self.service.metrics.count("te_request_count", method="batch")
-        return self.answer(*await reranking.score(self.service, body), "multi-vector", "batch")
+        queries = next((given for given in (body.queries, body.text_1, body.data_1) if given is not None), None)
+        given_texts = (body.documents, body.items, body.text_2, body.data_2)
+        texts = next((given for given in given_texts if given is not None), None)
+        if queries is None or texts is None:
+            raise invalid("expected `queries` and `documents` (or `text_1` and `text_2`)")
+        if len(queries) not in (1, len(texts)):
+            raise invalid(f"`queries`: expected 1 or as many as documents ({len(texts)}), got {len(queries)}")
+        if not queries:
+            raise ServeError("Empty", "`queries` cannot be empty")
+        scores, outcome = await self._scored(queries, texts, body, "documents")
+        found = {
+            "id": f"score-{uuid.uuid4().hex}",
+            "object": "list",
+            "model": self.service.model("multi-vector").name,
+            "data": [{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)],
+            "usage": _usage(outcome),
+        }
+        return self._answer(answers.plain(found), outcome, "multi-vector")
+
+    async def _scored(
+        self, queries: list[str], texts: list[str], body: bodies.Rerank | bodies.Score, name: str
+    ) -> tuple[list[float], Outcome]:
+        """The score of the one query with every text, or of each query with the text at its place."""
+        service = self.service
+        with service.permit(texts, name):
+            model = service.model("multi-vector")
+            how = Asked("query", None, body.truncate, body.truncation_direction, counted=None)
+            asked = await service.encode("multi-vector", queries, how)
+            outcome = await service.encode("multi-vector", texts, replace(how, side="document", counted="predict"))
+            # of pairs, as text-embeddings-inference counts
+            outcome.characters += asked.characters * len(texts) // len(queries)
+            outcome.tokens += asked.tokens
+            outcome.started = asked.started
+            pairs = [(asked.rows[0], outcome.rows)]
+            if len(queries) > 1:
+                pairs = [(query, [row]) for query, row in zip(asked.rows, outcome.rows, strict=True)]
+            # a model that compares by the mean has no sum
+            raw = body.raw_scores and model.model.similarity_fn_name != "meanmaxsim"
+            parts = await service.on_device(model, lambda: [_late_scores(query, rows, raw) for query, rows in pairs])
+            return [value for part in parts for value in part], outcome
 
     async def similarity(self, body: bodies.Similarity, request: Request) -> Response:
-        """``[float]``: cosines of the vectors, sparse or dense."""
         given, kinds = body.inputs, self.service.models.keys() & {"sparse", "dense"}
         if not kinds:
             raise wrong_model(
@@ -170,13 +217,12 @@ class Routes:
         kind: Kind = "sparse" if "sparse" in kinds else "dense"
         if not given.sentences:
             raise ServeError("Empty", "`inputs.sentences` cannot be empty")
-        asked = self.asked(body.parameters or bodies.Encoded())
+        asked = self._asked(body.parameters or bodies.Encoded())
         outcome = await self._encoded(kind, [given.source_sentence, *given.sentences], asked)
         content = await self.service.off_loop(lambda: answers.plain(answers.cosines(outcome.rows, kind)))
-        return self.answer(content, outcome, kind, "batch")
+        return self._answer(content, outcome, kind)
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:
-        """No answer: 424, as of text-embeddings-inference with a model that embeds."""
         raise wrong_model("model is not a classifier model")
 
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
@@ -184,20 +230,18 @@ class Routes:
         if not body.instances:
             raise ServeError("Empty", "`instances` cannot be empty")
         self.service.check_batch(body.instances)
-        checked: list[tuple[bodies.Body, Work]] = []
+        checked: list[bodies.Body] = []
         for at, instance in enumerate(body.instances):
             ranked = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
-            form, work = (bodies.Rerank, self.rerank) if ranked else self._main()
             try:
-                checked.append((form.model_validate(instance), work))
+                checked.append((bodies.Rerank if ranked else self._main).model_validate(instance))
             except ValidationError as error:
-                raise invalid(bodies.explained(error, f"instances.{at}")) from None
-        found = await _all([work(each, request) for each, work in checked])
+                raise invalid(explained(error, f"instances.{at}")) from None
+        found = await _all([self._works[type(each)](each, request) for each in checked])
         content = answers.listed([bytes(answer.body) for answer in found])
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
-        """``[[{"id", "text", "special", "start", "stop"}]]``."""
         model, texts = self.service.first_model, body.inputs
         with self.service.permit(texts):
             if not all(texts):
@@ -209,7 +253,6 @@ class Routes:
         return Response(answers.listed(found), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
-        """``[text]``."""
         service, model = self.service, self.service.first_model
         with service.permit(body.ids, "ids"):
             service.check_size(body.ids, model, self.side, "ids")
@@ -218,9 +261,7 @@ class Routes:
         return Response(answers.listed(found), media_type=JSON)
 
     async def info(self, request: Request) -> Response:
-        """The first model, and the limits."""
-        limits, model = self.service.limits, self.service.first_model
-        shown = ("max_concurrent_requests", "max_batch_tokens", "max_client_batch_size", "auto_truncate")
+        model = self.service.first_model
         answer = {
             "model_id": model.name,
             "model_sha": None,
@@ -229,7 +270,7 @@ class Routes:
             "model_type": model.type,
             "max_input_length": model.limit(self.side),
             "max_batch_requests": None,
-            **{name: getattr(limits, name) for name in (*shown, "tokenization_workers")},
+            **{name: getattr(self.service.limits, name) for name in _SHOWN},
             "version": __version__,
             "sha": None,
             "docker_label": None,
@@ -239,11 +280,9 @@ class Routes:
         return Response(answers.plain(answer), media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
         return Response(self.service.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def health(self, request: Request) -> Response:
-        """Empty with 200, or 503."""
         if self.service.healthy:
             return Response()
         error = ServeError("Unhealthy", "unhealthy")
@@ -260,6 +299,21 @@ async def _all(parts: Sequence[Awaitable[Response]]) -> list[Response]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _late_scores(query: torch.Tensor, documents: Sequence[torch.Tensor], raw: bool) -> list[float]:
+    """MaxSim of a query ``[Lq, D]`` with documents ``[Ld, D]``: the sum over query tokens if `raw`, else their mean."""
+    distinct = {id(row): row for row in documents}  # of texts that are equal: where a row stands may change its sum
+    lengths = torch.tensor([0, *(row.size(0) for row in distinct.values())], dtype=torch.int32)
+    with torch.no_grad():
+        scores = maxsim(
+            query[None],
+            torch.cat(list(distinct.values())),
+            cu_seqlens_d=lengths.cumsum(0, dtype=torch.int32),
+            reduction="sum" if raw else "mean",
+        )
+    by_row = dict(zip(distinct, scores[0].tolist(), strict=True))
+    return [by_row[id(row)] for row in documents]
 
 
 # work of helper threads, where a body of 2 MB keeps nobody else waiting
@@ -284,6 +338,10 @@ def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]
     ]
     entry = b'{"object":"embedding","embedding":%b,"index":%d}'
     return [entry % (vector, at) for (at, _), vector in zip(rows, coded, strict=True)]
+
+
+def _usage(outcome: Outcome) -> dict[str, int]:
+    return {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
 
 
 def _method(inputs: Any) -> str:

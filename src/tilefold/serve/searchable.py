@@ -1,4 +1,4 @@
-"""An index and what belongs to it: its models, the documents, their vectors, and a second index of words."""
+"""An index and what belongs to it: models, documents, vectors, a second index; why a document was found."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.index import SparseIndex
 from tilefold.retrieval.reranking import contents_of
-from tilefold.retrieval.searcher import Searcher
+from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import Row, strongest
 from tilefold.serve.models import Served
+from tilefold.serve.text import TextTokens
 
 __all__ = ["Searchable"]
 
 QUERY = "query"  # the id of the one query of a request
+_MARKED = 4000  # characters of a text in which terms are marked
+_TERMS = 512  # of a query's vector that are shown
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,7 @@ class Searchable:
         return {} if self.vectors is None else {name: row for row, name in enumerate(self.vectors.ids)}
 
     def contents(self, names: Sequence[str]) -> list[str]:
-        """Texts that a model reads of documents.
-
-        Raises:
-            MissingDocumentError: one of them is not in the collection.
-        """
+        """Texts that a model reads of documents; a ``MissingDocumentError`` for one that is not in the collection."""
         return [contents_of(name, self.documents.get(name)) or " " for name in names]
 
     def query_vector(self, row: Row) -> SparseVectors:
@@ -122,3 +121,61 @@ class Searchable:
             )
         (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k)
         return {hit.id: hit.score for hit in hits}
+
+    def explain_query(self, ranking: Ranking, query: str) -> dict[str, Any]:
+        """The terms of the query as searched, heaviest first, and where they stand in its text."""
+        if self.encoder is None:
+            return {}
+        text, query = self.encoder.text, query[:_MARKED]
+        own, before = text.words(query), set(ranking.before.row(0)[0].tolist())
+        weights = dict(zip(*(part.tolist() for part in ranking.after.row(0)), strict=True))
+        ordered = sorted(weights, key=lambda term: (-weights[term], term))
+        shown = [term for term in ordered if term not in text.special_ids][:_TERMS]
+        terms = [
+            {
+                "id": term,
+                "term": text.token(term),
+                "weight": weights[term],
+                "expanded": term not in own,  # among its tokens
+                "feedback": term not in before,  # in its vector
+            }
+            for term in shown
+        ]
+        return {"terms": terms, "terms_in_all": len(weights), "marks": _marks(text, query, set(shown))}
+
+    def explain_document(self, ranking: Ranking, name: str) -> dict[str, Any]:
+        """The rank and score of a document in every stage, and the terms that it shares with the query as searched."""
+        stages = {
+            stage: {"rank": list(run[QUERY]).index(name) + 1, "score": run[QUERY][name]}
+            for stage, run in ranking.stages.items()
+            if name in run[QUERY]
+        }
+        found: dict[str, Any] = {"stages": stages}
+        row = self.rows.get(name)
+        if self.vectors is None or self.encoder is None or row is None:
+            return found | {"terms": []}
+        text, document = self.encoder.text, self.documents.get(name)
+        matched = matched_terms(ranking.after.row(0), self.vectors.row(row), text.special_ids)
+        own = text.words(document.contents[:_MARKED]) if document else None
+        score = ranking.stages["sparse"][QUERY].get(name)
+        found["terms"] = [
+            {"id": term, "term": text.token(term), "contribution": part}
+            | ({} if score is None else {"share": part / score})  # of the sparse score
+            | ({} if own is None else {"expanded": term not in own})
+            for term, part in matched
+        ]
+        if document:
+            terms = {term for term, _ in matched}
+            found["marks"] = {
+                "title": _marks(text, document.title, terms),
+                "text": _marks(text, document.text[:_MARKED], terms),
+            }
+        return found
+
+
+def _marks(text: TextTokens, content: str, terms: set[int]) -> list[list[int]]:
+    """First and last character (in code points) and id of the tokens that are among `terms`."""
+    if not content:
+        return []
+    (tokens,) = text.tokenize([content], False)
+    return [[token["start"], token["stop"], token["id"]] for token in tokens if token["id"] in terms]

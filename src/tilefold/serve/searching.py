@@ -22,16 +22,21 @@ from tilefold.retrieval.tokens import TokenVectors
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import plain
 from tilefold.serve.bodies import Body
-from tilefold.serve.endpoints import JSON, add_get, add_post
+from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.errors import ServeError, invalid
-from tilefold.serve.explaining import explain_document, explain_query
 from tilefold.serve.searchable import QUERY, Searchable
 from tilefold.serve.service import Asked, Service
 
-__all__ = ["SearchRoutes", "search_router"]
+__all__ = ["search_router"]
 
 MOST_WEIGHT = 1000.0  # of the parts of a query after feedback, whose proportions alone order documents
 _AWAY = "the index is on a server that does not answer; the log says why"
+_NEEDS = {
+    "explain": "--vectors, and an index of vectors",
+    "prf": "--vectors, and an index of vectors",
+    "fusion": "--bm25, and an index of vectors",
+    "rerank": "--tokens (and --data, if that is a model)",
+}
 T = TypeVar("T")
 
 
@@ -82,37 +87,32 @@ class SearchBody(_Strict):
 def search_router(service: Service) -> APIRouter:
     """The routes of the index of a service; without one, ``/v1/indexes`` says so."""
     if service.searchable is not None:
-        return SearchRoutes(service, service.searchable).router()
+        return _SearchRoutes(service, service.searchable).router()
     router = APIRouter(prefix="/v1")
 
     async def none(request: Request) -> Response:
         return Response(plain({"indexes": []}), media_type=JSON)
 
-    add_get(router, "/indexes", none, service, "This server has no index")
+    add_route(router, service, "/indexes", none, "This server has no index")
     return router
 
 
-class SearchRoutes:
-    """The routes of an index."""
-
+class _SearchRoutes:
     def __init__(self, service: Service, searchable: Searchable) -> None:
         self.service, self.searchable = service, searchable
         self._away = 0.0  # when the server of the index last failed to answer
 
     def router(self) -> APIRouter:
-        """All of them."""
         router = APIRouter(prefix="/v1")
-        add_get(router, "/indexes", self.indexes, self.service, "The index, and what it can be asked for")
-        add_get(router, "/{index}/search", self.get_search, self.service, "Ranked documents, as Anserini answers")
-        add_get(router, "/{index}/doc/{docid:path}", self.get_document, self.service, "A document, as Anserini answers")
-        add_post(
-            router, "/{index}/search", SearchBody, self.post_search, self.service,
-            "Ranked documents, with fusion, feedback, reranking and explanations",
-        )  # fmt: skip
+        add = functools.partial(add_route, router, self.service)
+        add("/indexes", self.indexes, "The index, and what it can be asked for")
+        add("/{index}/search", self.get_search, "Ranked documents, as Anserini answers")
+        add("/{index}/doc/{docid:path}", self.get_document, "A document, as Anserini answers")
+        more = "Ranked documents, with fusion, feedback, reranking and explanations"
+        add("/{index}/search", self.post_search, more, SearchBody)
         return router
 
     async def indexes(self, request: Request) -> Response:
-        """``{"indexes": [{"name", "backend", "documents", "features"}]}``."""
         index, found = self.searchable.index, self.searchable
         described = {
             "name": found.name,
@@ -123,7 +123,6 @@ class SearchRoutes:
         return Response(plain({"indexes": [described]}), media_type=JSON)
 
     async def get_search(self, request: Request) -> Response:
-        """``query``, ``hits`` and ``parse`` from the address."""
         self._check_index(request)
         query, hits = request.query_params.get("query", ""), request.query_params.get("hits", "10")
         parse = request.query_params.get("parse", "true").lower()
@@ -133,17 +132,15 @@ class SearchRoutes:
             raise ServeError("Validation", "Parameter 'hits' must be a positive integer", status=400)
         if parse not in ("true", "false"):
             raise ServeError("Validation", "Parameter 'parse' must be true or false", status=400)
-        return await self._answer(SearchBody(query=query, hits=int(hits), parse=parse == "true"), brief=True)
+        return await self._answer(SearchBody(query=query, hits=int(hits), parse=parse == "true"), request)
 
     async def post_search(self, body: SearchBody, request: Request) -> Response:
-        """Search by a body, with more options."""
         self._check_index(request)
         if not body.query.strip():
             raise ServeError("Empty", "`query` cannot be empty")
-        return await self._answer(body, brief=False)
+        return await self._answer(body, request)
 
     async def get_document(self, request: Request) -> Response:
-        """``{"api", "index", "docid", "doc"}``."""
         self._check_index(request)
         name = request.path_params["docid"]
         if not self.searchable.documents:
@@ -164,22 +161,22 @@ class SearchRoutes:
         for name, value in (("hits", body.hits), ("rerank.depth", None if reranking is None else reranking.depth)):
             if value is not None and value > most:
                 raise invalid(f"`{name}` expected at most {most}, got {value}")
-        needs = {
-            "explain": "--vectors, and an index of vectors",
-            "prf": "--vectors, and an index of vectors",
-            "fusion": "--bm25, and an index of vectors",
-            "rerank": "--tokens (and --data, if that is a model)",
-        }
         features = self.searchable.features
-        for name, needed in needs.items():
+        for name, needed in _NEEDS.items():
             if getattr(body, name) is not False and not features[name]:
                 raise invalid(f"`{name}`: this server was started without what it needs: {needed}")
 
-    async def _answer(self, body: SearchBody, brief: bool) -> Response:
-        request = _request(body)
-        self._check(body, request.reranking)
+    async def _answer(self, body: SearchBody, request: Request) -> Response:
+        asked = SearchRequest(
+            body.hits,
+            _record(Feedback, FeedbackBody, body.prf, "prf"),
+            None,
+            _record(Fusion, FusionBody, body.fusion, "fusion"),
+            _record(Reranking, RerankBody, body.rerank, "rerank"),
+        )
+        self._check(body, asked.reranking)
         try:
-            return await self._searched(body, request, brief)
+            return await self._searched(body, asked, brief=request.method == "GET")
         except MissingDocumentError as error:  # added to an index that can be added to
             option = {"vectors": "--vectors", "documents": "--data"}[error.argument]
             message = f"the index has a document {error.document!r} that {option} of this server lacks"
@@ -219,14 +216,11 @@ class SearchRoutes:
             raise invalid(f"`prf`: {error}") from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
-        """Ask the index, in a thread: it may be on a server, which may be away.
-
-        A request that waited for a thread while the server failed another one is not made to wait for it once more.
-        """
+        """Ask the index, in a thread: it may be on a server, which may be away."""
         came, away = time.monotonic(), ServeError("Unhealthy", _AWAY)
 
         def ask() -> T:
-            if self._away > came:
+            if self._away > came:  # it failed another request while this one waited for a thread
                 raise away
             try:
                 return work(*args)
@@ -282,9 +276,9 @@ class SearchRoutes:
         for rank, (name, score) in enumerate(list(ranking.run[QUERY].items())[: body.hits], start=1):
             document = found.documents.get(name)
             entry = {"docid": name, "score": score, "rank": rank, "doc": _shown(document, body.parse)}
-            candidates.append(entry | ({"explanation": explain_document(found, ranking, name)} if body.explain else {}))
+            candidates.append(entry | ({"explanation": found.explain_document(ranking, name)} if body.explain else {}))
         if body.explain:
-            query |= explain_query(found, ranking, body.query)
+            query |= found.explain_query(ranking, body.query)
         answer: dict[str, Any] = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
         if columns:
             answer["columns"] = {name: self._column(run[QUERY], body.hits) for name, run in columns.items()}
@@ -294,11 +288,16 @@ class SearchRoutes:
 
     def _column(self, scores: dict[str, float], hits: int) -> list[dict[str, Any]]:
         """The best of one stage."""
-        column = []
-        for rank, (name, score) in enumerate(list(scores.items())[:hits], start=1):
-            document = self.searchable.documents.get(name)
-            column.append({"docid": name, "score": score, "rank": rank, "title": document.title if document else ""})
-        return column
+        best, documents = list(scores.items())[:hits], self.searchable.documents
+        return [
+            {
+                "docid": name,
+                "score": score,
+                "rank": rank,
+                "title": found.title if (found := documents.get(name)) else "",
+            }
+            for rank, (name, score) in enumerate(best, start=1)
+        ]
 
 
 def _shown(document: Document | None, parse: bool) -> Any:
@@ -307,13 +306,6 @@ def _shown(document: Document | None, parse: bool) -> Any:
         return None
     fields = {"id": document.id, "title": document.title, "text": document.text}
     return fields if parse else json.dumps(fields, ensure_ascii=False)
-
-
-def _request(body: SearchBody) -> SearchRequest:
-    """Search request of a body, with the defaults where it says ``true``."""
-    feedback = _record(Feedback, FeedbackBody, body.prf, "prf")
-    fusion = _record(Fusion, FusionBody, body.fusion, "fusion")
-    return SearchRequest(body.hits, feedback, None, fusion, _record(Reranking, RerankBody, body.rerank, "rerank"))
 
 
 def _record(kind: Callable[..., T], default: Callable[[], Body], given: Body | bool, name: str) -> T | None:

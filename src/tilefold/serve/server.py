@@ -34,11 +34,7 @@ _LINGERING = 256  # of them at once
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for `host` and `port` (0: any free one), which does not listen yet.
-
-    Raises:
-        OSError: the address is taken or not of this machine.
-    """
+    """A socket for `host` and `port` (0: any free one), which does not listen yet; an ``OSError`` if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # or asyncio leaves Nagle on
     try:
@@ -51,13 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without a log of requests, on our protocol and with our limits.
-
-    Args:
-        app: of :func:`tilefold.serve.create_app`.
-        service: that of the application.
-        ready: called once the server answers.
-    """
+    """uvicorn without a log of requests, on our protocol and with our limits; calls `ready` once it answers."""
 
     def __init__(self, app: Any, service: Service, ready: Callable[[], None] | None = None) -> None:
         limits = service.limits
@@ -77,8 +67,7 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        asyncio.get_running_loop().set_exception_handler(_FilesAreScarce())
+        asyncio.get_running_loop().set_exception_handler(_files_are_scarce())
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # more may wait than are taken at once
@@ -136,27 +125,24 @@ def _refused_at_once() -> int:
     return int(min(_LINGERING, _open_files()[0] // 8))
 
 
-class _FilesAreScarce:
+def _files_are_scarce() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """Handler of errors of an event loop; says once a minute that a connection found no file, and waits for one."""
+    said = -math.inf
 
-    def __init__(self) -> None:
-        self._said = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal said
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _OUT_OF_FILES:
             loop.default_exception_handler(context)
-        elif loop.time() - self._said > _SAY_AGAIN_SECONDS:
-            self._said = loop.time()
+        elif loop.time() - said > _SAY_AGAIN_SECONDS:
+            said = loop.time()
             _logger.warning("connections wait: %s (ulimit -n); said once a minute", error.strerror)
+
+    return handle
 
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1 with our limits.
-
-    A connection above the limit gets an answer and is closed. One that sends no whole head of a request in time, slow
-    byte by byte or not at all, is closed, between requests too, and so is one that reads nothing of its answer.
-    """
+    """uvicorn's HTTP/1.1 with our limits: of connections, of slow heads, and of clients that read nothing."""
     refusal = ServeError("Overloaded", "too many connections").body()
     head = f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\ncontent-length: {len(refusal)}\r\n"
     refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal

@@ -20,7 +20,6 @@ from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
-from tilefold.serve.text import TextTokens
 
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
@@ -48,20 +47,14 @@ _REMEDIES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """Encoding that a request asks for.
-
-    Attributes:
-        side: of the route.
-        prompt_name, truncate, direction, normalize: of the body.
-        counted: among which metrics an input is: those of vectors, those of pairs of query and text, or neither.
-    """
+    """Encoding that a request asks for, by its route and its body."""
 
     side: Side
     prompt_name: str | None = None
     truncate: bool | None = None
     direction: Literal["left", "right"] = "right"
     normalize: bool = True
-    counted: Literal["embed", "predict"] | None = "embed"
+    counted: Literal["embed", "predict"] | None = "embed"  # among the metrics of vectors, of pairs of texts, or neither
 
 
 @dataclass
@@ -175,11 +168,6 @@ class Service:
         if not self.models:
             raise wrong_model("this server has an index of words, and no model: start it with one as --model")
         return next(iter(self.models.values()))
-
-    @property
-    def text(self) -> TextTokens:
-        """The tokenizer of the first model."""
-        return self.first_model.text
 
     async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Run something short in a helper thread."""

@@ -14,13 +14,7 @@ __all__ = ["TextTokens"]
 
 
 class TextTokens:
-    """A copy of a model's tokenizer that neither truncates nor pads.
-
-    The model's own is changed by every call that truncates, and belongs to the thread that runs the model.
-
-    Raises:
-        ValueError: the tokenizer has no fast backend.
-    """
+    """A copy of a model's tokenizer that neither truncates nor pads, for any thread; it must have a fast backend."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from tokenizers import Tokenizer  # a package of transformers
