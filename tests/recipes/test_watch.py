@@ -13,7 +13,7 @@ from transformers import BertForMaskedLM
 from tests.recipes.tiny import tiny_masked_lm
 from tilefold.losses import NoPenalty
 from tilefold.recipes import LsrRecipe, TrainingError, train
-from tilefold.recipes._watch import watch
+from tilefold.recipes._watch import Watch
 from tilefold.retrieval.collection import Collection
 
 SMALL: dict[str, Any] = {"batch_size": 4, "max_length": 24, "bf16": False, "save_steps": 100}
@@ -52,7 +52,7 @@ def logged(callback: Any, **logs: float) -> dict[str, float]:
 
 def test_what_is_counted_reaches_the_logs_and_the_warnings() -> None:
     loss = SimpleNamespace(query_regularizer=NoPenalty(), document_regularizer=NoPenalty())
-    callback = watch(loss)
+    callback = Watch(loss)
     rows = torch.zeros(4, 100, requires_grad=True)
     with torch.no_grad():
         rows[0, :8] = 1

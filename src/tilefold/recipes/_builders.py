@@ -22,27 +22,17 @@ BINARY_SCALE = 0.3
 
 @dataclass(frozen=True)
 class Base:
-    """The start of the encoders of both sides.
+    """Start of the encoders of both sides."""
 
-    Attributes:
-        base_model: of sides that name none: ``"minilm"``, a folder or a Hugging Face name.
-        max_length: maximum tokens per text; saved with the model.
-        texts: sample documents: they set the decoder bias of ``"minilm"`` and the document frequencies of an IDF.
-        seed: of fresh parameters and samples.
-        start_percentile, start_deviations: decoder bias of ``"minilm"``, see :func:`tilefold.recipes.minilm_splade`.
-        tokenizer, vocab_size: of the side with a network, which is built first; ``build_encoder`` sets them.
-        network: the Transformer of that side, for a query side that shares it.
-    """
-
-    base_model: str
-    max_length: int
-    texts: Sequence[str] = ()
-    seed: int = 0
-    start_percentile: float = 99.95
+    base_model: str  # of sides that name none: "minilm", a folder or a Hugging Face name
+    max_length: int  # tokens of a text; saved with the model
+    texts: Sequence[str] = ()  # sample documents, for the decoder bias of "minilm" and for document frequencies
+    seed: int = 0  # of fresh parameters and samples
+    start_percentile: float = 99.95  # as in `minilm_splade`
     start_deviations: float | None = None
-    tokenizer: Tokenizer = None
+    tokenizer: Tokenizer = None  # of the side with a network, which is built first
     vocab_size: int | None = None
-    network: Any = None
+    network: Any = None  # its Transformer, for a query side that shares it
 
 
 def build_mlm(spec: EncoderSpec, base: Base) -> list[Any]:

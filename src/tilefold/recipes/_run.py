@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tilefold._files import LOCK, hold_folder, read_json, release_folder, write_json
+from tilefold._files import LOCK, hold_folder, read_json, release_folder, swap_directory, write_json
 from tilefold._typing import Model
 
 RECORD = "tilefold_training.json"
@@ -86,7 +86,7 @@ class TrainingRun:
             shutil.rmtree(made)
         model.save_pretrained(str(made))
         write_json(made / RECORD, {"settings": self.settings, "result": result})
-        replace_dir(made, self.output_dir)
+        swap_directory(made, self.output_dir)
         shutil.rmtree(self.work_dir)
         release_folder(self._lock)
 
@@ -210,15 +210,3 @@ def digest(rows: Iterable[tuple[Any, ...]]) -> str:
     for row in rows:
         sha.update(json.dumps(row).encode())
     return sha.hexdigest()
-
-
-def replace_dir(source: Path, target: Path) -> None:
-    """Move `source` to `target`, replacing what was there."""
-    old = target.with_name(target.name + ".old")
-    if old.exists():
-        shutil.rmtree(old)
-    if target.exists():
-        target.replace(old)
-    source.replace(target)
-    if old.exists():
-        shutil.rmtree(old)

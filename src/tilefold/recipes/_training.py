@@ -80,19 +80,12 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True)
 class Examples:
-    """The rows that a trainer reads.
+    """Rows that a trainer reads."""
 
-    Attributes:
-        columns: of the dataset, in the order that the loss reads them: texts, and teacher scores as ``"label"``.
-        pairs: rows of one epoch; the dataset may hold several rows, with other negatives, for each pair.
-        note: what the user should know of them, empty without.
-        documents: digest of the collection's documents, for a model that is fitted on them.
-    """
-
-    columns: dict[str, list[Any]]
-    pairs: int
-    note: str = ""
-    documents: str = ""
+    columns: dict[str, list[Any]]  # in the order that the loss reads them: texts, and teacher scores as "label"
+    pairs: int  # of one epoch; there may be several rows, with other negatives, for each
+    note: str = ""  # what the user should know of them
+    documents: str = ""  # digest of the collection's documents, for a model that is fitted on them
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,7 @@ class AdaptationResult:
 
 
 def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[list[int]]:
-    """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the rest is dropped.
-
-    Texts have the special tokens that the tokenizer puts around them, as they have when they are encoded.
-
-    Raises:
-        ValueError: if the texts do not fill one block.
-    """
+    """Token ids of all texts in a row, an end token after each, cut into blocks of `length`; the rest is dropped."""
     stream: list[int] = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:

@@ -1,12 +1,4 @@
-"""Backbones to start a recipe from, built from stock classes so that every checkpoint stays stock.
-
-``minilm_splade`` turns the packaged all-MiniLM-L6-v2, a dense model without a masked-language-model head, into a
-``BertForMaskedLM`` with a head that keeps the direction of its input. ``BertForMaskedLM`` always applies
-``LayerNorm(gelu(W h + b))`` before the tied word embeddings. With ``W = I`` and ``b = 6`` every pre-activation lies
-where ``gelu(x) = x`` to fp32 rounding, and the LayerNorm removes the shift of 6 again; what remains is
-``h`` centred and scaled to the same length for every token. The decoder bias starts at minus a high percentile of the
-logits on sample texts, so that the first vectors are already sparse and a few dozen steps of training suffice.
-"""
+"""Backbones to start a recipe from, built from stock classes so that every checkpoint stays stock."""
 
 from __future__ import annotations
 
@@ -29,7 +21,9 @@ __all__ = ["MINILM_SHA256", "keep_lowest_layers", "load_dense_minilm", "minilm_p
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 MINILM_NAME = "sentence-transformers/all-MiniLM-L6-v2"
-# gelu(x) differs from x by less than 1e-4 for x >= 3.9; last-layer states of MiniLM stay above -2.5.
+# A head of ``BertForMaskedLM`` that keeps directions: it always applies ``LayerNorm(gelu(W h + b))`` before the tied
+# word embeddings. With W = I and b = 6 gelu(x) is x to fp32 rounding (to 1e-4 from 3.9 on, and last-layer states of
+# MiniLM stay above -2.5), and the LayerNorm removes the shift again: h is centred, and as long for every token.
 GELU_SHIFT = 6.0
 PROBE_TEXTS = 128
 PROBE_TOKENS = 4096
@@ -148,11 +142,7 @@ def minilm_splade(
 
 
 def keep_lowest_layers(network: Any, layers: int) -> None:
-    """Drop all but the lowest `layers` layers of a transformers model, in place.
-
-    Raises:
-        ValueError: if it has fewer, or its layers are not found.
-    """
+    """Drop all but the lowest `layers` layers of a transformers model, in place; a ``ValueError`` if it has fewer."""
     stacks = layer_stacks(network)
     if len(stacks) != 1:
         count = getattr(network.config, "num_hidden_layers", None)

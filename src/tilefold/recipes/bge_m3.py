@@ -21,12 +21,9 @@ FRESH = 0.1  # factor on the random weights of a new head
 
 
 def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
-    """``{"weight": [1, D], "bias": [1]}`` of an ``nn.Linear(D, 1)``, as FlagEmbedding saves it.
+    """Read ``{"weight": [1, D], "bias": [1]}`` of an ``nn.Linear(D, 1)``, as FlagEmbedding saves it.
 
-    A ``.pt`` file is a pickle: it is read as tensors alone (``weights_only=True``), and runs no code.
-
-    Raises:
-        ValueError: for a file that holds anything else.
+    A ``.pt`` file is a pickle: it is read as tensors alone, and runs no code; a ``ValueError`` for anything else.
     """
     import pickle
 

@@ -1,8 +1,4 @@
-"""The published systems by name: their sources, and the settings in which each differs from its class of recipe.
-
-Those of the unified framework (arXiv 2303.13416) train on pairs alone where the system's own loss allows it, so that
-they can be compared on any collection; the framework itself distils a cross-encoder's margins.
-"""
+"""The published systems by name: their sources, and the settings in which each differs from its class of recipe."""
 
 from __future__ import annotations
 
@@ -26,25 +22,15 @@ _CLASSES: dict[str, type[Config]] = {kind.__name__: kind for kind in (SpladeReci
 
 @dataclass(frozen=True)
 class Entry:
-    """A published system under its name.
+    """A published system under its name."""
 
-    Attributes:
-        name: as ``tilefold train --recipe`` takes it.
-        summary: one line.
-        paper: arXiv number, ``""`` for a system without a paper.
-        recipe: the configuration with the defaults of this package, for thousands of pairs and one GPU or CPU.
-        published: the settings of the paper or its code, in words.
-        publishes: the number of the paper and where it is measured, or ``"none published"``.
-        base: the kind of base model: ``"masked-lm"``, ``"causal-lm"``, ``"encoder"`` or ``"multi-vector"``.
-    """
-
-    name: str
+    name: str  # as ``tilefold train --recipe`` takes it
     summary: str
-    paper: str
-    recipe: Config
-    published: str = ""
-    publishes: str = "none published"
-    base: str = "masked-lm"
+    paper: str  # arXiv number, empty without one
+    recipe: Config  # with the defaults of this package, for thousands of pairs and one GPU or CPU
+    published: str = ""  # the settings of the paper or its code, in words
+    publishes: str = "none published"  # the number of the paper and where it is measured
+    base: str = "masked-lm"  # kind of base model, or "causal-lm", "encoder", "multi-vector"
 
     @property
     def needs(self) -> tuple[str, ...]:

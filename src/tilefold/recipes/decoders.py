@@ -32,10 +32,10 @@ def causal_splade(
     device: str | None = None,
     **options: Any,
 ) -> SparseEncoder:
-    """A SPLADE ``SparseEncoder`` on a causal language model.
+    """A SPLADE ``SparseEncoder`` on a causal language model (Llama, Mistral, Qwen2, Qwen3, ...).
 
     Args:
-        base_model: a folder or Hugging Face name of a model with a causal LM head (Llama, Mistral, Qwen2, Qwen3, ...).
+        base_model: a folder or Hugging Face name of a model with a causal LM head.
         variant: how a token sees the text after it: ``"causal"``, not at all; ``"bidirectional"``, by
             ``config.is_causal = False``, which transformers 5.2 and later read and which is saved; ``"echo"``,
             in a second copy of the text (:class:`tilefold.modules.echo.EchoTransformer`).
@@ -43,14 +43,6 @@ def causal_splade(
         max_length: maximum tokens of an input; the two copies of an echo, and its template, share them.
         device: as in sentence-transformers, which chooses by default.
         options: ``query_template`` and ``document_template`` of an echo, ``model_kwargs`` of ``Transformer``.
-
-    Returns:
-        ``[Transformer, SpladePooling]``; saved, all but the echo loads with plain sentence-transformers.
-
-    Raises:
-        ValueError: for an unknown variant, a model without a causal LM head, or one that cannot attend in both
-            directions.
-        RuntimeError: for sentence-transformers before 6.2.
     """
     from sentence_transformers import SparseEncoder
     from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -145,19 +137,7 @@ def check_bidirectional(network: Any) -> None:
 
 
 def add_lora(transformer: Any, *, rank: int = 16, alpha: int = 32, dropout: float = 0.05) -> list[str]:
-    """Train low-rank updates of the attention and MLP projections only (LoRA, arXiv 2106.09685), through peft.
-
-    Args:
-        transformer: the ``Transformer`` module of an encoder, ``model[0]``.
-        rank, alpha, dropout: of the updates, which are multiplied by ``alpha / rank``.
-
-    Returns:
-        The names of the layers that got one.
-
-    Raises:
-        MissingPackageError: if peft is not installed.
-        ValueError: if the model has none of the usual projections.
-    """
+    """Train low-rank updates of attention and MLP projections only (arXiv 2106.09685); returns their names."""
     from tilefold.retrieval.errors import MissingPackageError
 
     try:
@@ -178,11 +158,7 @@ def add_lora(transformer: Any, *, rank: int = 16, alpha: int = 32, dropout: floa
 
 
 def merge_adapters(model: SparseEncoder) -> int:
-    """Add every LoRA update to its weight and drop the adapters; returns how many layers had one.
-
-    An adapter alone is saved without the model's ``config.json``, and a bidirectional model would load as a causal one.
-    After this the checkpoint is complete, and stock.
-    """
+    """Add every LoRA update to its weight and drop the adapters, which alone would be saved; returns their number."""
     from sentence_transformers.base.modules import Transformer
 
     merged = 0

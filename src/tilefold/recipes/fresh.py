@@ -1,15 +1,4 @@
-"""A masked language model from nothing, for a vocabulary that has no pretrained one: untrained, it matches words.
-
-A random model finds nothing, and a few thousand pairs do not make it. This one starts as a bag of tokens:
-
-- its layers add almost nothing to their input (the last matrix of each branch starts near zero), so the last state of a
-  token is its own embedding, normalised;
-- its head keeps directions, as that of :func:`tilefold.recipes.minilm_splade` does;
-- the decoder is tied to random embeddings, of which a token's own gives by far the largest logit (``sigma D`` beside
-  ``sigma sqrt(D)``), and the decoder bias is minus half of that.
-
-So SPLADE's vector of a text has the tokens that stand in it, with equal weights, and training starts from there.
-"""
+"""A masked language model from nothing, for a vocabulary that has no pretrained one: untrained, it matches words."""
 
 from __future__ import annotations
 
@@ -40,17 +29,10 @@ def fresh_masked_lm(
 
     ``SparseEncoder(folder)`` makes a SPLADE encoder of it, and every recipe for masked language models takes it as
     ``base_model``. It has ``V * width`` parameters of embeddings, tied to the decoder: 96 million at V = 250,002.
-
-    Args:
-        tokenizer: of transformers, with a padding and a mask token.
-        folder: made when missing.
-        width: D, of which `heads` is a divisor.
-        layers, heads: of the encoder.
-        max_length: positions.
-        seed: equal seeds give equal models.
+    Untrained, the vector of a text has the tokens that stand in it, with equal weights. Equal seeds give equal models.
 
     Raises:
-        ValueError: for sizes that do not fit together, or a tokenizer without those tokens.
+        ValueError: for sizes that do not fit together, or a tokenizer without a padding and a mask token.
     """
     from transformers import BertConfig, BertForMaskedLM
 
@@ -85,13 +67,13 @@ def fresh_masked_lm(
 def _start_lexical(model: Model, config: Any) -> None:
     import torch
 
-    sigma = config.initializer_range
+    sigma = config.initializer_range  # a token's own logit is about sigma D, others sigma sqrt(D)
     head, embeddings = model.cls.predictions, model.bert.embeddings
     with torch.no_grad():
         embeddings.word_embeddings.weight.normal_(std=sigma)
         embeddings.position_embeddings.weight.normal_(std=sigma / 10)
         embeddings.token_type_embeddings.weight.zero_()
-        for layer in model.bert.encoder.layer:
+        for layer in model.bert.encoder.layer:  # which add almost nothing to their input: a token's own embedding
             layer.attention.output.dense.weight.normal_(std=_BRANCH_STD)
             layer.output.dense.weight.normal_(std=_BRANCH_STD)
         head.transform.dense.weight.copy_(torch.eye(config.hidden_size))

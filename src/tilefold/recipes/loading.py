@@ -36,10 +36,7 @@ _KINDS = {
 
 
 def saved_kind(name_or_path: str) -> str:
-    """``"sparse"``, ``"multi-vector"``, ``"dense"``, ``"cross-encoder"``, or ``"backbone"`` for any other model.
-
-    A name that cannot be looked up counts as a backbone: loading it says what is wrong.
-    """
+    """Return "sparse", "multi-vector", "dense", "cross-encoder", or "backbone" for any other or unknown model."""
     saved = _read(name_or_path, "config_sentence_transformers.json")
     if isinstance(saved, dict) and saved.get("model_type") in _KINDS:
         return _KINDS[saved["model_type"]]
@@ -84,12 +81,9 @@ def saved_modules(name_or_path: str) -> list[str]:
 
 
 def load_saved(name_or_path: str, kind: str) -> Any:
-    """The ``MultiVectorEncoder`` of kind ``"multi-vector"``, the ``SentenceTransformer`` of kind ``"dense"``, the
-    ``CrossEncoder`` of kind ``"cross-encoder"``, or the ``SparseEncoder`` of any other, ready to encode.
+    """The model of a kind of :func:`saved_kind`, ready to encode, with the attention that it was saved with.
 
-    It runs with the attention that it was saved with, in the precision of
-    :func:`tilefold.recipes.precision.fast_inference`. No remote code runs, and a folder is read without a look at the
-    network.
+    No remote code runs, and a folder is read without a look at the network.
 
     Raises:
         OSError: no such model, here or on the Hugging Face hub.

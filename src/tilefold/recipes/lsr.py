@@ -213,13 +213,13 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
-    from tilefold.recipes._watch import watch
+    from tilefold.recipes._watch import Watch
     from tilefold.recipes.decoders import merge_adapters
 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = make_loss(model, recipe, stock=splade)
-    watcher = watch(loss, bounded=not splade and model.max_active_dims is not None)
+    watcher = Watch(loss, bounded=not splade and model.max_active_dims is not None)
     sampler: Any = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with fused_head(model, recipe.fused, needed=splade):
         last = run_trainer(

@@ -14,14 +14,12 @@ __all__ = ["fast_inference", "run_fast", "supports_bf16"]
 
 
 def supports_bf16() -> bool:
-    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16.
-
-    A CPU that torch uses as one with AVX2 alone (``ATEN_CPU_CAPABILITY=avx2``) has neither: bf16 would be emulated.
-    """
+    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16."""
     import torch
 
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported())
+    # one that torch uses as one with AVX2 alone (ATEN_CPU_CAPABILITY=avx2) would emulate bf16
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
     probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
@@ -39,10 +37,7 @@ def fast_inference() -> Iterator[None]:
 
 
 def run_fast(model: nn.Module) -> None:
-    """Let every forward pass of `model` run in :func:`fast_inference`, whoever asks for it.
-
-    A query then has one score, and a text one vector, in every command.
-    """
+    """Let every forward pass of `model` run in :func:`fast_inference`: a text has one vector in every command."""
     stock = model.forward
 
     @functools.wraps(stock)

@@ -36,11 +36,7 @@ def splate_encoder(
     Args:
         colbert: any ``MultiVectorEncoder`` on a text Transformer.
         masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) of the same tokenizer and width.
-        device: as in sentence-transformers, which chooses by default.
         options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of :class:`tilefold.modules.splate.SplateHead`.
-
-    Raises:
-        ValueError: if the two do not fit together.
     """
     from sentence_transformers import SparseEncoder
 

@@ -28,15 +28,10 @@ class _Judged(NamedTuple):
 
 
 def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | None) -> Examples:
-    """The columns that the losses of sentence-transformers read.
+    """The columns ``query``, ``positive``, ``negative_1`` to ``negative_n``, and ``label``: the teachers' scores.
 
-    ``query``, ``positive``, ``negative_1`` to ``negative_n``, and ``label``: the teachers' scores of the positive and
-    the negatives. A query's negatives are drawn anew for each pass over the pairs, as far as memory allows, without
-    repetition within a row where the file has enough of them.
-
-    Raises:
-        ValueError: no pairs, or no file where the recipe needs one; the message has the command that makes it.
-        DataError: a file of another collection, or without rows of the training queries.
+    A query's negatives are drawn anew for each pass over the pairs, as far as memory allows, without repetition within
+    a row where the file has enough of them.
     """
     if not recipe.negatives:
         if file is not None:

@@ -30,20 +30,14 @@ def untrained_splade(
     *,
     cache_dir: str | Path | None = None,
 ) -> SparseEncoder:
-    """The SPLADE model that ``train(SpladeRecipe(max_steps=0), collection, ...)`` saves for the documents of a digest.
+    """The SPLADE model that ``SpladeRecipe(max_steps=0)`` makes of the documents of a digest, in a cache.
 
-    Its decoder bias is set from a sample of the documents. It is kept under `cache_dir`, so that queries are encoded
-    later by the very same weights, without the documents.
-
-    Args:
-        texts_sha256: :func:`tilefold.retrieval.provenance.texts_digest` of the documents.
-        texts: gives id -> text of these documents; called only if the model is not in the cache.
-        cache_dir: by default :func:`tilefold.retrieval.datasets.default_cache_dir`.
+    Its decoder bias is set from a sample of the documents: queries are encoded later by the very same weights, without
+    them. `texts` gives id -> text, and is called only if the model is not in the cache.
 
     Raises:
         LookupError: the model is not in the cache, and there are no `texts`.
         ValueError: `texts` are others than those of the digest.
-        MissingPackageError, RuntimeError: see :func:`tilefold.recipes.backbone.minilm_path`.
     """
     from tilefold.recipes.loading import load_saved
     from tilefold.recipes.splade import SpladeRecipe
@@ -85,11 +79,7 @@ def _start(recipe: Any, texts_sha256: str, texts: Callable[[], Mapping[str, str]
 
 
 def untrained_colbert() -> MultiVectorEncoder:
-    """The late-interaction model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of MiniLM.
-
-    Raises:
-        MissingPackageError, RuntimeError: see :func:`tilefold.recipes.backbone.minilm_path`.
-    """
+    """The model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of MiniLM."""
     from tilefold.recipes.colbert import ColbertRecipe, load_base_model
     from tilefold.recipes.precision import run_fast
 
