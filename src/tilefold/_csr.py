@@ -11,10 +11,7 @@ __all__ = ["csr_tensor"]
 
 
 def csr_tensor(row_starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    """``[R, V]`` CSR of ``row_starts`` ``[R + 1]``, ``columns`` and ``values`` ``[N]``, on the device of the values.
-
-    The caller vouches for the order of the columns: nothing is checked.
-    """
+    """``[R, V]`` CSR of ``row_starts`` ``[R + 1]``, ``columns`` and ``values`` ``[N]``, unchecked, on their device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")

@@ -33,16 +33,9 @@ class InUseError(RuntimeError):
 
 
 def hold_folder(folder: Path, *, again: bool = True) -> FileLock:
-    """Keep other processes from writing to `folder` until they find it released.
+    """Keep other processes from writing to `folder`, made when missing, until it is released or this process ends.
 
-    The lock ends with the process at the latest.
-
-    Args:
-        folder: made when missing.
-        again: whether this process may hold a folder that it holds already.
-
-    Raises:
-        InUseError: it is held elsewhere.
+    :class:`InUseError` says that another one holds it; `again` allows for this process to hold it twice.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=again)
@@ -83,11 +76,7 @@ class DiskFullError(OSError):
 
 @contextmanager
 def hold_path(path: Path) -> Iterator[None]:
-    """Keep other processes from writing the file or folder `path` while the block runs; blocks may be nested.
-
-    Raises:
-        InUseError: it is held elsewhere.
-    """
+    """Keep other processes from writing the file or folder `path` while the block runs; blocks may be nested."""
     folder = path.parent.resolve() / f".{path.name}{SCRATCH}"
     lock = _hold_scratch(folder, again=True)
     if lock is None:
@@ -102,10 +91,7 @@ def hold_path(path: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `path`, which is removed after the block, or by the next one if the process dies.
-
-    A lock in it says that its process lives, however long that takes and wherever it runs.
-    """
+    """Yield an empty, locked folder beside `path`, removed after the block, or by the next one if the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=SCRATCH, dir=path.parent))
@@ -148,11 +134,7 @@ def remove_leftovers(parent: Path) -> None:
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of an empty file that replaces `path` only when the block ends well.
 
-    What killed processes left in the same folder is removed.
-
-    Args:
-        path: of the file.
-        durable: have it on the disk before it replaces `path`, also where the machine loses its power.
+    What killed processes left in the same folder is removed. A `durable` file survives a loss of power.
     """
     with scratch_folder(path) as folder:
         temporary = folder / path.name
@@ -183,12 +165,7 @@ def sync(path: Path) -> None:
 def atomic_directory(path: Path, *, own_names: Collection[str]) -> Iterator[Path]:
     """Yield a temporary directory beside `path`, which replaces `path` if the block ends without an error.
 
-    A directory that already holds anything but `own_names` is never replaced. What killed processes left of earlier
-    saves beside it is removed.
-
-    Raises:
-        FileExistsError: `path` holds other files.
-        InUseError: another process writes `path`.
+    A directory that already holds anything but `own_names` is never replaced: FileExistsError.
     """
     check_replaceable(path, own_names)
     with hold_path(path), scratch_folder(path) as temporary:
@@ -203,16 +180,14 @@ def check_replaceable(path: Path, own_names: Collection[str]) -> None:
     """Raise FileExistsError when `path` is a file, or a directory with names other than `own_names`."""
     if not path.exists():
         return
+    expected = f"{path}: expected a new directory or one that tilefold wrote, got"
     if not path.is_dir():
-        raise FileExistsError(
-            f"{path}: expected a new directory or one that tilefold wrote, got a file. Choose another path."
-        )
+        raise FileExistsError(f"{expected} a file. Choose another path.")
     remove_leftovers(path)  # of files in it that somebody was writing when killed
     strange = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
     if strange:
         raise FileExistsError(
-            f"{path}: expected a new directory or one that tilefold wrote, got one with other files "
-            f"({', '.join(strange[:3])}). Choose another path; nothing was overwritten."
+            f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; nothing was overwritten."
         )
 
 

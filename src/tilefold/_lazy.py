@@ -10,11 +10,9 @@ from typing import Any
 def lazy_exports(
     package: dict[str, Any], homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """``__getattr__`` and ``__dir__`` of a package with these ``globals()``.
 
-    Args:
-        package: its ``globals()``.
-        homes: public name -> the module below the package that has it; a name that is its own home is a module.
+    `homes` is public name -> the module below the package that has it; a name that is its own home is a module.
     """
     own = package["__name__"]
 

@@ -6,11 +6,7 @@ import torch.distributed as dist
 
 
 def ranks_of(group: object) -> dist.ProcessGroup | None:
-    """The process group that `group` means, None where this rank is on its own.
-
-    Raises:
-        ValueError: for anything but a process group that holds this rank, ``"world"`` or None.
-    """
+    """The process group that `group` means, None where this rank is on its own."""
     if group is None or not dist.is_available():
         return None
     if group == "world":

@@ -31,14 +31,10 @@ def several() -> bool:
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run `command` as `count` ranks of this machine; its exit code.
+    """Run `command`, which calls :func:`joined`, as `count` ranks of this machine; its exit code.
 
     The first rank writes to the terminal. What another one wrote to stderr is shown if it was the first to fail. Ctrl-C
     reaches all ranks once, and none of them outlives this process.
-
-    Args:
-        command: the program and its arguments; it calls :func:`joined`.
-        count: of ranks.
     """
     with tempfile.TemporaryDirectory(prefix="tilefold-ranks-") as name:
         home = Path(name)
@@ -111,10 +107,7 @@ def _share(count: int) -> int:
 def joined() -> Iterator[int]:
     """Join the other ranks, if this process is one; its number, 0 where it is alone.
 
-    A rank takes the GPU of its number, and its share of the cores.
-
-    Raises:
-        ValueError: there are more ranks than GPUs.
+    A rank takes the GPU of its number, which must be there, and its share of the cores.
     """
     if not several():
         yield 0

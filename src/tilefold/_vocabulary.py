@@ -12,10 +12,7 @@ _known: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDiction
 
 
 def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
-    """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no vocabulary.
-
-    It is computed once per tokenizer and number of tokens.
-    """
+    """SHA-256 over the (token, index) pairs of a tokenizer's vocabulary; None when it has no vocabulary."""
     get_vocab = getattr(tokenizer, "get_vocab", None)
     if get_vocab is None:
         return None

@@ -30,12 +30,11 @@ from tilefold.retrieval import (
     read_vectors,
     write_vectors,
 )
-from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant import QdrantIndex
 from tilefold.retrieval.qdrant import QdrantCollection
 from tilefold.retrieval.qdrant import collection as qdrant_collection
-from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
+from tilefold.retrieval.tokens import TokenManifest, TokenVectors, TokenVectorWriter
 
 Make = Callable[..., SparseVectors]
 DOCUMENTS = {f"d{at}": f"cats and dogs sleep in house number{at} word{at % 7}" for at in range(40)}

@@ -14,16 +14,11 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids of N texts, packed.
+    """Token ids of N texts, packed; text `i` has ``ids[offsets[i]:offsets[i + 1]]``."""
 
-    Attributes:
-        ids, positions: int64 ``[T]``, what the model's embeddings are asked for.
-        offsets: int64 ``[N + 1]``; text `i` has ``ids[offsets[i]:offsets[i + 1]]``.
-    """
-
-    ids: Int64
-    positions: Int64
-    offsets: Int64
+    ids: Int64  # [T]
+    positions: Int64  # [T], of the model's embeddings
+    offsets: Int64  # [N + 1]
 
     @property
     def lengths(self) -> Int64:

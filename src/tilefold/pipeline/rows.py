@@ -17,22 +17,15 @@ IN_FLIGHT = 3  # batches that a stream launches at most before it gives the one 
 
 
 class Batch(NamedTuple):
-    """Some texts of a window, and what was made of them.
-
-    Attributes:
-        window: number of the window.
-        places: of the texts in it, in the order of the rows.
-        rows: :class:`SparseRows`, :class:`TokenRows`, or a row of a list or of a matrix for each text; an exception
-            where a text could not be encoded, alone too.
-        cut: how many of the texts were cut by the tokenizer.
-        max_length: the most tokens that it keeps of a text.
-    """
+    """Some texts of a window, and what was made of them."""
 
     window: int
-    places: Sequence[int]
-    rows: Any
-    cut: int = 0
-    max_length: int | None = None
+    places: Sequence[int]  # of the texts in the window, in the order of the rows
+    rows: (
+        Any  # SparseRows, TokenRows, a row of a list or a matrix for each; an exception of a text that fails alone too
+    )
+    cut: int = 0  # how many of the texts were cut by the tokenizer
+    max_length: int | None = None  # tokens that it keeps of a text
 
     def rows_of(self, texts: range) -> Any:
         """The rows of some of its texts, which follow one another; raises what they failed with."""
@@ -82,16 +75,13 @@ Item = Begun | Batch | WindowEnd
 class Window(NamedTuple):
     """Texts that are tokenised together and cut into batches.
 
-    Attributes:
-        texts: any number.
-        skip: places of texts whose rows are known. Batches are cut as if they were not, so that the others get the
-            same companions, and with them the same bits, as in a run that was not interrupted.
-        prepare: cuts the texts before they are tokenised; may ask the tokenizer for that.
+    Rows are known of those at the places to `skip`. Batches are cut as if they were not, so that the others get the
+    same companions, and with them the same bits, as in a run that was not interrupted.
     """
 
     texts: Sequence[str]
     skip: frozenset[int] = frozenset()
-    prepare: Callable[[Sequence[str]], Sequence[str]] | None = None
+    prepare: Callable[[Sequence[str]], Sequence[str]] | None = None  # cuts texts before they are tokenised
 
     def prepared(self) -> list[str]:
         """The texts that are tokenised."""
@@ -107,18 +97,11 @@ def say_unused_batch_tokens() -> None:
 
 
 class SparseRows(NamedTuple):
-    """Sparse rows on the CPU.
+    """Sparse rows on the CPU."""
 
-    Attributes:
-        counts: int64 ``[n]``, entries of each row.
-        columns: int32 ``[sum(counts)]``, rising in each row.
-        values: ``[sum(counts)]``.
-        vocab_size: V.
-    """
-
-    counts: Tensor
-    columns: Tensor
-    values: Tensor
+    counts: Tensor  # int64 [n], entries of each row
+    columns: Tensor  # int32 [sum(counts)], rising in each row
+    values: Tensor  # [sum(counts)]
     vocab_size: int
 
     def part(self, chosen: slice) -> SparseRows:
@@ -175,10 +158,7 @@ def _chosen(tensor: Tensor, inside: npt.NDArray[np.bool_]) -> Tensor:
 
 
 def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets ``[total + 1]``, columns and values of sparse rows in the order of the texts, of batches of one window.
-
-    Row `places[i]` of the result is row `i` of its batch; a text that no batch has gets an empty row.
-    """
+    """Offsets ``[total + 1]``, columns and values of the rows of batches, in the order of `total` texts."""
     if not batches:
         return torch.zeros(total + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     counts = torch.cat([batch.rows.counts for batch in batches])
@@ -224,19 +204,12 @@ class Fetched:
 
 
 class TokenRows(NamedTuple):
-    """Token vectors of some texts, packed, on the CPU.
+    """Token vectors of some texts, packed, on the CPU."""
 
-    Attributes:
-        counts: int64 ``[n]``, vectors of each text.
-        finite: bool ``[T]``.
-        values: ``[T, D]`` as they are stored.
-        scales: ``[T]`` of int8 values, else None.
-    """
-
-    counts: Tensor
-    finite: Tensor
-    values: Tensor
-    scales: Tensor | None = None
+    counts: Tensor  # int64 [n], vectors of each text
+    finite: Tensor  # bool [T]
+    values: Tensor  # [T, D] as they are stored
+    scales: Tensor | None = None  # [T] of int8 values
 
     def part(self, chosen: slice) -> TokenRows:
         """The vectors of some texts."""

@@ -84,35 +84,21 @@ class Encoding(ABC):
 
     @abstractmethod
     def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> Job[Any]:
-        """The work of `model`, which is looked at, so that a wrong one is an error.
-
-        Args:
-            model: a sentence-transformers model.
-            texts: id -> text, in a fixed order.
-            output: where the vectors go.
-            texts_sha256: what identifies the texts; called when the folder is opened.
-        """
+        """The work of a sentence-transformers `model`, which is looked at, so that a wrong one is an error."""
 
 
 @dataclass
 class Job(ABC, Generic[V]):
-    """A model and what it is to make of texts: vectors in memory, or a folder of them.
-
-    Attributes:
-        how: options; `model`: of sentence-transformers.
-        size: length of a vector.
-        texts: id -> text.
-        output: where a folder goes; `texts_sha256`: what identifies its texts, called when it is opened.
-    """
+    """A model and what it is to make of texts: vectors in memory, or a folder of them."""
 
     fused: ClassVar[str]  # attribute of an accelerated model that has a stream
 
     how: Encoding
     model: Model
-    size: int
-    texts: Mapping[str, Any]
+    size: int  # of a vector
+    texts: Mapping[str, Any]  # id -> text
     output: Output = IN_MEMORY
-    texts_sha256: Callable[[], str] = str
+    texts_sha256: Callable[[], str] = str  # called when the folder is opened
 
     def __post_init__(self) -> None:
         how = self.how
@@ -213,24 +199,16 @@ class PlainStream:
 
 @dataclass
 class Shard(Generic[V]):
-    """Texts of one shard, and what is done of them.
-
-    Attributes:
-        number, ids: of the shard; `texts`: id -> text, of these texts and perhaps of others.
-        strings: those of its texts that can be encoded at all.
-        done, failed: vectors in batches, and id -> reason.
-        cut: how many of these texts the tokenizer cut, and at how many tokens; None where an earlier version did them.
-        kept, saved: how much of it is on disk, and since when; `is_written`: whether all of it is.
-    """
+    """Texts of one shard, and what is done of them."""
 
     number: int
     ids: list[str]
-    texts: Mapping[str, Any]
-    strings: list[str] = field(default_factory=list)
-    done: list[V] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    cut: Truncation | None = field(default_factory=Truncation)
-    kept: int = 0
+    texts: Mapping[str, Any]  # id -> text, of these and perhaps of others
+    strings: list[str] = field(default_factory=list)  # ids of those that can be encoded at all
+    done: list[V] = field(default_factory=list)  # in batches
+    failed: dict[str, str] = field(default_factory=dict)  # id -> reason
+    cut: Truncation | None = field(default_factory=Truncation)  # None where an earlier version did not count
+    kept: int = 0  # how much of it is on disk
     saved: float = field(default_factory=time.monotonic)
     is_written: bool = False
 

@@ -38,13 +38,10 @@ def encode_shards(
     behind: Behind,
     open_late: Callable[[], None] | None = None,
 ) -> Generator[Shard[V], None, None]:
-    """Encode the shards of a source; yield the shard of each batch once it has it, and once more when it is whole.
+    """Encode shards of a source, which gives None where there is none yet, and `write` each when it is whole.
 
-    Args:
-        job: how; its texts and its output are not looked at.
-        shards: taken by a thread that works ahead; None where there is none yet.
-        write: called with each shard once it is whole, in the thread `behind`.
-        open_late: opens the folder when the first texts are on the device.
+    The shard of each batch is yielded, and once more when it is whole. A thread ahead takes shards, one `behind` writes
+    them; `open_late` opens the folder when the first texts are on the device.
     """
     given: list[Shard[V]] = []
 
@@ -276,11 +273,7 @@ class RankShards(Generic[V]):
         return bool(self.left)
 
     def _agree(self) -> bool:
-        """Whether all ranks have said that they write the same.
-
-        Raises:
-            DataError: one writes something else.
-        """
+        """Whether all ranks have said that they write the same; ``DataError`` if one writes something else."""
         others = self.ranks.watched
         if self._agreed or not self.ranks.said(*(f"identity of {rank}" for rank in others)):
             return self._agreed

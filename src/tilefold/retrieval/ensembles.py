@@ -1,9 +1,4 @@
-"""One score from several teachers.
-
-The ensemble is that of inference-free sparse retrievers (arXiv 2411.04403): each teacher min-max normalised over all
-scored documents of a query, the mean of the teachers, times 30. SPLADE-v3 (arXiv 2403.06789) maps that mean to the mean
-and the deviation of one teacher instead.
-"""
+"""One score from several teachers."""
 
 from __future__ import annotations
 
@@ -32,7 +27,8 @@ def ensemble(
     """One score per row from those of the teachers: float32 ``[N]``.
 
     ``min_max``: each teacher becomes ``(s - min) / (max - min + 1e-6)`` over all rows of a query; then the mean over
-    the teachers times `scale`. ``none``: the mean as they are, times `scale`.
+    the teachers times `scale`, as for inference-free sparse retrievers (arXiv 2411.04403). ``none``: the mean as they
+    are, times `scale`. With `like`, as for SPLADE-v3 (arXiv 2403.06789).
 
     Args:
         rows: which rows are of one query.
@@ -40,10 +36,6 @@ def ensemble(
         normalization: ``"min_max"`` or ``"none"``.
         scale: by default 30 with ``min_max`` and 1 with ``none``.
         like: a teacher to whose mean and deviation over all rows their mean is mapped, instead of `scale`.
-
-    Raises:
-        ValueError: no teacher, an unknown one in `like`, `like` with `scale`, or all scores equal where `like` divides
-            by their deviation.
     """
     if not teachers:
         raise ValueError("teachers: expected at least one, got an empty mapping.")

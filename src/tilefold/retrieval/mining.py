@@ -1,11 +1,4 @@
-"""Hard negatives of judged queries, drawn from the ranking of any retriever.
-
-``sentence_transformers.util.mine_hard_negatives`` serves where one bi-encoder is retriever, corpus and judge at once.
-Not here: it takes pairs of texts and a model, no ranking of an index, of BM25 or of a saved run; it returns texts
-without ids, so that neither other judgements nor a teacher's scores can be joined; it knows one window of ranks, and
-draws without a seed. Its margins keep their meaning here: absolute (`margin`) and relative (`max_score_share`,
-NV-Retriever's TopK-PercPos, arXiv 2407.15831).
-"""
+"""Hard negatives of judged queries, drawn from the ranking of any retriever."""
 
 from __future__ import annotations
 
@@ -50,9 +43,9 @@ class Window:
 class FalseNegatives:
     """A filter of documents that score so close to a query's best judged one that they may be relevant themselves.
 
-    A negative is kept if its score is at most ``s - margin`` and at most ``max_share * s``, where s is the highest
-    score of the query's judged-relevant documents. Where none of those was retrieved, all that was retrieved scored
-    higher, and nothing is kept.
+    A negative is kept if its score is at most ``s - margin`` and at most ``max_share * s`` (NV-Retriever's
+    TopK-PercPos, arXiv 2407.15831), where s is the highest score of the query's judged-relevant documents. Where none
+    of those was retrieved, all that was retrieved scored higher, and nothing is kept.
 
     Raises:
         ValueError: a negative margin or a share outside of (0, 1].
@@ -68,11 +61,7 @@ class FalseNegatives:
             raise ValueError(f"max_score_share: expected a number in (0, 1], got {self.max_share!r}.")
 
     def limit(self, relevant: Iterable[float], query: str) -> float:
-        """The highest score that a negative of `query` may have, given the scores of its relevant documents.
-
-        Raises:
-            ValueError: a share of a score that is not positive, which says nothing.
-        """
+        """The highest score that a negative of `query` may have, given the scores of its relevant documents."""
         if self.margin is None and self.max_share is None:
             return math.inf
         best = max((score for score in relevant if not math.isnan(score)), default=-math.inf)
@@ -91,44 +80,28 @@ class FalseNegatives:
 
 @dataclass
 class Mined:
-    """Rows as they are found, and what was left out.
-
-    Attributes:
-        short: queries with fewer negatives than asked for.
-        without: queries without any, which are left out.
-        filtered: candidates that were left out as possible false negatives.
-        same_text: candidates that were left out because their text is the query's or a relevant document's.
-    """
+    """Rows as they are found, and numbers of queries and candidates that were left out."""
 
     queries: list[str] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    documents: dict[str, int] = field(default_factory=dict)
-    document: list[int] = field(default_factory=list)
-    relevant: list[bool] = field(default_factory=list)
-    rank: list[int] = field(default_factory=list)
-    score: list[float] = field(default_factory=list)
-    short: int = 0
-    without: int = 0
-    filtered: int = 0
-    same_text: int = 0
-
-    def add(self, name: str, relevant: bool, rank: int, score: float) -> None:
-        """A row of the last query."""
-        self.document.append(self.documents.setdefault(name, len(self.documents)))
-        self.relevant.append(relevant)
-        self.rank.append(rank)
-        self.score.append(score)
+    counts: list[int] = field(default_factory=list)  # rows of each query
+    found: list[tuple[str, bool, int, float]] = field(default_factory=list)  # document, relevant, rank, score
+    short: int = 0  # queries with fewer negatives than asked for
+    without: int = 0  # queries without any, which are left out
+    filtered: int = 0  # candidates that may be false negatives
+    same_text: int = 0  # candidates whose text is the query's or a relevant document's
 
     def rows(self, made_by: Mapping[str, Any]) -> TrainingRows:
         """The rows with their arrays."""
+        names, relevant, rank, score = zip(*self.found, strict=True) if self.found else ((), (), (), ())
+        documents = {name: at for at, name in enumerate(dict.fromkeys(names))}
         return TrainingRows(
             self.queries,
-            list(self.documents),
+            list(documents),
             offsets_of(self.counts),
-            np.array(self.document, np.int32),
-            np.array(self.relevant, bool),
-            np.array(self.rank, np.int32),
-            np.array(self.score, np.float32),
+            np.array([documents[name] for name in names], np.int32),
+            np.array(relevant, bool),
+            np.array(rank, np.int32),
+            np.array(score, np.float32),
             made_by=dict(made_by),
         )
 
@@ -167,27 +140,22 @@ def mine_negatives(
     """
     if not windows:
         raise ValueError("windows: expected at least one, got an empty list.")
-    judged = collection.split_qrels(split)
-    mined = Mined()
+    judged, mined, false_negatives = collection.split_qrels(split), Mined(), false_negatives or FalseNegatives()
     for query, scores in rankings:
         check_text_ids("rankings", [query, *scores])
         positives = [name for name, grade in judged.get(query, {}).items() if grade > 0]
         if not positives:
             continue
         ranked = sorted(scores.items(), key=lambda item: -item[1])
-        candidates = _candidates(mined, query, ranked, collection, false_negatives or FalseNegatives())
-        drawn = _draw(candidates, windows, seed, query)
+        drawn = _draw(_candidates(mined, query, ranked, collection, false_negatives), windows, seed, query)
         mined.without += not drawn
         mined.short += 0 < len(drawn) < sum(window.count for window in windows)
         if drawn:
             place = {name: (rank, score) for rank, (name, score) in enumerate(ranked, start=1)}
             mined.queries.append(query)
             mined.counts.append(len(positives) + len(drawn))
-            for name in positives:
-                mined.add(name, True, *place.get(name, (0, math.nan)))
-            for rank in drawn:
-                name, score = ranked[rank - 1]
-                mined.add(name, False, rank, score)
+            mined.found += [(name, True, *place.get(name, (0, math.nan))) for name in positives]
+            mined.found += [(ranked[rank - 1][0], False, rank, ranked[rank - 1][1]) for rank in drawn]
     return mined
 
 
@@ -236,10 +204,7 @@ def _draw(candidates: list[int], windows: Sequence[Window], seed: int, query: st
 def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
     """The rows without negatives that score too high, by the teachers' score if there is one, else the retriever's.
 
-    Queries that lose all their negatives are left out.
-
-    Raises:
-        ValueError: a share of a score that is not positive; no row is left.
+    Queries that lose all their negatives are left out; ValueError where no row is left.
     """
     keep = rows.relevant.copy()
     for group, low in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):

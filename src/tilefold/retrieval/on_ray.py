@@ -1,10 +1,4 @@
-"""Encode a collection on several machines: Ray Data with a pool of actors, each of which has a model.
-
-A task is some shards, told as ranges of rows with a digest. A worker reads the rows, encodes them as a single process
-does, and writes each shard into the output folder with a receipt; the command lists shards in the manifest in their
-order. After a kill of a worker its task is given to another one, after a kill of the command the next one takes what
-has a receipt; either loses the shards that were not written.
-"""
+"""Encode a collection on several machines: Ray Data with a pool of actors, each of which has a model."""
 
 from __future__ import annotations
 
@@ -19,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilefold._typing import Model
 from tilefold.retrieval._files import require
 from tilefold.retrieval._ray_worker import TRIED, Work, Worker, appears
 from tilefold.retrieval._shards import ShardWriter
@@ -93,7 +86,9 @@ def encode_on_ray(
 
     Shards, manifest and failed texts are those of :func:`tilefold.retrieval.encode_collection`, with the same bytes
     where workers have the same kind of device, the same releases, and on a CPU as many threads. Every text has a row or
-    a reason in ``manifest.failed``, and ``manifest.n_texts`` is their sum.
+    a reason in ``manifest.failed``, and ``manifest.n_texts`` is their sum. A task is some shards, told as ranges of
+    rows with a digest: a worker reads and encodes them, and leaves each in the folder with a receipt. If it is killed,
+    the task is given to another one, and a command goes on from the receipts of one that was killed.
 
     Args:
         load: makes the model, called once in each worker, and once here; a function that workers can import, or that
@@ -122,11 +117,15 @@ def encode_on_ray(
     encoding.check()
     output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
     output.check()
-    source, report = _source(texts), progress or (lambda done, total: None)
+    if not isinstance(texts, Texts):
+        texts = HeldTexts(texts) if isinstance(texts, Mapping) else StoredTexts(Path(texts))
+    report = progress or (lambda done, total: None)
     with _connected(cluster or RayCluster()) as ray:
         pool = _pool_of(ray, cluster or RayCluster())
-        survey = source.survey(shard_size)
-        writer = encoding.job(_on_cpu(load()), {}, output, lambda: survey.sha256).open_writer(True)
+        survey = texts.survey(shard_size)
+        model = load()
+        model = model.to("cpu") if hasattr(model, "to") else model  # the GPUs are for the workers
+        writer = encoding.job(model, {}, output, lambda: survey.sha256).open_writer(True)
         missing = {part.number: part for part in survey.ranges if not writer.has_shard(part.number)}
         with _beacon(writer.path) as beacon:
             work = Work(encoding, load, output, writer.identified(writer.manifest), beacon, pool.cpus)
@@ -142,12 +141,6 @@ def encode_on_ray(
         name, reason = next(iter(writer.manifest.failed.items()))
         raise DataError(f"texts: all {survey.count} failed, {name!r} first ({reason}). Check the model.")
     return writer.finish(survey.count)
-
-
-def _source(texts: Mapping[str, str] | str | Path | Texts) -> Texts:
-    if isinstance(texts, Texts):
-        return texts
-    return HeldTexts(texts) if isinstance(texts, Mapping) else StoredTexts(Path(texts))
 
 
 def _written(ray: Any, pool: Pool, work: Work, missing: list[Range]) -> Iterator[list[int]]:
@@ -208,26 +201,12 @@ def _remove_notes(folder: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def _on_cpu(model: Model) -> Any:
-    """The GPUs are for the workers."""
-    return model.to("cpu") if hasattr(model, "to") else model
-
-
-def _ray_module() -> Any:
-    """``ray`` with ``ray.data``, or an error that says how to install it."""
-    require("ray.data", "ray[data]", "Encoding on several machines", extra="ray")
-    return require("ray", "ray[data]", "Encoding on several machines", extra="ray")
-
-
 @contextmanager
 def _connected(cluster: RayCluster) -> Iterator[object]:
-    """``ray``, connected; what was started is ended.
-
-    Raises:
-        MissingPackageError: Ray is not installed.
-        ClusterError: nobody answers.
-    """
-    ray = _ray_module()
+    """``ray``, connected; what was started is ended."""
+    purpose = "Encoding on several machines"
+    require("ray.data", "ray[data]", purpose, extra="ray")
+    ray = require("ray", "ray[data]", purpose, extra="ray")
     if ray.is_initialized():
         yield ray
         return
@@ -277,11 +256,7 @@ def _check_reachable(address: str, patience: float) -> None:
 
 
 def _pool_of(ray: Any, cluster: RayCluster) -> Pool:
-    """The workers that `cluster` asks for.
-
-    Raises:
-        ClusterError: there is no room for one.
-    """
+    """The workers that `cluster` asks for; :class:`ClusterError` where there is no room for one."""
     has = ray.cluster_resources()
     cores, gpus = int(has.get("CPU", 0)), float(has.get("GPU", 0))
     of_gpus = cluster.worker_gpus if cluster.worker_gpus is not None else float(gpus >= 1)

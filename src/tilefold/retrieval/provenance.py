@@ -17,15 +17,10 @@ _TAG_DIGITS = 16
 
 @dataclass(frozen=True)
 class Provenance:
-    """Fingerprints of the model and the texts behind a file; None if unknown.
+    """Fingerprints of the model and the texts behind a file; None if unknown."""
 
-    Attributes:
-        model_fingerprint: of the model, from :func:`tilefold.retrieval.encoding.model_fingerprint`.
-        texts_sha256: of the texts that were encoded or searched, from :func:`texts_digest`.
-    """
-
-    model_fingerprint: str | None = None
-    texts_sha256: str | None = None
+    model_fingerprint: str | None = None  # :func:`tilefold.retrieval.encoding.model_fingerprint`
+    texts_sha256: str | None = None  # :func:`texts_digest` of those that were encoded or searched
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Provenance:

@@ -12,13 +12,12 @@ from torch import Tensor
 from tilefold._typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
 from tilefold.retrieval._ranking import check_choice, check_share
-from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.fusion import Run, check_scores, interpolate
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.token_encoding import encode_texts, token_dimension, token_model_fingerprint
-from tilefold.retrieval.tokens import TokenStore
+from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
 __all__ = ["TAILS", "Reranker", "Reranking", "Tail", "rerank"]
 

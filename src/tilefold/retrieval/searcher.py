@@ -20,9 +20,8 @@ from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.retrievers import DenseRetriever, SparseRetriever, WordsRetriever, check_model
 
 if TYPE_CHECKING:
-    from tilefold.retrieval._token_vectors import TokenVectors
     from tilefold.retrieval.reranking import Reranking
-    from tilefold.retrieval.tokens import TokenStore
+    from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
 __all__ = ["Ranking", "SearchRequest", "Searcher", "matched_terms"]
 

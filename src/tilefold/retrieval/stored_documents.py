@@ -1,8 +1,4 @@
-"""The documents of a JSON-lines file, read one by one where they lie, for commands that show only a few of them.
-
-What a whole reading finds out (the fingerprint of all texts, and where each line begins) is kept in the cache with the
-size, times and inode of the file, and is used until one of those changes. Other kinds of files are read whole.
-"""
+"""The documents of a JSON-lines file, read one by one where they lie, for commands that show only a few of them."""
 
 from __future__ import annotations
 
@@ -36,16 +32,10 @@ _logger = logging.getLogger(__name__)
 
 
 class StoredDocuments(Mapping[str, Document]):
-    """Document id -> :class:`Document`, each read from its line when it is asked for.
+    """Document id -> :class:`Document`, each read from its line of JSON when it is asked for.
 
-    Args:
-        file: JSON lines.
-        state: of the file, when `offsets` were found.
-        keys: uint64 keys of the ids, ascending.
-        offsets: int64, where the line of each begins.
-
-    Raises:
-        DataError: when a document is asked for and the file is no longer in that state.
+    Ascending `keys` of ids and `offsets` of their lines are those of a `state` of the file; in another one, reading is
+    a ``DataError``.
     """
 
     def __init__(
@@ -89,6 +79,9 @@ def _read(stream: BinaryIO, offset: int) -> Document:
 
 def open_documents(name_or_path: str | Path, cache_dir: str | Path | None = None) -> tuple[Collection, str]:
     """The documents of a collection, and the :func:`texts_digest` of their contents; no queries, no judgements.
+
+    What reading JSON lines finds out (the digest, and where each line begins) is kept in the cache with the size, times
+    and inode of the file, and is used until one of those changes. Other kinds of files are read whole.
 
     Args:
         name_or_path: as for :func:`tilefold.retrieval.load_collection`.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,27 +73,25 @@ class Teacher:
         return model_fingerprint(self.model)
 
 
-@dataclass(frozen=True)
 class _Task:
-    """Distinct texts by number, the first id of each document's, and which of them each row compares."""
+    """Distinct texts of rows by number, and which of them each row compares; where and how they are scored."""
 
-    queries: dict[str, str]
-    documents: dict[str, str]
-    names: list[str]
-    query: npt.NDArray[np.int64]
-    document: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, rows: TrainingRows, collection: Collection) -> _Task:
-        queries, query = _distinct([collection.queries[name] for name in rows.queries])
-        documents, document = _distinct([collection.documents[name].contents for name in rows.documents])
-        names = [rows.documents[at] for at in np.unique(document, return_index=True)[1].tolist()]
-        return cls(queries, documents, names, query[rows.query_of_row()], document[rows.document])
-
-    def pairs(self) -> Iterator[slice]:
-        """Some rows at a time."""
-        for low in range(0, len(self.query), _PAIRS):
-            yield slice(low, low + _PAIRS)
+    def __init__(
+        self, teacher: Teacher, rows: TrainingRows, collection: Collection, work: Path, size: int, report: Progress
+    ) -> None:
+        self.teacher, self.size, self.report = teacher, size, report
+        self.queries, query = _distinct([collection.queries[name] for name in rows.queries])
+        self.documents, document = _distinct([collection.documents[name].contents for name in rows.documents])
+        # of each distinct document the first id
+        self.names = [rows.documents[at] for at in np.unique(document, return_index=True)[1].tolist()]
+        self.query, self.document = query[rows.query_of_row()], document[rows.document]
+        digest = hashlib.sha256(teacher.fingerprint.encode())
+        for texts in (self.queries, self.documents):
+            digest.update(texts_digest(texts).encode())
+        self.folder = work / f"{digest.hexdigest()[:16]}-documents"  # their vectors
+        for array in (self.query, self.document):
+            digest.update(array.tobytes())
+        self.column = work / f"{digest.hexdigest()[:16]}.npy"
 
 
 def _distinct(texts: Sequence[str]) -> tuple[dict[str, str], npt.NDArray[np.int64]]:
@@ -130,20 +128,12 @@ def score_rows(
         DataError: a text that cannot be encoded, or a score that is not finite; names it.
     """
     rows.check_collection(collection)
-    task, folder = _Task.of(rows, collection), Path(work)
-    digest = hashlib.sha256(teacher.fingerprint.encode())
-    for part in (texts_digest(task.queries), texts_digest(task.documents)):
-        digest.update(part.encode())
-    texts_key = digest.hexdigest()[:16]
-    for array in (task.query, task.document):
-        digest.update(array.tobytes())
-    column = folder / f"{digest.hexdigest()[:16]}.npy"
-    report = progress or (lambda done, total: None)
-    scores = _kept(column, len(rows))
+    task = _Task(teacher, rows, collection, Path(work), batch_size, progress or (lambda done, total: None))
+    scores = _kept(task.column, len(rows))
     if scores is not None:
-        report(len(rows), len(rows))
+        task.report(len(rows), len(rows))
     else:
-        scores = _SCORERS[teacher.kind](teacher, task, folder / f"{texts_key}-documents", column, batch_size, report)
+        scores = _SCORERS[teacher.kind](teacher.model, task)
         bad = np.flatnonzero(~np.isfinite(scores))
         if bad.size:
             at = int(bad[0])
@@ -151,7 +141,7 @@ def score_rows(
                 f"teacher {teacher.name}: gave {scores[at]} to document {rows.documents[rows.document[at]]!r} of query "
                 f"{rows.queries[rows.query_of_row()[at]]!r} ({bad.size} in all). Check the model."
             )
-        _keep(column, scores)
+        _keep(task.column, scores)
     return scores
 
 
@@ -170,17 +160,15 @@ def _keep(file: Path, values: Floats) -> None:
         np.save(stream, values, allow_pickle=False)
 
 
-def _cross_encoder(
-    teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress
-) -> Floats:
+def _cross_encoder(model: Model, task: _Task) -> Floats:
     import torch  # the package is imported without it
 
     n = len(task.query)
     scores = np.zeros(n, np.float32)
-    files = {low: column.with_suffix(f".{low:012d}.npy") for low in range(0, n, SHARD)}
+    files = {low: task.column.with_suffix(f".{low:012d}.npy") for low in range(0, n, SHARD)}
     kept = {low: _kept(file, min(SHARD, n - low)) for low, file in files.items()}
     done = sum(len(shard) for shard in kept.values() if shard is not None)
-    report(done, n)
+    task.report(done, n)
     for low, file in files.items():
         part, shard = slice(low, min(low + SHARD, n)), kept[low]
         if shard is None:
@@ -189,46 +177,41 @@ def _cross_encoder(
                 for q, d in zip(task.query[part].tolist(), task.document[part].tolist(), strict=True)
             ]
             with watching() as cut:
-                given = teacher.model.predict(
-                    pairs, batch_size=batch_size, activation_fn=torch.nn.Identity(), show_progress_bar=False
+                given = model.predict(
+                    pairs, batch_size=task.size, activation_fn=torch.nn.Identity(), show_progress_bar=False
                 )
             tell("pair", len(pairs), cut)
             shard = np.asarray(given, np.float32)
             _keep(file, shard)
             done += len(shard)
-            report(done, n)
+            task.report(done, n)
         scores[part] = shard
     return scores
 
 
-def _dense(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress) -> Floats:
+def _dense(model: Model, task: _Task) -> Floats:
     from tilefold.retrieval.dense import encode_dense  # loads torch
 
-    report(0, len(task.documents))
-    documents = encode_dense(teacher.model, task.documents, kind="document", batch_size=batch_size, progress=report)
-    queries = encode_dense(teacher.model, task.queries, kind="query", batch_size=batch_size)
-    scores = [
-        teacher.model.similarity_pairwise(queries[task.query[part]], documents[task.document[part]])
-        for part in task.pairs()
-    ]
+    task.report(0, len(task.documents))
+    documents = encode_dense(model, task.documents, kind="document", batch_size=task.size, progress=task.report)
+    queries = encode_dense(model, task.queries, kind="query", batch_size=task.size)
+    parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
+    scores = [model.similarity_pairwise(queries[task.query[part]], documents[task.document[part]]) for part in parts]
     return np.concatenate([part.float().cpu().numpy() for part in scores])
 
 
-def _sparse(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress) -> Floats:
-    compared = getattr(teacher.model, "similarity_fn_name", "dot")
+def _sparse(model: Model, task: _Task) -> Floats:
+    compared = getattr(model, "similarity_fn_name", "dot")
     if compared not in (None, "dot"):
         raise ValueError(
-            f"teacher {teacher.name}: expected a sparse model that compares by dot product, got {compared!r}."
+            f"teacher {task.teacher.name}: expected a sparse model that compares by dot product, got {compared!r}."
         )
-    manifest = encode_collection(teacher.model, task.documents, folder, batch_size=batch_size, progress=report)
-    tell_truncated("document", len(task.documents), manifest.truncated)
-    _check_all(teacher, manifest.failed)
-    queries = encode_queries(teacher.model, task.queries, batch_size=batch_size)
-    return _products(queries, read_vectors(folder), task)
+    _check_all(task, encode_collection(model, task.documents, task.folder, batch_size=task.size, progress=task.report))
+    queries = encode_queries(model, task.queries, batch_size=task.size)
+    return _products(queries, read_vectors(task.folder), task)
 
 
-def _words(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress) -> Floats:
-    index: BM25Index = teacher.model
+def _words(index: BM25Index, task: _Task) -> Floats:
     documents = index.document_vectors()
     row_of = {name: row for row, name in enumerate(documents.ids)}
     taken = documents.take([row_of[name] for name in task.names])
@@ -251,43 +234,38 @@ def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> 
     return scores
 
 
-def _late(teacher: Teacher, task: _Task, folder: Path, column: Path, batch_size: int, report: Progress) -> Floats:
+def _late(model: Model, task: _Task) -> Floats:
     from tilefold.retrieval import encode_texts, encode_tokens, open_tokens, rerank  # loads torch
 
-    manifest = encode_tokens(teacher.model, task.documents, folder, batch_size=batch_size, progress=report)
-    tell_truncated("document", len(task.documents), manifest.truncated)
-    _check_all(teacher, manifest.failed)
-    queries = encode_texts(teacher.model, task.queries, kind="query", batch_size=batch_size)
+    _check_all(task, encode_tokens(model, task.documents, task.folder, batch_size=task.size, progress=task.report))
+    queries = encode_texts(model, task.queries, kind="query", batch_size=task.size)
     run: dict[str, dict[str, float]] = {}
     pairs = list(zip(map(str, task.query.tolist()), map(str, task.document.tolist()), strict=True))
     for query, document in pairs:
         run.setdefault(query, {})[document] = 0.0
-    reduction = "mean" if teacher.model.similarity_fn_name == "meanmaxsim" else "sum"
-    found = rerank(run, queries, open_tokens(folder), tail="drop", reduction=reduction)
+    reduction = "mean" if model.similarity_fn_name == "meanmaxsim" else "sum"
+    found = rerank(run, queries, open_tokens(task.folder), tail="drop", reduction=reduction)
     return np.array([found[query].get(document, np.nan) for query, document in pairs], np.float32)
 
 
-def _check_all(teacher: Teacher, failed: Mapping[str, str]) -> None:
-    if failed:
+def _check_all(task: _Task, manifest: Any) -> None:
+    """Say what was cut of the documents; raise ``DataError`` where one could not be encoded."""
+    tell_truncated("document", len(task.documents), manifest.truncated)
+    if failed := manifest.failed:
         raise DataError(
-            f"teacher {teacher.name}: {len(failed)} texts could not be encoded, {next(iter(failed.values()))}."
+            f"teacher {task.teacher.name}: {len(failed)} texts could not be encoded, {next(iter(failed.values()))}."
         )
 
 
-_SCORERS: dict[str, Callable[..., Floats]] = {
-    "cross-encoder": _cross_encoder,
-    "dense": _dense,
-    "sparse": _sparse,
-    "multi-vector": _late,
-    "bm25": _words,
-}
+_SCORERS: dict[str, Callable[[Any, _Task], Floats]] = dict(
+    zip(KINDS, (_cross_encoder, _dense, _sparse, _late, _words), strict=True)
+)
 
 
 def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> TrainingRows:
     """The rows with those relevant documents of `split` that their queries lack, before the others.
 
-    Raises:
-        ValueError: rows that are scored already, where the added ones have no scores; an unknown split.
+    ValueError for rows that are scored already, where the added ones would have no scores, and an unknown split.
     """
     qrels = collection.split_qrels(split)
     documents = dict(zip(rows.documents, range(len(rows.documents)), strict=True))
@@ -305,13 +283,6 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
             f"rows: expected all relevant documents of {split} in scored rows, got some without {len(missing)} of "
             "them. Score the mined file again."
         )
-    return replace(
-        rows,
-        documents=list(documents),
-        offsets=offsets_of(counts),
-        document=np.insert(rows.document, at, np.array(missing, np.int32)),
-        relevant=np.insert(rows.relevant, at, True),
-        rank=np.insert(rows.rank, at, 0),
-        retrieved=np.insert(rows.retrieved, at, np.nan),
-        made_by=dict(rows.made_by),
-    )
+    added: dict[str, Any] = {"document": np.array(missing, np.int32), "relevant": True, "rank": 0, "retrieved": np.nan}
+    columns: dict[str, Any] = {name: np.insert(getattr(rows, name), at, value) for name, value in added.items()}
+    return replace(rows, documents=list(documents), offsets=offsets_of(counts), made_by=dict(rows.made_by), **columns)

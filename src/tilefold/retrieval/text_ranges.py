@@ -35,29 +35,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """The texts of a shard.
-
-    Attributes:
-        number: of the shard.
-        count: texts.
-        sha256: :func:`texts_digest` of them.
-        rows: where they are, in order.
-        held: id -> text instead, of texts that are in no file.
-    """
+    """The texts of a shard, in rows of files, or `held` where they are in no file."""
 
     number: int
     count: int
-    sha256: str
+    sha256: str  # texts_digest
     rows: tuple[Rows, ...] = ()
     held: Mapping[str, str] | None = None
 
     def read(self) -> dict[str, str]:
-        """Id -> text.
-
-        Raises:
-            DataError: they are not those of the digest.
-            FileNotFoundError: a file is not there.
-        """
+        """Id -> text; ``DataError`` where they are not those of the digest."""
         if self.held is not None:
             return dict(self.held)
         texts: dict[str, str] = {}
@@ -75,14 +62,7 @@ class Range:
 
 @dataclass
 class Survey:
-    """Ranges, counts and a sample, from one reading of all texts.
-
-    Attributes:
-        ranges: of shards, in order.
-        count, characters: texts, and their length in all.
-        sha256: :func:`texts_digest` of all.
-        sample: some of them, evenly spaced.
-    """
+    """Ranges of shards, counts, the digest of all texts and an evenly spaced sample, from one reading."""
 
     ranges: list[Range] = field(default_factory=list)
     count: int = 0
@@ -100,11 +80,7 @@ class Texts(ABC):
 
 
 class HeldTexts(Texts):
-    """Texts in the memory of this process; they travel with the ranges.
-
-    Args:
-        texts: id -> text, in a fixed order.
-    """
+    """Texts in the memory of this process, id -> text in a fixed order; they travel with the ranges."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
@@ -115,22 +91,14 @@ class HeldTexts(Texts):
 
 
 class StoredTexts(Texts):
-    """The documents of a table, which other processes read for themselves; only keys of their ids are kept here.
-
-    Args:
-        path: what :func:`tilefold.retrieval.load_documents` reads.
-    """
+    """Documents as :func:`tilefold.retrieval.load_documents` reads them, which others read for themselves."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """See :class:`Texts`.
-
-        Raises:
-            DataError: malformed rows, missing or repeated ids, or no row. Messages name file and line.
-        """
-        keys = array("Q")
+        """See :class:`Texts`; ``DataError`` names file and line of malformed rows and of missing or repeated ids."""
+        keys = array("Q")  # of ids: the texts are not kept
         found = _survey(self._rows(keys), shard_size, sample)
         self._check_unique(keys)
         return found

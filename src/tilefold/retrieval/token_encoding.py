@@ -16,10 +16,9 @@ from torch import Tensor
 from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval._made import Encoding, Job, Kind, Output
-from tilefold.retrieval._token_vectors import STORAGES, TokenVectors, check_finite
 from tilefold.retrieval.encoding import model_fingerprint, model_name
 from tilefold.retrieval.encodings import encode_to_folder
-from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter
+from tilefold.retrieval.tokens import STORAGES, TokenManifest, TokenVectors, TokenVectorWriter, check_finite
 from tilefold.retrieval.truncation import cut_texts
 
 __all__ = ["TokenEncoding", "encode_texts", "encode_tokens", "token_model_fingerprint"]

@@ -1,16 +1,10 @@
-"""Token vectors of a multi-vector model on disk: safetensors shards, and a manifest that lists complete ones.
-
-A folder of token vectors holds ``part-00000.safetensors``, ... and ``manifest.json`` (:class:`TokenManifest`). A shard
-packs the vectors of its N texts, T in all: ``values`` ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see
-:func:`tilefold.ops.quantize_tokens`), ``offsets`` ``[N + 1]`` int64, and ``ids``, the UTF-8 bytes of a JSON list.
-That is the packed layout of :func:`tilefold.ops.maxsim`, which scores a shard in place while it is memory-mapped.
-"""
+"""Token vectors of a multi-vector model, in memory and on disk: safetensors shards, and a manifest that lists them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilefold.retrieval._arrays import no_weight
+from tilefold.ops import QuantizedTokens, quantize_tokens
+from tilefold.retrieval._arrays import check_offsets, no_weight
 from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import (
     REMEDY,
@@ -30,19 +25,142 @@ from tilefold.retrieval._shards import (
     read_layout,
     shard_file,
 )
-from tilefold.retrieval._token_vectors import STORAGES, TokenVectors, named
+from tilefold.retrieval._sparse import check_ids
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["STORAGES", "TokenManifest", "TokenStore", "TokenVectorWriter", "TokenVectors", "open_tokens"]
 
 LAYOUT = "tokens"
+STORAGES = ("fp16", "int8")
 _DTYPES = {"fp16": torch.float16, "int8": torch.int8}
 
 
 @dataclass
+class TokenVectors:
+    """The token vectors of N texts in memory, packed.
+
+    Attributes:
+        ids: N unique, non-empty strings.
+        offsets: int64 ``[N + 1]``; text `i` has rows ``offsets[i]`` to ``offsets[i + 1]``, possibly none.
+        values: ``[T, D]`` fp16, fp32 or int8.
+        scales: ``[T]`` fp32 factors of int8 values, else None.
+
+    Raises:
+        DataError: shapes or dtypes that do not fit, offsets that do not rise from 0 to T, an empty or repeated id.
+    """
+
+    ids: list[str]
+    offsets: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(self.ids)
+        n, offsets, values = len(self.ids), self.offsets, self.values
+        if values.dim() != 2 or values.dtype not in (torch.float16, torch.float32, torch.int8):
+            raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
+        if offsets.dtype != torch.int64 or tuple(offsets.shape) != (n + 1,):
+            raise DataError(f"offsets: expected {n + 1} int64 offsets for {n} ids, got {_described(offsets)}.")
+        check_offsets(offsets.cpu().numpy(), values.size(0), "offsets")
+        if (self.scales is not None) != (values.dtype == torch.int8):
+            raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
+        if self.scales is not None and (
+            self.scales.dtype != torch.float32 or tuple(self.scales.shape) != (values.size(0),)
+        ):
+            raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(self.scales)}.")
+
+    @classmethod
+    def pack(cls, ids: Sequence[str], vectors: Sequence[Tensor], dimension: int, storage: str) -> TokenVectors:
+        """From one ``[n_i, D]`` tensor per text, on any device; the result is on the CPU.
+
+        Raises:
+            ValueError: an unknown `storage`.
+            DataError: a tensor of another shape, or an entry that is not finite in `storage`; the message names the id.
+        """
+        if storage not in STORAGES:
+            raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
+        for name, rows in zip(ids, vectors, strict=True):
+            if rows.dim() != 2 or rows.size(1) != dimension:
+                raise DataError(f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.")
+        lengths = [rows.size(0) for rows in vectors]
+        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        packed = torch.cat([rows.detach().float() for rows in vectors]) if vectors else torch.zeros(0, dimension)
+        half = packed.half()
+        finite = (packed if storage == "int8" else half).isfinite().all(dim=1).cpu()
+        check_finite(ids, offsets, finite, storage, packed)
+        if storage == "fp16":
+            return cls(list(ids), offsets, half.cpu())
+        quantized = quantize_tokens(packed, "int8")
+        return cls(list(ids), offsets, quantized.values.cpu(), quantized.scales.cpu())
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dimension(self) -> int:
+        """D."""
+        return int(self.values.size(1))
+
+    def rows(self, i: int) -> Tensor:
+        """The vectors of text `i`, ``[n, D]`` fp32."""
+        low, high = int(self.offsets[i]), int(self.offsets[i + 1])
+        values = self.values[low:high].float()
+        return values if self.scales is None else values * self.scales[low:high, None]
+
+    def packed(self) -> Tensor | QuantizedTokens:
+        """The document argument of :func:`tilefold.ops.maxsim`, with ``offsets`` as its ``cu_seqlens_d``."""
+        return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
+
+    def take(self, chosen: Sequence[int]) -> TokenVectors:
+        """The given texts, in the given order, copied."""
+        index = torch.as_tensor(chosen, dtype=torch.int64)
+        lengths = self.offsets.diff()[index]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        at = torch.repeat_interleave(self.offsets[index] - offsets[:-1], lengths) + torch.arange(int(offsets[-1]))
+        scales = None if self.scales is None else self.scales[at]
+        return TokenVectors([self.ids[i] for i in index.tolist()], offsets, self.values[at], scales)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[TokenVectors]) -> TokenVectors:
+        """All texts of `parts`, at least one, of one dimension and storage, in order."""
+        lengths = torch.cat([part.offsets.diff() for part in parts])
+        scales = [part.scales for part in parts if part.scales is not None]
+        with torch.autocast("cpu", enabled=False):  # numpy, because torch lacks the operation for fp16 on the CPU
+            values = torch.cat([part.values for part in parts])
+        return cls(
+            [name for part in parts for name in part.ids],
+            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            values,
+            torch.cat(scales) if scales else None,
+        )
+
+
+def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str, numbers: Tensor) -> None:
+    """Raise ``DataError``, with an id and one of its `numbers`, unless all are `finite`, bool ``[T]``, as stored."""
+    if not bool(finite.all()):
+        got = named(ids, offsets, numbers, ~(numbers.half() if storage == "fp16" else numbers).isfinite())
+        raise DataError(f"vectors: expected finite numbers within the range of {storage}, got {got}. Check the model.")
+
+
+def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -> str:
+    """The first of the `numbers` of some tokens that is `wrong`, and the id of its text."""
+    at = wrong.nonzero()[0].tolist()
+    owner = ids[int(torch.searchsorted(offsets, at[0], right=True)) - 1]
+    return f"{numbers[tuple(at)].item()} for {owner!r}"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+@dataclass
 class TokenManifest:
-    """The manifest of a folder of token vectors.
+    """The manifest of a folder of token vectors, ``manifest.json`` beside ``part-00000.safetensors``, ...
+
+    A shard packs the vectors of its N texts, T in all, as :func:`tilefold.ops.maxsim` scores them in place: ``values``
+    ``[T, D]`` fp16 or int8, for int8 ``scales`` ``[T]`` fp32 (see :func:`tilefold.ops.quantize_tokens`), ``offsets``
+    ``[N + 1]`` int64, and ``ids``, the UTF-8 bytes of a JSON list.
 
     Attributes:
         dimension: D, the length of a vector.
@@ -85,15 +203,7 @@ class TokenManifest:
 class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     """Write token vectors shard by shard; one process at a time may use a folder.
 
-    Args:
-        path: the folder, made when missing.
-        manifest: the manifest of a new folder.
-        resume: keep the shards of an earlier writer; other settings are an error. With False, they are discarded.
-        lists: with False, files of shards are made for a writer in another process, which lists them.
-
-    Raises:
-        FileExistsError: `path` holds files but no manifest.
-        DataError: the earlier vectors have other settings, or are sparse vectors.
+    Arguments and errors are those of :class:`tilefold.retrieval.SparseVectorWriter`; `manifest` is of a new folder.
     """
 
     suffix = "safetensors"
@@ -119,19 +229,19 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
         return {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
 
     def _store(self, vectors: TokenVectors, path: Path) -> None:
-        _write_shard(vectors, path)
+        names = json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        tensors = {"values": vectors.values.contiguous(), "offsets": vectors.offsets.contiguous()}
+        tensors["ids"] = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
+        if vectors.scales is not None:
+            tensors["scales"] = vectors.scales.contiguous()
+        _safetensors().torch.save_file(tensors, str(path), metadata={"format": "pt"})
 
     def _read(self, path: Path) -> TokenVectors:
         return _read_shard(path)
 
 
 def read_token_manifest(path: str | Path) -> TokenManifest:
-    """The manifest of the folder `path`, complete or not.
-
-    Raises:
-        FileNotFoundError: no manifest.
-        DataError: a damaged one, or one of sparse vectors.
-    """
+    """The manifest of the folder `path`, complete or not; as :func:`tilefold.retrieval.read_manifest`."""
     folder = Path(path)
     value, layout = read_layout(folder)
     if layout != LAYOUT:
@@ -176,11 +286,7 @@ class TokenStore:
         return self.manifest.dimension
 
     def shard(self, number: int) -> TokenVectors:
-        """Shard `number`, memory-mapped.
-
-        Raises:
-            FileNotFoundError, DataError: its file is missing or damaged; the checksum is compared the first time.
-        """
+        """Shard `number`, memory-mapped; the first time, FileNotFoundError or ``DataError`` for a damaged one."""
         if number not in self._shards:
             listed = self.manifest.shards[number]
             file = shard_file(self.folder, listed, verify=self._verify)
@@ -195,19 +301,13 @@ class TokenStore:
         return self._shards[number]
 
     def read(self, names: Iterable[str]) -> TokenVectors:
-        """The vectors of some texts, copied into memory, in the given order.
-
-        Raises:
-            KeyError: a text is not in the store.
-        """
+        """The vectors of some texts, copied into memory, in the given order; KeyError for one that is not there."""
         wanted = list(names)
         rows: dict[int, list[int]] = {}
         for number, row in (self.ids[name] for name in wanted):
             rows.setdefault(number, []).append(row)
         if not wanted:
-            empty = torch.zeros(0, self.dimension, dtype=_DTYPES[self.manifest.storage])
-            scales = torch.zeros(0) if self.manifest.storage == "int8" else None
-            return TokenVectors([], torch.zeros(1, dtype=torch.int64), empty, scales)
+            return TokenVectors.pack([], [], self.dimension, self.manifest.storage)
         found = TokenVectors.concatenate([self.shard(number).take(chosen) for number, chosen in rows.items()])
         place = {name: at for at, name in enumerate(found.ids)}
         return found.take([place[name] for name in wanted])
@@ -230,41 +330,25 @@ def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
 
 
 def _safetensors() -> Any:
-    require("safetensors", "safetensors", "Storing token vectors")
-    return require("safetensors.torch", "safetensors", "Storing token vectors")
+    require("safetensors.torch", "safetensors", "Storing token vectors")
+    return require("safetensors", "safetensors", "Storing token vectors")
 
 
-def _write_shard(vectors: TokenVectors, path: Path) -> None:
-    names = np.frombuffer(json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass"), np.uint8)
-    tensors = {
-        "values": vectors.values.contiguous(),
-        "offsets": vectors.offsets.contiguous(),
-        "ids": torch.from_numpy(names.copy()),
-    }
-    if vectors.scales is not None:
-        tensors["scales"] = vectors.scales.contiguous()
-    _safetensors().save_file(tensors, str(path), metadata={"format": "pt"})
-
-
-def _open(path: Path) -> Any:
-    _safetensors()
+def _tensors(path: Path, *names: str) -> dict[str, Tensor]:
+    """Tensors of a shard, memory-mapped, and its scales if it has some."""
     try:
-        return require("safetensors", "safetensors", "Reading token vectors").safe_open(str(path), framework="pt")
+        with _safetensors().safe_open(str(path), framework="pt") as file:
+            there = set(file.keys())
+            found = {name: file.get_tensor(name) for name in there & {*names, "scales"}}
     except Exception as error:  # safetensors raises its own exception, or OSError for a truncated file
         raise DataError(f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}") from error
-
-
-def _tensor(file: Any, name: str, path: Path) -> Tensor:
-    try:
-        tensor: Tensor = file.get_tensor(name)
-    except Exception as error:
-        raise DataError(f"{path}: expected a tensor {name!r}, got ({error}). {REMEDY}") from error
-    return tensor
+    if missing := [name for name in names if name not in found]:
+        raise DataError(f"{path}: expected a tensor {missing[0]!r}, got {sorted(there)}. {REMEDY}")
+    return found
 
 
 def _read_ids(path: Path) -> list[str]:
-    with _open(path) as file:
-        raw = _tensor(file, "ids", path)
+    raw = _tensors(path, "ids")["ids"]
     try:
         names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
     except (ValueError, TypeError, RecursionError) as error:
@@ -274,25 +358,25 @@ def _read_ids(path: Path) -> list[str]:
     return names
 
 
+def _read_shard(path: Path) -> TokenVectors:
+    found = _tensors(path, "offsets", "values")
+    try:
+        return TokenVectors(_read_ids(path), found["offsets"], found["values"], found.get("scales"))
+    except DataError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise DataError(f"{path}: {error} {REMEDY}") from error
+
+
 def _check_finite(vectors: TokenVectors, path: Path) -> None:
     """Raise ``DataError`` for numbers, or factors of int8 values, that are NaN or infinite."""
-    if vectors.scales is not None:
-        whole = no_weight(vectors.scales.numpy()) is None
+    scales = vectors.scales
+    if scales is not None:
+        numbers, what, whole = scales, "a scale of ", no_weight(scales.numpy()) is None
     else:  # the least and the largest are NaN where there is one
-        whole = not vectors.values.numel() or all(math.isfinite(end) for end in vectors.values.aminmax())
+        numbers, what = vectors.values, ""
+        whole = not numbers.numel() or all(math.isfinite(end) for end in numbers.aminmax())
     if not whole:
-        numbers, what = (vectors.values, "") if vectors.scales is None else (vectors.scales, "a scale of ")
-        wrong = ~numbers.isfinite() if vectors.scales is None else ~numbers.isfinite() | (numbers < 0)
+        wrong = ~numbers.isfinite() if scales is None else ~numbers.isfinite() | (numbers < 0)
         got = named(vectors.ids, vectors.offsets, numbers, wrong)
         raise DataError(f"{path}: expected finite token vectors, got {what}{got}. {REMEDY}")
-
-
-def _read_shard(path: Path) -> TokenVectors:
-    names = _read_ids(path)
-    with _open(path) as file:
-        scales = _tensor(file, "scales", path) if "scales" in file.keys() else None  # noqa: SIM118 - no mapping
-        offsets, values = _tensor(file, "offsets", path), _tensor(file, "values", path)
-    try:
-        return TokenVectors(names, offsets, values, scales)
-    except DataError as error:
-        raise DataError(f"{path}: {error} {REMEDY}") from error

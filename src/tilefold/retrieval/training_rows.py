@@ -49,11 +49,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class QueryRows(NamedTuple):
-    """The rows of one query: arrays ``[n]`` in the order of `documents`.
-
-    `rank` is 0 and `retrieved` NaN where the retriever did not return the document; `target` is None, and `teachers`
-    empty, until the rows are scored.
-    """
+    """The rows of one query: arrays ``[n]`` in the order of `documents`; columns as in :class:`TrainingRows`."""
 
     query: str
     documents: list[str]
@@ -174,10 +170,7 @@ class TrainingRows:
         )
 
     def check_collection(self, collection: Collection) -> None:
-        """Raise ``DataError`` unless the rows are of the texts of `collection`, as far as can be told.
-
-        Fingerprints are compared where `made_by` has them; ids are always looked up.
-        """
+        """Raise ``DataError`` unless the rows are of the texts of `collection`, by ids and by known fingerprints."""
         for names, known, what in (
             (self.queries, collection.queries, "query"),
             (self.documents, collection.documents, "document"),
@@ -204,11 +197,7 @@ def queries_of(rows: TrainingRows, collection: Collection) -> dict[str, str]:
 
 
 def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
-    """Write the Parquet file of this module's table, atomically.
-
-    Raises:
-        ValueError: there is no row.
-    """
+    """Write the Parquet file of this module's table, atomically; ValueError where there is no row."""
     pa, pq = _arrow()
     if not len(rows):
         raise ValueError("rows: expected at least one row, got an empty table.")
@@ -219,26 +208,20 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
     made_by = json.dumps({"schema_version": SCHEMA_VERSION, **rows.made_by}, ensure_ascii=False).encode()
     schema = pa.schema(fields, metadata={METADATA: made_by})
     query = rows.query_of_row()
-    with atomic_file(Path(path)) as temporary:
-        writer: Any = pq.ParquetWriter(temporary, schema, compression="zstd")
-        with writer:
-            for low in range(0, len(rows), _ROWS_PER_GROUP):
-                writer.write_table(_table(pa, rows, query, slice(low, low + _ROWS_PER_GROUP), schema))
-
-
-def _table(pa: Any, rows: TrainingRows, query: npt.NDArray[np.int64], part: slice, schema: Any) -> Any:
-    rank, retrieved = rows.rank[part], rows.retrieved[part]
-    found = pa.array(retrieved, pa.float32(), mask=np.isnan(retrieved))
-    columns = {
-        "query_id": pa.array([rows.queries[i] for i in query[part].tolist()], pa.string()),
-        "document_id": pa.array([rows.documents[i] for i in rows.document[part].tolist()], pa.string()),
-        "rank": pa.array(rank, pa.int32(), mask=rank == 0),
-        "score": found if rows.target is None else pa.array(rows.target[part], pa.float32()),
-        "relevant": pa.array(rows.relevant[part], pa.bool_()),
-        "retriever_score": found,
-        **{TEACHER + name: pa.array(scores[part], pa.float32()) for name, scores in rows.teachers.items()},
-    }
-    return pa.table([columns[name] for name in schema.names], schema=schema)
+    with atomic_file(Path(path)) as temporary, pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+        for low in range(0, len(rows), _ROWS_PER_GROUP):
+            part = slice(low, low + _ROWS_PER_GROUP)
+            found = pa.array(rows.retrieved[part], mask=np.isnan(rows.retrieved[part]))
+            columns = {
+                "query_id": [rows.queries[i] for i in query[part].tolist()],
+                "document_id": [rows.documents[i] for i in rows.document[part].tolist()],
+                "rank": pa.array(rows.rank[part], mask=rows.rank[part] == 0),
+                "score": found if rows.target is None else rows.target[part],
+                "relevant": rows.relevant[part],
+                "retriever_score": found,
+                **{TEACHER + name: scores[part] for name, scores in rows.teachers.items()},
+            }
+            writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
 
 
 def read_training_rows(path: str | Path) -> TrainingRows:

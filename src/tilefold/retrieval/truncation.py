@@ -100,7 +100,7 @@ class Beginnings:
     """The tokens that a text begins with, whatever follows it.
 
     A fast tokenizer normalises a text, splits it into pieces, and gives each piece tokens of its own. Pieces that end
-    well before the end of a text stay as they are when the text goes on, because normalisers and splitters look only a
+    well before the end of a text stay as they are when the text goes on, since normalisers and splitters look only a
     few characters ahead. The last piece is open: more text makes it longer, and its last tokens may change.
 
     For BPE and Unigram, if ``t1 ... tk`` are the tokens of a piece, then ``t1 ... tj`` are those of the characters that
@@ -111,9 +111,6 @@ class Beginnings:
     tokenizer fuses (unknown characters) are closed by the next one, which is therefore asked for.
 
     For WordPiece and WordLevel, whose words are known or unknown as a whole, nothing is said of an open piece.
-
-    Args:
-        tokenizer: of transformers.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

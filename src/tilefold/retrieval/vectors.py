@@ -1,11 +1,4 @@
-"""Sparse vectors on disk: Parquet shards, and a manifest that lists complete ones.
-
-A folder of vectors holds ``part-00000.parquet``, ``part-00001.parquet``, ... with the columns ``id``
-(string), ``indices`` (list of int32) and ``weights`` (list of float32), and ``manifest.json``
-(:class:`VectorManifest`).
-Shards and manifest are replaced atomically and a shard counts only once the manifest lists it, so that an
-interrupted writer can be resumed.
-"""
+"""Sparse vectors on disk: Parquet shards, and a manifest that lists complete ones."""
 
 from __future__ import annotations
 
@@ -51,7 +44,9 @@ __all__ = [
 
 @dataclass
 class VectorManifest:
-    """The manifest of a folder of vectors.
+    """The manifest of a folder of vectors, ``manifest.json`` beside ``part-00000.parquet``, ``part-00001.parquet``, ...
+
+    A shard has the columns ``id`` (string), ``indices`` (list of int32) and ``weights`` (list of float32).
 
     Attributes:
         vocab_size, fingerprint: of the vocabulary; see :class:`SparseVectors`.
@@ -100,6 +95,9 @@ class VectorManifest:
 class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """Write vectors shard by shard; one process at a time may use a folder.
 
+    Shards and manifest are replaced atomically and a shard counts only once the manifest lists it, so that an
+    interrupted writer can be resumed.
+
     Args:
         path: the folder, made when missing.
         vocab_size, fingerprint, model_name, kind, settings: see :class:`VectorManifest`.
@@ -140,19 +138,25 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         return {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
 
     def _store(self, vectors: SparseVectors, path: Path) -> None:
-        _write_parquet(vectors, path)
+        pa, pq = _arrow()
+        if vectors.indices.size > np.iinfo(np.int32).max:
+            raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
+        offsets = pa.array(vectors.indptr.astype(np.int32))
+        columns = {
+            "id": pa.array(vectors.ids, pa.string()),
+            "indices": pa.ListArray.from_arrays(offsets, pa.array(vectors.indices, pa.int32())),
+            "weights": pa.ListArray.from_arrays(offsets, pa.array(vectors.data, pa.float32())),
+        }
+        # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no float twice
+        encodings = {"indices.list.element": "DELTA_BINARY_PACKED", "weights.list.element": "BYTE_STREAM_SPLIT"}
+        pq.write_table(pa.table(columns), path, compression="zstd", use_dictionary=False, column_encoding=encodings)
 
     def _read(self, path: Path) -> SparseVectors:
         return _read_parquet(path, self.manifest)
 
 
 def read_manifest(path: str | Path) -> VectorManifest:
-    """The manifest of the folder `path`, complete or not.
-
-    Raises:
-        FileNotFoundError: no manifest.
-        DataError: a damaged one, or one of token vectors.
-    """
+    """The manifest of the folder `path`, complete or not; FileNotFoundError, or ``DataError`` for a damaged one."""
     folder = Path(path)
     value, layout = read_layout(folder)
     if layout != "sparse":
@@ -180,11 +184,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
 
 
 def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
-    """The vectors of those `names` that a folder holds, in its order; only ids are read of shards without one.
-
-    Raises:
-        FileNotFoundError, DataError: as :func:`read_vectors`, for the shards that are read.
-    """
+    """The vectors of those `names` that a folder holds, in its order; only ids are read of shards without one."""
     folder, wanted = Path(path), set(names)
     manifest = read_manifest(folder)
     check_whole(folder, manifest)
@@ -285,24 +285,6 @@ def _arrow() -> tuple[Any, Any]:
     return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
 
 
-def _write_parquet(vectors: SparseVectors, path: Path) -> None:
-    """Columns ``id``, ``indices`` and ``weights``, one row per text."""
-    pa, pq = _arrow()
-    if vectors.indices.size > np.iinfo(np.int32).max:
-        raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
-    offsets = pa.array(vectors.indptr.astype(np.int32))
-    table = pa.table(
-        {
-            "id": pa.array(vectors.ids, pa.string()),
-            "indices": pa.ListArray.from_arrays(offsets, pa.array(vectors.indices, pa.int32())),
-            "weights": pa.ListArray.from_arrays(offsets, pa.array(vectors.data, pa.float32())),
-        }
-    )
-    # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no float twice
-    encodings = {"indices.list.element": "DELTA_BINARY_PACKED", "weights.list.element": "BYTE_STREAM_SPLIT"}
-    pq.write_table(table, path, compression="zstd", use_dictionary=False, column_encoding=encodings)
-
-
 @contextmanager
 def _as_data_error(path: Path) -> Iterator[None]:
     """Turn Arrow's errors for a damaged or foreign file into one ``DataError`` that names it."""
@@ -314,7 +296,6 @@ def _as_data_error(path: Path) -> Iterator[None]:
 
 
 def _read_ids(path: Path) -> list[str]:
-    """The ids alone; the other columns are not read."""
     _, pq = _arrow()
     with _as_data_error(path):
         ids: list[str] = pq.read_table(path, columns=["id"]).column("id").to_pylist()
@@ -322,7 +303,6 @@ def _read_ids(path: Path) -> list[str]:
 
 
 def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
-    """The vectors of a shard."""
     _, pq = _arrow()
     with _as_data_error(path):
         table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
@@ -331,17 +311,13 @@ def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
         lengths = indices.value_lengths().to_numpy(zero_copy_only=False)
         counts = weights.value_lengths().to_numpy(zero_copy_only=False)
         same = bool((lengths == counts).all())
-        arrays = (
-            indices.flatten().to_numpy(zero_copy_only=False),
-            weights.flatten().to_numpy(zero_copy_only=False),
-        )
+        arrays = [column.flatten().to_numpy(zero_copy_only=False) for column in (indices, weights)]
     if not same or any(column.null_count for column in columns):
         nulls = [name for name, column in zip(("id", "indices", "weights"), columns, strict=True) if column.null_count]
         at = int(np.argmax(lengths != counts))
         got = f"nulls in {', '.join(nulls)}" if nulls else f"{counts[at]} and {lengths[at]} for {ids[at].as_py()!r}"
         raise DataError(f"{path}: expected as many weights as indices and no nulls, got {got}. {REMEDY}")
-    indptr = offsets_of(lengths)
     try:
-        return manifest.vectors(ids.to_pylist(), indptr, *arrays)
+        return manifest.vectors(ids.to_pylist(), offsets_of(lengths), *arrays)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from tilefold.retrieval._files import is_unicode
 from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
-from tilefold.retrieval._token_vectors import TokenVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.qdrant.engine import Point
 from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Layout, check_models
+from tilefold.retrieval.tokens import TokenVectors
 
 Dense = npt.NDArray[np.float32]
 _SPACE = uuid.UUID("6b0f2f0e-6f0c-5a54-9f7e-2b1a3c1d9e41")  # of document ids
