@@ -1,13 +1,33 @@
+"""Collections: what the BEIR layout holds, and as they come in production: compressed, Parquet, datasets, TREC."""
+
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tilefold.retrieval import Collection, Document, load_beir, load_collection
+from tilefold.retrieval import (
+    Collection,
+    Document,
+    load_beir,
+    load_collection,
+    load_queries,
+    query_of_line,
+    read_trec_run,
+)
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.text_ranges import StoredTexts
+
+from .conftest import DOCUMENTS, QUERIES
 
 
 def test_a_beir_folder_is_read_with_titles_grades_and_splits(beir: Path) -> None:
@@ -21,27 +41,19 @@ def test_a_beir_folder_is_read_with_titles_grades_and_splits(beir: Path) -> None
 
 
 def test_a_collection_survives_saving_and_loading(beir: Path, tmp_path: Path) -> None:
+    (beir / "queries.jsonl").write_text('{"_id": "q1", "text": "\\ud800 cat"}\n{"_id": "q2", "text": "b"}\n')
     collection = load_beir(beir)
-    collection.save_beir(tmp_path / "copy")
-    collection.save_beir(tmp_path / "copy")  # an own folder may be replaced
-    again = load_beir(tmp_path / "copy")
-    assert (again.documents, again.queries, again.qrels) == (
-        collection.documents,
-        collection.queries,
-        collection.qrels,
-    )
+    assert collection.queries == {"q1": "\ud800 cat", "q2": "b"}
+    for _ in range(2):  # an own folder may be replaced
+        collection.save_beir(tmp_path / "copy")
+        assert replace(load_beir(tmp_path / "copy"), name="tiny") == collection
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "tiny"]
-
-
-def test_saving_never_overwrites_a_folder_of_other_things(beir: Path, tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    (tmp_path / "copy" / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="nothing was overwritten"):
-        load_beir(beir).save_beir(tmp_path / "home")
-    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.txt"]
+        collection.save_beir(tmp_path / "copy")
 
 
-def test_an_interrupted_save_leaves_no_trace(beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_no_trace(beir: Path, tmp_path: Path) -> None:
     collection = load_beir(beir)
 
     class Interrupting(dict[str, dict[str, dict[str, int]]]):
@@ -54,20 +66,11 @@ def test_an_interrupted_save_leaves_no_trace(beir: Path, tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_an_unknown_split_names_the_splits_there_are(beir: Path) -> None:
-    with pytest.raises(ValueError, match=r"tiny has test, got 'dev'"):
-        load_beir(beir).pairs("dev")
-
-
-def test_a_header_is_optional_in_judgements(beir: Path) -> None:
-    (beir / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
-    assert load_beir(beir).pairs("test") == [("q1", "d1")]
-
-
-def test_blank_lines_a_byte_order_mark_and_integer_ids_are_tolerated(beir: Path) -> None:
+def test_blank_lines_a_byte_order_mark_integer_ids_and_no_header_are_tolerated(beir: Path) -> None:
     (beir / "corpus.jsonl").write_text('\ufeff{"_id": 7, "text": "seven"}\n\n', encoding="utf-8")
-    (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\t7\t1\n\n")
-    assert list(load_beir(beir).documents) == ["7"]
+    for header in ("", "query-id\tcorpus-id\tscore\n"):
+        (beir / "qrels" / "test.tsv").write_text(f"{header}q1\t7\t1\n\n")
+        assert load_beir(beir).pairs("test") == [("q1", "7")]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +93,7 @@ def test_blank_lines_a_byte_order_mark_and_integer_ids_are_tolerated(beir: Path)
         ("qrels/test.tsv", "q1\td1\tgood\n", r"test.tsv:1: expected an integer grade, got 'good'"),
         ("qrels/test.tsv", "q1\td1\t1.5\n", r"test.tsv:1: expected an integer grade, got '1.5'"),
         ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t2\n", r"test.tsv:2: .*judged 1 before, got 2"),
-        (
-            "qrels/test.tsv",
-            "q1\td1\t1\nq9\td1\t1\nq1\td8\t1\n",
-            r"test.tsv:2: unknown query 'q9'; 2 judgement",
-        ),
+        ("qrels/test.tsv", "q1\td1\t1\nq9\td1\t1\nq1\td8\t1\n", r"test.tsv:2: unknown query 'q9'; 2 judgement"),
         (
             "qrels/test.tsv",
             "query-id\tcorpus-id\tscore\n",
@@ -109,17 +108,13 @@ def test_a_bad_line_is_reported_by_file_and_number(beir: Path, name: str, conten
 
 
 @pytest.mark.parametrize("name", ["corpus.jsonl", "qrels/test.tsv"])
-def test_bytes_that_are_not_utf8_are_reported(beir: Path, name: str) -> None:
-    (beir / name).write_bytes(b'{"_id": "d1", "text": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match=rf"{name}:1: expected UTF-8 text, got the byte 0xff at byte 23 of the text"):
+def test_a_bad_byte_is_found_by_line_and_by_byte(beir: Path, name: str) -> None:
+    lines = [b'{"_id": "d%d", "text": "x"}\n' % i for i in range(3000)] if name == "corpus.jsonl" else []
+    lines += [b'{"_id": "last", "text": "caf\xe9"}\n']
+    (beir / name).write_bytes(b"".join(lines))
+    at = b"".join(lines).index(b"\xe9")
+    with pytest.raises(DataError, match=rf"{name}:{len(lines)}: .* the byte 0xe9 at byte {at} of the text"):
         load_beir(beir)
-
-
-def test_half_a_surrogate_pair_in_a_text_survives_saving(beir: Path, tmp_path: Path) -> None:
-    (beir / "queries.jsonl").write_text('{"_id": "q1", "text": "\\ud800 cat"}\n{"_id": "q2", "text": "b"}\n')
-    collection = load_beir(beir)
-    collection.save_beir(tmp_path / "saved")
-    assert load_beir(tmp_path / "saved").queries == collection.queries == {"q1": "\ud800 cat", "q2": "b"}
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\rb", ""])
@@ -136,18 +131,15 @@ def test_judgements_of_absent_documents_can_be_dropped(beir: Path) -> None:
     assert load_beir(beir, unknown="drop").qrels["test"]["q2"] == {"d3": 1}
 
 
-@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl"])
-def test_a_missing_file_is_reported_with_the_layout(beir: Path, name: str) -> None:
-    (beir / name).unlink()
-    with pytest.raises(FileNotFoundError, match=r"A BEIR folder has corpus\.jsonl"):
-        load_beir(beir)
-
-
-def test_an_unknown_name_lists_what_is_possible() -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"expected 'pydocs' or the path of a BEIR folder or of documents, got 'msmarco'"
-    ):
+def test_what_is_not_there_is_said_with_what_is(beir: Path) -> None:
+    with pytest.raises(ValueError, match=r"tiny has test, got 'dev'"):
+        load_beir(beir).pairs("dev")
+    with pytest.raises(FileNotFoundError, match=r"expected 'pydocs' or the path of a BEIR folder .*, got 'msmarco'"):
         load_collection("msmarco")
+    for name in ("queries.jsonl", "corpus.jsonl"):
+        (beir / name).unlink()
+        with pytest.raises(FileNotFoundError, match=rf"{name}: no such file.* A BEIR folder has corpus\.jsonl"):
+            load_beir(beir)
 
 
 def test_pydocs_has_the_promised_size_and_shape(pydocs: Collection) -> None:
@@ -167,13 +159,9 @@ def test_pydocs_cuts_the_query_from_its_document_and_from_no_other(pydocs: Colle
 
     openings = [normal(document.text.split("\n", 1)[0]) for document in pydocs.documents.values()]
     texts = [normal(text) for text in pydocs.queries.values()]
-    assert len(set(texts)) == len(texts)
-    assert not set(texts) & set(openings)
+    assert len(set(texts)) == len(texts) and not set(texts) & set(openings)
     bodies = [document.text for document in pydocs.documents.values()]
     assert len(set(bodies)) == len(bodies)
-
-
-def test_pydocs_covers_sources_and_c_modules_but_no_tests(pydocs: Collection) -> None:
     ids = set(pydocs.documents)
     assert {"json.dumps", "pathlib.Path", "builtins.sorted", "itertools.chain"} <= ids
     assert not [name for name in ids if re.match(r"(test|idlelib|turtledemo|site-packages)\b", name)]
@@ -195,11 +183,178 @@ def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
     assert load_collection("pydocs", cache_dir=tmp_path) == pydocs
     assert builds == [1]
     assert load_beir(folder).queries == pydocs.queries
-
-
-def test_pydocs_works_without_a_writable_cache(
-    pydocs: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tilefold.retrieval.pydocs.build_pydocs", lambda: pydocs)
     (tmp_path / "file").write_text("")
-    assert load_collection("pydocs", cache_dir=tmp_path / "file").queries == pydocs.queries
+    assert load_collection("pydocs", cache_dir=tmp_path / "file").queries == pydocs.queries  # not writable
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_a_corpus_alone_is_a_collection(beir: Path) -> None:
+    whole = load_beir(beir)
+    (beir / "qrels" / "test.tsv").write_text("q9\td9\t1\n")
+    assert not load_beir(beir, documents_only=True).queries
+    (beir / "queries.jsonl").unlink()
+    shutil.rmtree(beir / "qrels")
+    alone = load_beir(beir)
+    assert (alone.documents, alone.queries, alone.qrels) == (whole.documents, {}, {})
+    assert load_collection(beir / "corpus.jsonl") == replace(alone, name="corpus")
+
+
+def test_compressed_files_are_read_and_damaged_or_double_ones_named(beir: Path) -> None:
+    whole = load_beir(beir)
+    for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
+        (beir / f"{name}.gz").write_bytes(gzip.compress((beir / name).read_bytes()))
+        (beir / name).unlink()
+    assert load_beir(beir) == whole
+    packed = (beir / "corpus.jsonl.gz").read_bytes()
+    (beir / "corpus.jsonl.gz").write_bytes(packed[:-12])
+    with pytest.raises(DataError, match=r"corpus\.jsonl\.gz: expected a whole gzip file"):
+        load_beir(beir)
+    (beir / "corpus.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"expected one of corpus\.jsonl, corpus\.jsonl\.gz, got all"):
+        load_beir(beir)
+
+
+def test_parquet_files_and_folders_of_them_are_read(beir: Path) -> None:
+    whole = load_beir(beir)
+    for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
+        (beir / name).unlink()
+    for number, row in enumerate(DOCUMENTS):
+        parquet(beir / "corpus" / f"corpus-0000{number}-of-00003.parquet", [row])
+    parquet(beir / "queries.parquet", QUERIES)
+    judged = [("q1", "d1", 2), ("q1", "d2", 0), ("q2", "d3", 1)]
+    for number, judgement in enumerate(judged):
+        named = dict(zip(("query-id", "corpus-id", "score"), judgement, strict=True))
+        parquet(beir / "qrels" / f"test-0000{number}-of-00003.parquet", [named])
+    assert load_beir(beir) == whole
+    parquet(beir / "queries.parquet", [*QUERIES, {"_id": "q2", "text": "again"}])
+    with pytest.raises(DataError, match=r"queries\.parquet, row 3: '_id' 'q2' was given before"):
+        load_beir(beir)
+    (beir / "queries.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(DataError, match=r"queries\.parquet: expected a Parquet file"):
+        load_beir(beir)
+
+
+def test_saved_datasets_are_read_as_parts_and_alone(beir: Path, tmp_path: Path) -> None:
+    whole = load_beir(beir)
+    corpus = datasets.Dataset.from_list(DOCUMENTS)
+    datasets.DatasetDict({"corpus": corpus}).save_to_disk(str(tmp_path / "alone"))
+    assert load_collection(tmp_path / "alone").documents == whole.documents
+    (beir / "corpus.jsonl").unlink()
+    corpus.save_to_disk(str(beir / "corpus"))
+    assert load_beir(beir) == whole
+    datasets.DatasetDict({"a": corpus, "b": corpus}).save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(DataError, match="two: expected a dataset of one split, got a, b"):
+        load_collection(tmp_path / "two")
+
+
+def test_judgements_and_topics_of_trec_are_read(beir: Path) -> None:
+    whole = load_beir(beir)
+    (beir / "qrels" / "test.tsv").unlink()
+    (beir / "qrels" / "test.qrels").write_text("q1 0 d1 2\nq1 0 d2 0\nq2\t0\td3\t1\n")
+    (beir / "queries.jsonl").unlink()
+    (beir / "queries.trec").write_text(
+        "<top>\n<num> Number: q1\n<title> sleeping\ncats\n<desc> Description:\nwhy\n</top>\n"
+        '<topics><topic number="q2"><query>trees</query><question>which?</question></topic></topics>\n'
+    )
+    assert load_beir(beir) == whole
+    (beir / "queries.trec").write_text("1\ta query")
+    with pytest.raises(DataError, match=r"expected TREC topics .*, got '1\\ta query'"):
+        load_beir(beir)
+    (beir / "queries.trec").write_text("<top><num>1</num></top>")
+    with pytest.raises(DataError, match=r"queries\.trec, topic 1: expected a <num> and a <title>"):
+        load_beir(beir)
+
+
+def test_queries_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("sleeping cats\n\nq2\ttrees\n")
+    assert load_queries(tmp_path / "lines.txt") == {"1": "sleeping cats", "q2": "trees"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUERIES))
+    assert load_queries(tmp_path / "rows.jsonl") == {"q1": "sleeping cats", "q2": "trees"}
+    with pytest.raises(FileNotFoundError, match=r"gone\.txt: no such file with queries"):
+        load_queries(tmp_path / "gone.txt")
+
+
+FRAMES = [
+    ("id\ttext\n", "1\tcats sleep\n", {"1": ("", "cats sleep")}),
+    ("docid\ttitle\ttext\n", "1\tCats\tcats sleep\n", {"1": ("Cats", "cats sleep")}),
+    ('"_id"\t"Text"\n', "1\tcats sleep\n", {"1": ("", "cats sleep")}),
+    ("\tid\ttext\n", "0\t1\tcats sleep\n", {"1": ("", "cats sleep")}),  # the index of a data frame
+    ("text\turl\tdocno\n", "cats sleep\thttp://a\t1\n", {"1": ("", "cats sleep")}),
+    ("", "1\tcats\tsleep\n", {"1": ("", "cats\tsleep")}),
+    ("id\tA name, in a dictionary.\n", None, None),
+    ("docid\turl\n", None, None),
+    ("number\ttext\n", None, None),
+    ("id\ttitle\ttext\n", "1\tCats\n", None),
+]
+
+
+@pytest.mark.parametrize(("header", "line", "expected"), FRAMES)
+@pytest.mark.parametrize("name", ["corpus.tsv", "corpus.txt", "corpus.tsv.gz"])
+def test_a_first_line_that_names_columns_is_no_document(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, header: str, line: str | None, expected: Any
+) -> None:
+    path = tmp_path / name
+    content = (header + (line or "2\tdogs\n")).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    if expected is None:
+        said = "2: expected 3 fields as in the first line, which names them, got 2"
+        if line is None:
+            said = "1: expected a row, or names of columns .* put it below another one, if it is a row"
+        with pytest.raises(DataError, match=f"{name}:{said}"):
+            load_collection(path)
+        return
+    found = load_collection(path).documents
+    assert {key: (document.title, document.text) for key, document in found.items()} == expected
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(header) and all(f"{name}:1: this line is taken as names of columns" in s for s in told)
+    assert StoredTexts(path).survey(10).count == 1
+
+
+def test_a_first_line_that_names_columns_is_no_query(beir: Path) -> None:
+    whole = load_beir(beir)
+    (beir / "queries.jsonl").unlink()
+    lines = "qid\tquery\n" + "".join(f"{row['_id']}\t{row['text']}\n" for row in QUERIES)
+    for name in ("queries.tsv", "queries.txt"):
+        (beir / name).write_text(lines)
+        assert load_queries(beir / name) == whole.queries
+    assert load_beir(beir) == whole
+    (beir / "queries.txt").write_text("\n\nquery\nwhat is a topic\n")  # one word may be a query
+    assert load_queries(beir / "queries.txt") == {"3": "query", "4": "what is a topic"}
+    (beir / "queries.txt").write_text("qid\twhat is a qid\n")
+    with pytest.raises(DataError, match=r"queries\.txt:1: expected a row, or names of columns"):
+        load_queries(beir / "queries.txt")
+    with pytest.raises(DataError, match="line 1: expected a query, got names of columns"):
+        query_of_line("qid\tquery\n", 1)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "docid\tqid\trelevance\nd1\tq1\t2\nd2\tq1\t0\nd3\tq2\t1\n",
+        "topic iteration document rel\nq1 0 d1 2\nq1 0 d2 0\nq2 0 d3 1\n",
+        "\nquery_id\tdoc_id\tlabel\nq1\td1\t2\nq1\td2\t0\nq2\td3\t1\n",
+    ],
+)
+def test_names_of_columns_say_which_is_which_in_judgements(beir: Path, lines: str) -> None:
+    whole = load_beir(beir)
+    (beir / "qrels" / "test.tsv").write_text(lines)
+    assert load_beir(beir) == whole
+
+
+def test_a_judgement_of_a_query_called_qid_is_one(beir: Path) -> None:
+    (beir / "queries.jsonl").write_text('{"_id": "qid", "text": "cats"}\n')
+    (beir / "qrels" / "test.tsv").write_text("qid\td1\t1\n")
+    assert load_beir(beir).qrels["test"] == {"qid": {"d1": 1}}
+    (beir / "qrels" / "test.tsv").write_text("qid\tanswer\tgain\nqid\td1\t1\n")
+    with pytest.raises(DataError, match=r"test\.tsv:1: .*got 'gain'.*names of columns are query-id, corpus-id, score"):
+        load_beir(beir)
+
+
+def test_a_run_that_begins_with_names_of_columns_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("query_id Q0 doc_id rank score tag\nq Q0 d 1 2.0 x\n")
+    with pytest.raises(DataError, match=r"run:1: expected a finite score, got 'score'.* remove it if it names columns"):
+        read_trec_run(tmp_path / "run")

@@ -14,7 +14,7 @@ from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from tests.retrieval.test_retrieval_interruptions import stop_at
@@ -145,20 +145,15 @@ def test_queries_of_token_vectors_are_cut_where_their_own_length_ends(
     assert tally.lines() == [f"{queries.truncated['count']} of {len(TEXTS)} queries were cut at 62 tokens"]
 
 
-def test_both_copies_of_an_echo_share_the_limit(splade: Any, way: Any, tmp_path: Path) -> None:
+def test_both_copies_of_an_echo_share_the_limit_and_bound_no_batch(splade: Any, way: Any, tmp_path: Path) -> None:
     transformer = EchoTransformer(splade[0].tokenizer.name_or_path, transformer_task="fill-mask")
     model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
     with way(model):
-        manifest = encode_collection(model, {"a": "cats " * 24, "b": "cats " * 40}, tmp_path)
+        with pytest.warns(UserWarning, match="batch_tokens does nothing for a model whose texts are padded"):
+            encode_collection(model, {"a": "cats"}, tmp_path / "warned", batch_tokens=64)
+        manifest = encode_collection(model, {"a": "cats " * 24, "b": "cats " * 40}, tmp_path / "cut")
     room = manifest.truncated["max_length"]
     assert 20 < room < 32 and manifest.truncated["count"] == sum(count > room for count in (24, 40))
-
-
-def test_a_number_of_tokens_that_bounds_no_batch_is_said(splade: Any, way: Any, tmp_path: Path) -> None:
-    transformer = EchoTransformer(splade[0].tokenizer.name_or_path, transformer_task="fill-mask")
-    model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
-    with way(model), pytest.warns(UserWarning, match="batch_tokens does nothing for a model whose texts are padded"):
-        encode_collection(model, {"a": "cats"}, tmp_path, batch_tokens=64)
 
 
 def test_texts_that_are_cut_on_the_left_are_counted(splade: Any, way: Any, tmp_path: Path) -> None:
@@ -204,17 +199,12 @@ def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
 def test_a_tokenizer_without_rust_is_counted_too(splade: Any, tmp_path: Path) -> None:
     folder = Path(splade[0].tokenizer.name_or_path)
     slow = BertTokenizerLegacy(str(folder / "vocab.txt"), model_max_length=LIMIT)
+    stock = PreTrainedTokenizerBase.__call__
     with watching() as cut:
+        with watching():
+            assert PreTrainedTokenizerBase.__call__ is not stock
         slow(list(TEXTS.values()), padding=True, truncation=True, return_tensors="pt")
         slow(TEXTS["n200"], truncation=True, max_length=8)
     assert not slow.is_fast and [len(call.cut) for call in cut.calls] == [CUT, 1]
     assert [call.max_length for call in cut.calls] == [LIMIT, 8]
-
-
-def test_tokenizers_are_left_as_they_were(splade: Any) -> None:
-    from transformers import PreTrainedTokenizerBase
-
-    stock = PreTrainedTokenizerBase.__call__
-    with watching(), watching():
-        assert PreTrainedTokenizerBase.__call__ is not stock
-    assert PreTrainedTokenizerBase.__call__ is stock
+    assert PreTrainedTokenizerBase.__call__ is stock, "tokenizers are left as they were"

@@ -59,7 +59,7 @@ def same(found: dict[str, dict[str, float]], wanted: dict[str, dict[str, float]]
 @given(
     weights=st.lists(
         st.lists(st.floats(0, 1e6, width=32, allow_subnormal=False), min_size=5, max_size=5), min_size=1, max_size=6
-    ),
+    )
 )
 def test_files_hold_every_weight_to_the_last_bit(
     export: Any, weights: list[list[float]], tmp_path_factory: pytest.TempPathFactory
@@ -96,18 +96,15 @@ def test_a_folder_of_shards_gives_the_files_of_the_vectors_in_memory(
 @pytest.mark.parametrize("export", EXPORTERS)
 def test_terms_that_would_become_one_are_refused(export: Any, tmp_path: Path) -> None:
     vectors = SparseVectors.from_rows({"a": {0: 1.0, 2: 1.0}}, 4)
-    with pytest.raises(
-        DataError, match=r"a name of its own for every term, got 'x' \(terms 0 and 3\) twice\. .* their numbers\.$"
+    twice = r"a name of its own for every term, got 'x' \(terms 0 and 3\) twice\. .* their numbers\.$"
+    for tokens, kind, message in (
+        (["x", "y", "z", "x"], DataError, twice),  # a query with term 3 would find term 0
+        (["x", "y", "", "z"], DataError, r"no term whose name is empty, got '' \(term 2\).*named by their numbers"),
+        (["\ud800", "y", "z", "u"], DataError, r"half a surrogate pair, got '\\ud800' \(term 0\)"),
+        (["x", "y"], VocabularyMismatchError, "one for each of the 4 terms of the vectors, got 2"),
     ):
-        export(vectors, tmp_path / "out", ["x", "y", "z", "x"])  # a query with term 3 would find term 0
-    with pytest.raises(
-        DataError, match=r"takes no term whose name is empty, got '' \(term 2\).*named by their numbers"
-    ):
-        export(vectors, tmp_path / "out", ["x", "y", "", "z"])
-    with pytest.raises(DataError, match=r"half a surrogate pair, got '\\ud800' \(term 0\)"):
-        export(vectors, tmp_path / "out", ["\ud800", "y", "z", "u"])
-    with pytest.raises(VocabularyMismatchError, match="one for each of the 4 terms of the vectors, got 2"):
-        export(vectors, tmp_path / "out", ["x", "y"])
+        with pytest.raises(kind, match=message):
+            export(vectors, tmp_path / "out", tokens)
     assert not (tmp_path / "out").exists()
     export(vectors, tmp_path / "out", ["x", "y", "z", "y"])  # no document has either y
 
@@ -134,18 +131,13 @@ def test_texts_go_along(export: Any, make_vectors: Make, tmp_path: Path) -> None
     vectors = make_vectors(2)
     export(vectors, tmp_path / "out", texts={"d0": "Bäume \u2028 wachsen", "d1": ""})
     assert "Bäume \u2028 wachsen" in b"".join(f.read_bytes() for f in (tmp_path / "out").iterdir()).decode()
-    with pytest.raises(DataError, match="texts: expected one per document, got no text for 'd1'"):
-        export(vectors, tmp_path / "other", texts={"d0": ""})
-    with pytest.raises(DataError, match="half a surrogate pair in that of 'd0'"):
-        export(vectors, tmp_path / "other", texts={"d0": "\ud800", "d1": ""})
+    for texts, message in (
+        ({"d0": ""}, "texts: expected one per document, got no text for 'd1'"),
+        ({"d0": "\ud800", "d1": ""}, "half a surrogate pair in that of 'd0'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            export(vectors, tmp_path / "other", texts=texts)
     assert not (tmp_path / "other").exists()
-
-
-def test_a_ceiling_of_sparse_vector_is_above_0_where_no_document_has_a_weight(tmp_path: Path) -> None:
-    export_opensearch(SparseVectors.from_rows({"a": {}}, 5), tmp_path / "out", field_type="sparse_vector")
-    mapping = json.loads((tmp_path / "out" / "mapping.json").read_text())
-    parameters = mapping["mappings"]["properties"]["sparse"]["method"]["parameters"]
-    assert parameters["quantization_ceiling_ingest"] > 0
 
 
 def test_opensearch_refuses_dots_unless_told_to_keep_them(tmp_path: Path) -> None:
@@ -158,15 +150,18 @@ def test_opensearch_refuses_dots_unless_told_to_keep_them(tmp_path: Path) -> Non
 
 
 def test_opensearch_refuses_what_lucene_cannot_keep(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"weights of at least 1.18e-38 .*, got 1e-40"):
-        export_opensearch(SparseVectors.from_rows({"a": {0: 1e-40}}, 2), tmp_path / "out")
-    with pytest.raises(DataError, match="no id with more than 512 bytes"):
-        export_opensearch(SparseVectors.from_rows({"ä" * 300: {0: 1.0}}, 2), tmp_path / "out")
-    with pytest.raises(DataError, match="more than 32766 bytes"):
-        export_opensearch(SparseVectors.from_rows({"a": {0: 1.0}}, 2), tmp_path / "out", ["x" * 40_000, "y"])
+    one = SparseVectors.from_rows({"a": {0: 1.0}}, 2)
+    small, long = SparseVectors.from_rows({"a": {0: 1e-40}}, 2), SparseVectors.from_rows({"ä" * 300: {0: 1.0}}, 2)
+    for vectors, tokens, message in (
+        (small, None, r"weights of at least 1.18e-38 .*, got 1e-40"),
+        (long, None, "no id with more than 512 bytes"),
+        (one, ["x" * 40_000, "y"], "more than 32766 bytes"),
+    ):
+        with pytest.raises(DataError, match=message):
+            export_opensearch(vectors, tmp_path / "out", tokens)
     for wrong in ({"field": "a.b"}, {"field": "text"}, {"dots": "_"}, {"field_type": "knn"}, {"part_bytes": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
-            export_opensearch(SparseVectors.from_rows({"a": {0: 1.0}}, 2), tmp_path / "out", **wrong)  # type: ignore[arg-type]
+            export_opensearch(one, tmp_path / "out", **wrong)  # type: ignore[arg-type]
 
 
 def test_opensearch_files_are_no_longer_than_asked_and_begin_with_an_action(make_vectors: Make, tmp_path: Path) -> None:
@@ -187,20 +182,20 @@ def test_opensearch_sparse_vector_is_refused_where_it_would_fold_terms(tmp_path:
         export_opensearch(
             SparseVectors.from_rows({"a": {1: 1.0}}, 2), tmp_path / "o", ["a", "b"], field_type="sparse_vector"
         )
-    vectors = SparseVectors.from_rows({"a": {30_521: 4.321}}, 30_522)
-    export_opensearch(vectors, tmp_path / "out", field_type="sparse_vector")
-    mapping = json.loads((tmp_path / "out" / "mapping.json").read_text())
-    assert mapping["settings"] == {"index": {"sparse": True}}
-    method = mapping["mappings"]["properties"]["sparse"]["method"]
-    assert method == {"name": "seismic", "parameters": {"quantization_ceiling_ingest": 4.33}}  # nothing is cut off
+    # nothing is cut off; where no document has a weight the ceiling is not 0, which is refused
+    for weights, ceiling in (({30_521: 4.321}, 4.33), ({}, 1.0)):
+        export_opensearch(SparseVectors.from_rows({"a": weights}, 30_522), tmp_path / "out", field_type="sparse_vector")
+        mapping = json.loads((tmp_path / "out" / "mapping.json").read_text())
+        assert mapping["settings"] == {"index": {"sparse": True}}
+        method = mapping["mappings"]["properties"]["sparse"]["method"]
+        assert method == {"name": "seismic", "parameters": {"quantization_ceiling_ingest": ceiling}}
 
 
 def test_the_mapping_says_what_made_the_vectors(make_vectors: Make, tmp_path: Path) -> None:
     export_opensearch(make_vectors(3), tmp_path / "out", field="splade", texts={f"d{i}": "x" for i in range(3)})
     mappings = json.loads((tmp_path / "out" / "mapping.json").read_text())["mappings"]
     kinds = {"id": {"type": "keyword"}, "splade": {"type": "rank_features"}, "text": {"type": "text"}}
-    assert mappings["properties"] == kinds
-    assert mappings["_meta"]["tilefold"]["fingerprint"] == "f" * 64
+    assert mappings["properties"] == kinds and mappings["_meta"]["tilefold"]["fingerprint"] == "f" * 64
 
 
 def test_vespa_keeps_tokens_that_are_words_of_its_format(tmp_path: Path) -> None:

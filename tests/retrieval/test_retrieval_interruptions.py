@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +50,10 @@ with hold_path(Path(sys.argv[1])):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tilefold.retrieval import BM25Index
-from tilefold._files import atomic_directory
-with atomic_directory(Path(sys.argv[1]), own_names=()) as folder:
-    (folder / "half").write_text("an index, nearly")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-KILLED_FILE = """
-import os, signal, sys
-from pathlib import Path
-from tilefold._files import atomic_file
-with atomic_file(Path(sys.argv[1])) as file:
-    file.write_text("half a run")
+from tilefold._files import atomic_directory, atomic_file
+path = Path(sys.argv[1])
+with atomic_file(path) if path.suffix else atomic_directory(path, own_names=()) as written:
+    (written if path.suffix else written / "half").write_text("half a run")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 LIMITED = """
@@ -118,17 +112,23 @@ def test_settings_may_change_until_something_is_written(splade: Any, tmp_path: P
         encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20)
 
 
+@contextmanager
+def held(code: str, path: Path) -> Iterator[None]:
+    """Another process that holds `path`, and is killed."""
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield
+        process.kill()
+
+
 def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_path: Path) -> None:
     encode_collection(splade, TEXTS, tmp_path, top_k=20)
     before = (tmp_path / "manifest.json").read_text()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
+    with held(HOLD, tmp_path):
         with pytest.raises(InUseError, match="another process is writing there"):
             encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False)
         assert (tmp_path / "manifest.json").read_text() == before
-        process.kill()
     assert encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False).complete, "a lock ends with its process"
     assert not (tmp_path / LOCK).exists()
 
@@ -185,7 +185,7 @@ def test_a_directory_that_takes_the_place_of_another_leaves_nothing_beside_it(
 
 
 def test_a_killed_save_of_a_file_is_removed_by_the_next_of_any_name(tmp_path: Path) -> None:
-    assert python(KILLED_FILE, tmp_path / "bm25.trec").returncode == -signal.SIGKILL
+    assert python(KILLED, tmp_path / "bm25.trec").returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert (left / "bm25.trec").read_text() == "half a run"
     (tmp_path / ".notes.tmp").write_text("of another program")
@@ -196,17 +196,14 @@ def test_a_killed_save_of_a_file_is_removed_by_the_next_of_any_name(tmp_path: Pa
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".notes.tmp", "run.jsonl", "run.trec"]
 
 
-def test_a_file_that_fails_leaves_the_former_one_alone(tmp_path: Path) -> None:
+def test_a_file_that_fails_leaves_the_former_one_alone_and_has_the_permissions_of_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run").write_text("whole")
     with pytest.raises(KeyError), atomic_file(tmp_path / "run") as file:
         file.write_text("half")
         raise KeyError
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("run", "whole")]
-
-
-def test_a_file_has_the_permissions_of_new_files_and_other_threads_keep_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     former = os.umask(0o027)
     try:
         with monkeypatch.context() as patch, atomic_file(tmp_path / "run") as file:
@@ -219,15 +216,10 @@ def test_a_file_has_the_permissions_of_new_files_and_other_threads_keep_theirs(
 
 def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_vectors: Any) -> None:
     built = build_index(make_vectors(3), "exact")
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD_PATH, str(tmp_path / "index")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
+    with held(HOLD_PATH, tmp_path / "index"):
         with pytest.raises(InUseError, match="another process is writing it"):
             built.save(tmp_path / "index")
         built.save(tmp_path / "other")
-        process.kill()
     built.save(tmp_path / "index")
     with hold_path(tmp_path / "index"):
         built.save(tmp_path / "index")

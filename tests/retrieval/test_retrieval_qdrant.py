@@ -166,36 +166,30 @@ def test_dense_and_token_vectors_are_ranked_fused_and_reranked_in_one_collection
 def test_filters_count_and_search(place: Open, make_vectors: Make) -> None:
     collection = place(ALL)
     collection.upsert(documents(make_vectors(60)))
-    assert collection.count() == 60
-    assert collection.count({"lang": "en"}) == 30
-    assert collection.count({"lang": ["en", "fr"], "year": {"gte": 2010, "lt": 2012}}) == 3
-    assert collection.count(Filter({"year": 2000}, {"lang": "de"})) == 3
+    for where, count in (
+        (None, 60),
+        ({"lang": "en"}, 30),
+        ({"lang": ["en", "fr"], "year": {"gte": 2010, "lt": 2012}}, 3),
+        (Filter({"year": 2000}, {"lang": "de"}), 3),
+    ):
+        assert collection.count(where) == count, where
     assert collection.payloads(["d1", "nobody"]) == {"d1": {"lang": "de", "year": 2001}}
     found = collection.search(make_vectors(3, seed=1, prefix="q"), 50, where={"year": [2003, 2005]})
     assert {int(hit.id[1:]) % 20 for hits in found for hit in hits} <= {3, 5} and any(found)
 
 
 def test_filters_tell_booleans_from_numbers_and_find_fields_with_odd_names(place: Open, make_vectors: Make) -> None:
-    collection = place(Layout(500, "f" * 64))
+    collection, vectors = place(SPARSE), make_vectors(3)
     payloads = {
         "d0": {"open": True, "n": 1, "my field": "a", "a.b": 1, "by": {"name": "x"}},
         "d1": {"open": False, "n": 0, "größe": 2, "by": {"name": "y"}},
         "d2": {"open": [True, False], "n": 2**63 - 1, "in": [{"name": "x"}, {"name": "z"}]},
     }
-    vectors = make_vectors(3)
     collection.upsert(Documents(vectors.ids, vectors, payloads=payloads))
-    for where, count in (
-        ({"open": True}, 2),
-        ({"open": False}, 2),
-        ({"n": True}, 0),
-        ({"n": 1}, 1),
-        ({"n": 2**63 - 1}, 1),
-        ({'"größe"': 2}, 1),
-        ({"by.name": "x"}, 1),
-        ({"in[].name": "z"}, 1),
-        ({'"my field"': "a"}, 1),
-    ):
-        assert collection.count(where) == count, where
+    counts = {("open", True): 2, ("open", False): 2, ("n", 1): 1, ("n", 2**63 - 1): 1, ('"größe"', 2): 1}
+    counts |= {("by.name", "x"): 1, ("in[].name", "z"): 1, ('"my field"', "a"): 1}
+    assert {(name, value): collection.count({name: value}) for name, value in counts} == counts
+    assert collection.count({"n": True}) == 0
     for wrong in ("my field", 'q"', "$", "", "a..b", ".a"):
         with pytest.raises(ValueError, match=r"where: expected names of fields, with quotes"):
             collection.count({wrong: 1})
@@ -205,7 +199,7 @@ def test_filters_tell_booleans_from_numbers_and_find_fields_with_odd_names(place
 
 
 def test_one_id_instead_of_a_list_deletes_nothing(place: Open) -> None:
-    collection = place(Layout(500, "f" * 64))
+    collection = place(SPARSE)
     rows = SparseVectors.from_rows({name: {1: 1.0} for name in ("a", "7", "a7")}, 500, "f" * 64)
     collection.upsert(Documents(rows.ids, rows))
     for wrong in ("a7", [7]):
@@ -287,40 +281,34 @@ def test_bad_input_is_refused_before_anything_is_written(place: Open, make_vecto
 
 
 def test_documents_that_cannot_be_stored_are_named(make_vectors: Make) -> None:
-    vectors = make_vectors(2)
-    for payload, message in (
-        ({"deep": [{"n": 2**64}]}, "an integer of more than 64 bits"),
-        ({"_id": 1}, "'_id' is where the id is kept, got it for 'd0'"),
-        ({"x": float("nan")}, "what JSON can hold for 'd0'"),
-        ({"x": object()}, "what JSON can hold for 'd0'"),
-        ({"x": "\ud800"}, r"for 'd0', .*half a surrogate pair"),
-    ):
-        with pytest.raises(DataError, match=message):
-            Documents(vectors.ids, vectors, payloads={"d0": payload})
-    with pytest.raises(DataError, match="payloads: expected ids of the documents, got 'd9'"):
-        Documents(vectors.ids, vectors, payloads={"d9": {}})
-    with pytest.raises(DataError, match="half a surrogate pair in"):
-        Documents(["\ud800"], SparseVectors.from_rows({"\ud800": {0: 1.0}}, 5))
-    with pytest.raises(DataError, match="expected sparse, dense or tokens, got None for all three"):
-        Documents(["a"])
-    with pytest.raises(DataError, match="tokens: expected the ids of the 2 others in their order"):
-        Documents(vectors.ids, vectors, tokens=tokens_of(["d1", "d0"]))
-    bad = np.ones((2, 3), np.float32)
-    bad[1, 1] = np.inf
-    with pytest.raises(DataError, match="dense: expected finite numbers, got inf for 'd1'"):
-        Documents(vectors.ids, vectors, bad)
-    with pytest.raises(DataError, match=r"dense: expected floats \[2, D\], got int64"):
-        Documents(vectors.ids, vectors, np.ones((2, 3), np.int64))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="float16 keeps weights up to 65504, got 70000"):
-        Documents(["a"], SparseVectors.from_rows({"a": {0: 7e4}}, 5)).check(Layout(5, weights="float16"), "here")
-    for wrong, message in (
-        ({}, "layout: expected vocab_size, dense or tokens"),
-        ({"dense": 0}, "dense: expected an integer of at least 1"),
-        ({"dense": 3, "distance": "cos"}, "distance: expected one of dot, cosine, got 'cos'"),
-        ({"dense": 3, "fields": {"a": "geo"}}, "fields: expected a name and one of keyword"),
-    ):
+    vectors, bad, rows = make_vectors(2), np.ones((2, 3), np.float32), SparseVectors.from_rows
+    ids, heavy, bad[1, 1] = vectors.ids, rows({"a": {0: 7e4}}, 5), np.inf
+    cases: list[tuple[str, Callable[[], object]]] = [
+        (message, lambda payload=payload: Documents(ids, vectors, payloads={"d0": payload}))  # type: ignore[misc]
+        for payload, message in (
+            ({"deep": [{"n": 2**64}]}, "an integer of more than 64 bits"),
+            ({"_id": 1}, "'_id' is where the id is kept, got it for 'd0'"),
+            ({"x": float("nan")}, "what JSON can hold for 'd0'"),
+            ({"x": object()}, "what JSON can hold for 'd0'"),
+            ({"x": "\ud800"}, r"for 'd0', .*half a surrogate pair"),
+        )
+    ]
+    cases += [
+        ("payloads: expected ids of the documents, got 'd9'", lambda: Documents(ids, vectors, payloads={"d9": {}})),
+        ("half a surrogate pair in", lambda: Documents(["\ud800"], rows({"\ud800": {0: 1.0}}, 5))),
+        ("expected sparse, dense or tokens, got None for all three", lambda: Documents(["a"])),
+        ("tokens: expected the ids of the 2", lambda: Documents(ids, vectors, tokens=tokens_of(["d1", "d0"]))),
+        ("dense: expected finite numbers, got inf for 'd1'", lambda: Documents(ids, vectors, bad)),
+        (r"dense: expected floats \[2, D\], got int64", lambda: Documents(ids, vectors, np.ones((2, 3), np.int64))),
+        ("up to 65504, got 70000", lambda: Documents(["a"], heavy).check(Layout(5, weights="float16"), "here")),
+        ("layout: expected vocab_size, dense or tokens", Layout),
+        ("dense: expected an integer of at least 1", lambda: Layout(dense=0)),
+        ("distance: expected one of dot, cosine, got 'cos'", lambda: Layout(dense=3, distance="cos")),
+        ("fields: expected a name and one of keyword", lambda: Layout(dense=3, fields={"a": "geo"})),
+    ]
+    for message, call in cases:
         with pytest.raises(ValueError, match=message):
-            Layout(**wrong)  # type: ignore[arg-type]
+            call()
 
 
 def test_half_precision_costs_half_the_digits(make_vectors: Make, tmp_path: Path) -> None:
@@ -350,32 +338,28 @@ def test_an_embedded_collection_is_open_once_and_the_second_try_does_it_no_harm(
 
 
 def test_a_damaged_collection_is_named(make_vectors: Make, tmp_path: Path) -> None:
-    build_index(make_vectors(20), "qdrant", folder=tmp_path / "index").close()  # type: ignore[attr-defined]
-    record = tmp_path / "index" / "collection.json"
+    folder = tmp_path / "index"
+    build_index(make_vectors(20), "qdrant", folder=folder).close()  # type: ignore[attr-defined]
+    record, segments = folder / "collection.json", (folder / "shard" / "segments").rglob("segment.json")
     text = record.read_text()
-    for damaged, message in (
-        ("{", "expected a JSON object"),
-        ('{"schema_version": 9}', "of schema 1, got 9"),
-        ('{"schema_version": 1}', r"record of a collection, got \{'schema_version': 1\} \(KeyError\('layout'\)\)"),
-        (text.replace('"complete": true', '"complete": false'), "damaged, or edited"),
-    ):
-        record.write_text(damaged)
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("expected a JSON object", lambda: record.write_text("{")),
+        ("of schema 1, got 9", lambda: record.write_text('{"schema_version": 9}')),
+        (r"got \{'schema_version': 1\} \(KeyError\('layout'\)", lambda: record.write_text('{"schema_version": 1}')),
+        ("damaged, or edited", lambda: record.write_text(text.replace('"complete": true', '"complete": false'))),
+        (r"whose build is not finished. Run tilefold index", lambda: edit(record, complete=False)),
+        (r"segment.json: damaged; its .*\(1 of \d+ files\). Build", lambda: [f.write_text("?") for f in segments]),
+    ]
+    for message, damage in changes:
+        record.write_text(text)
+        damage()
         with pytest.raises(DataError, match=message):
-            load_index(tmp_path / "index")
-    record.write_text(text)
-    edit(record, complete=False)
-    with pytest.raises(DataError, match=r"whose build is not finished. Run tilefold index"):
-        load_index(tmp_path / "index")
-    record.write_text(text)
-    for file in (tmp_path / "index" / "shard" / "segments").rglob("segment.json"):
-        file.write_text("?")
-    with pytest.raises(DataError, match=r"segment.json: damaged; its checksum .*\(1 of \d+ files\). Build"):
-        load_index(tmp_path / "index")
+            load_index(folder)
     with pytest.raises(DataError, match=r"Qdrant failed: .*Build the index again"):
-        QdrantCollection.embedded(tmp_path / "index", verify=False)
+        QdrantCollection.embedded(folder, verify=False)
+    record.unlink()
     with pytest.raises(FileNotFoundError, match=r"collection.json|no collection there"):
-        record.unlink()
-        load_index(tmp_path / "index")
+        load_index(folder)
 
 
 def test_an_index_in_a_folder_replaces_an_earlier_one_when_it_is_complete(make_vectors: Make, tmp_path: Path) -> None:

@@ -24,10 +24,7 @@ _Normalized = tuple[dict[str, float], float]  # scores, and that of a document w
 
 
 def interpolate(
-    runs: Sequence[Run],
-    weights: Sequence[float] | None = None,
-    normalization: Normalization = "min_max",
-    k: int = 1000,
+    runs: Sequence[Run], weights: Sequence[float] | None = None, normalization: Normalization = "min_max", k: int = 1000
 ) -> Run:
     """Weighted sum of normalised scores, query by query.
 

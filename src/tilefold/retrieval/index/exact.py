@@ -18,14 +18,7 @@ from tilefold.retrieval._arrays import check_arrays, check_offsets
 from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import (
-    REMEDY,
-    Hit,
-    check_buildable,
-    check_search,
-    read_manifest,
-    saved_index,
-)
+from tilefold.retrieval.index.protocol import REMEDY, Hit, check_buildable, check_search, read_manifest, saved_index
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["ExactIndex"]
