@@ -42,6 +42,9 @@ def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, 
     manifest = json.loads((tmp_path / "index" / "index.json").read_text())
     assert manifest["backend"] == backend and "tilefold" in manifest["versions"]
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    (tmp_path / "index" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="nothing was overwritten"):
+        index.save(tmp_path / "index")
 
 
 @pytest.mark.parametrize("backend", ALL)

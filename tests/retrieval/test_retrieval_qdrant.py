@@ -186,7 +186,13 @@ def test_filters_tell_booleans_from_numbers_and_find_fields_with_odd_names(place
         "d2": {"open": [True, False], "n": 2**63 - 1, "in": [{"name": "x"}, {"name": "z"}]},
     }
     collection.upsert(Documents(vectors.ids, vectors, payloads=payloads))
-    counts = {("open", True): 2, ("open", False): 2, ("n", 1): 1, ("n", 2**63 - 1): 1, ('"größe"', 2): 1}
+    counts: dict[tuple[str, Any], int] = {
+        ("open", True): 2,
+        ("open", False): 2,
+        ("n", 1): 1,
+        ("n", 2**63 - 1): 1,
+        ('"größe"', 2): 1,
+    }
     counts |= {("by.name", "x"): 1, ("in[].name", "z"): 1, ('"my field"', "a"): 1}
     assert {(name, value): collection.count({name: value}) for name, value in counts} == counts
     assert collection.count({"n": True}) == 0
