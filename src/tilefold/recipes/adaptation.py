@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from tilefold._typing import Model, Tokenizer
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Check, Settings, whole
+from tilefold.recipes._training import Progress, check_one_process, say_unused_gpus
+from tilefold.recipes.decoders import evaluated
+from tilefold.recipes.precision import supports_bf16
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
 
@@ -101,13 +104,12 @@ def adapt(
     texts: Iterable[str],
     recipe: AdaptationRecipe | None = None,
     *,
-    progress: Callable[[int, int, float | None], None] | None = None,
+    progress: Progress | None = None,
 ) -> AdaptationResult:
     """Train a causal language model in place with ``CE(H) + activated_weight * CE(log1p(relu(H)))``.
 
     Causal LM heads give logits that are mostly negative, and relu of them has no gradient: trained directly, such
-    models die.
-    Do it before the model is made bidirectional or wrapped for SPLADE; then save it, and name the folder as
+    models die. Do it before the model is made bidirectional or wrapped for SPLADE; then save it, and name the folder as
     ``base_model``. Attention is causal here, so a bidirectional model is refused: it would see the token it predicts.
 
     Args:
@@ -121,13 +123,9 @@ def adapt(
         ValueError: for a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
         RuntimeError: if the loss is not a number, with the step; in one of several processes of a launcher.
     """
-    import tempfile
-
     from transformers import TrainingArguments
 
     from tilefold.integrations.transformers import one_gpu
-    from tilefold.recipes._training import check_one_process, say_unused_gpus
-    from tilefold.recipes.precision import supports_bf16
 
     recipe = recipe or AdaptationRecipe()
     if getattr(network.config, "is_causal", True) is False:
@@ -142,7 +140,7 @@ def adapt(
     seen: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
         arguments = one_gpu(TrainingArguments)(
-            output_dir=str(Path(folder)),
+            output_dir=folder,
             max_steps=recipe.steps,
             per_device_train_batch_size=recipe.batch_size,
             learning_rate=recipe.learning_rate,
@@ -157,34 +155,20 @@ def adapt(
             remove_unused_columns=False,
             use_cpu=next(network.parameters()).device.type == "cpu",
         )
-        trainer = _trainer_class()(
-            model=network,
-            args=arguments,
-            train_dataset=[{"input_ids": block} for block in blocks],
-            data_collator=_collate,
-        )
-        trainer.prepare(recipe, seen, progress)
-        trainer.train()
-    first, last = seen[0], seen[-1]
-    return AdaptationResult(
-        recipe.steps,
-        *(
-            float(value)
-            for name in ("plain", "activated", "alive")
-            for value in (getattr(first, name), getattr(last, name))
-        ),
-    )
+        rows = [{"input_ids": block} for block in blocks]
+        made = _trainer_class(recipe, seen, progress)
+        made(model=network, args=arguments, train_dataset=rows, data_collator=_collate).train()
+    told = (getattr(step, name) for name in ("plain", "activated", "alive") for step in (seen[0], seen[-1]))
+    return AdaptationResult(recipe.steps, *map(float, told))
 
 
-def _trainer_class() -> Any:
+def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress | None) -> Any:
+    """A trainer that keeps the first and the latest loss in `seen`."""
     from transformers import Trainer
 
     from tilefold.losses import activated_lm_loss
 
     class AdaptationTrainer(Trainer):
-        def prepare(self, recipe: AdaptationRecipe, seen: list[Any], progress: Any) -> None:
-            self.recipe, self.seen, self.progress = recipe, seen, progress
-
         def compute_loss(self, model: Model, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
             ids = inputs["input_ids"]
             network = self.accelerator.unwrap_model(model)
@@ -196,23 +180,19 @@ def _trainer_class() -> Any:
                     head.weight,
                     ids[:, 1:].flatten(),
                     head.bias,
-                    activated_weight=self.recipe.activated_weight,
-                    chunk=self.recipe.chunk,
+                    activated_weight=recipe.activated_weight,
+                    chunk=recipe.chunk,
                 )
-            self._watch(loss)
-            return (loss.total, {}) if return_outputs else loss.total
-
-        def _watch(self, loss: Any) -> None:
-            step, steps = self.state.global_step + 1, self.recipe.steps
+            step, steps = self.state.global_step + 1, recipe.steps
             if not bool(loss.total.isfinite()):
                 raise RuntimeError(
                     f"the loss must be a finite number, got {float(loss.total)} at step {step} of {steps}; lower "
                     "learning_rate, or set bf16=False."
                 )
-            kept = loss._replace(total=loss.total.detach())
-            self.seen[1:] = [kept]  # the first step and the latest
-            if self.progress is not None:
-                self.progress(step, steps, float(kept.total))
+            seen[1:] = [loss._replace(total=loss.total.detach())]
+            if progress is not None:
+                progress(step, steps, float(seen[-1].total))
+            return (loss.total, {}) if return_outputs else loss.total
 
     return AdaptationTrainer
 
@@ -233,15 +213,10 @@ def _check_head(network: Any) -> None:
             f"network must have a plain linear LM head, got {type(head).__name__} in {type(network).__name__}; load a "
             "...ForCausalLM, and leave lm_head out of adapters."
         )
-    was_training = network.training
-    network.eval()
-    try:
-        with torch.no_grad():
-            ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
-            hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            found, expected = network(input_ids=ids, use_cache=False).logits.float(), head(hidden).float()
-    finally:
-        network.train(was_training)
+    with evaluated(network):
+        ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
+        hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        found, expected = network(input_ids=ids, use_cache=False).logits.float(), head(hidden).float()
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         raise ValueError(
             f"logits must be those of the LM head, got changed ones in {type(network).__name__} (soft-capping or a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._files import sha256_file
 from tilefold._typing import Model, Tokenizer
+from tilefold.recipes.loading import local_only, seeded, stay_offline
 from tilefold.recipes.quiet import quiet_libraries
 from tilefold.retrieval.errors import MissingPackageError
 
@@ -116,29 +118,31 @@ def minilm_splade(
     if not 2 < max_length <= 512:
         raise ValueError(f"max_length must be from 3 to 512 tokens for MiniLM, got {max_length!r}.")
     path = minilm_path()
-    import torch
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
     from transformers import AutoTokenizer
 
-    with quiet_libraries(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with quiet_libraries(), seeded(seed):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer.model_max_length = max_length
         model = _masked_lm(path)
         if layers is not None:
             keep_lowest_layers(model, layers)
-        states = _scaled_states(model, tokenizer, _sample(sample_texts, seed), max_length)
+        sample = list(sample_texts)
+        if len(sample) > PROBE_TEXTS:
+            sample = random.Random(seed).sample(sample, PROBE_TEXTS)  # noqa: S311 - a reproducible sample, no secret
+        states = _scaled_states(model, tokenizer, sample, max_length)
         states = [state[:1] for state in states] if first_token else states
-        if deviations is None:
-            _set_one_bias(model, torch.cat(states), percentile)
-        else:
-            _set_bias_by_term(model, states, deviations)
+        _set_bias(model, states, percentile, deviations)
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            encoder = _stock_encoder(folder, max_length, device)
+            transformer = Transformer(folder, transformer_task="fill-mask", max_seq_length=max_length, **local_only())
+        transformer.model.config._name_or_path = MINILM_NAME
+        encoder = SparseEncoder(modules=[transformer, SpladePooling("max")], device=device)
     encoder.model_card_data.base_model = MINILM_NAME
-    encoder.model_card_data.generate_widget_examples = False
-    return encoder
+    return stay_offline(encoder)
 
 
 def keep_lowest_layers(network: Any, layers: int) -> None:
@@ -175,24 +179,6 @@ def freeze_lower_layers(model: Model, layers: int) -> None:
         layer.requires_grad_(False)
 
 
-def _stock_encoder(folder: str, max_length: int, device: str | None) -> SparseEncoder:
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
-
-    transformer = Transformer(
-        folder,
-        transformer_task="fill-mask",
-        max_seq_length=max_length,
-        model_kwargs={"local_files_only": True},
-        processor_kwargs={"local_files_only": True},
-    )
-    transformer.model.config._name_or_path = MINILM_NAME
-    encoder = SparseEncoder(modules=[transformer, SpladePooling("max")], device=device)
-    encoder.model_card_data.local_files_only = True
-    return encoder
-
-
 def _masked_lm(path: Path) -> Any:
     """``BertForMaskedLM`` with the encoder of `path` and a head that keeps directions."""
     import torch
@@ -220,13 +206,8 @@ def _scaled_states(model: Model, tokenizer: Tokenizer, texts: Sequence[str], max
     states = []
     with torch.no_grad():
         for start in range(0, len(texts), 32):
-            batch = tokenizer(
-                list(texts[start : start + 32]),
-                padding=True,
-                truncation=True,
-                max_length=max_length,
-                return_tensors="pt",
-            )
+            read = list(texts[start : start + 32])
+            batch = tokenizer(read, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
             mask = batch["attention_mask"].bool()
             hidden = model.bert(**batch).last_hidden_state
             states += [hidden[row, mask[row]] for row in range(len(hidden))]
@@ -234,32 +215,20 @@ def _scaled_states(model: Model, tokenizer: Tokenizer, texts: Sequence[str], max
     return states
 
 
-def _set_one_bias(model: Model, hidden: Any, percentile: float) -> None:
-    """Minus a percentile of the logits of some tokens and some terms."""
+def _set_bias(model: Model, states: list[Any], percentile: float, deviations: float | None) -> None:
+    """Minus a percentile of the logits of some tokens and some terms, or minus mean and deviations of each term's."""
     import torch
 
     head = model.cls.predictions
     with torch.no_grad():
-        rows = torch.randperm(hidden.size(0))[:PROBE_TOKENS]
-        columns = torch.randperm(head.decoder.weight.size(0))[:PROBE_COLUMNS]
-        logits = head.transform(hidden[rows]) @ head.decoder.weight[columns].T
-        rank = max(1, round(logits.numel() * percentile / 100.0))
-        head.bias.fill_(-logits.flatten().kthvalue(rank).values)
-
-
-def _set_bias_by_term(model: Model, states: list[Any], deviations: float) -> None:
-    """Minus mean and `deviations` standard deviations of every term's largest logit in a text."""
-    import torch
-
-    head = model.cls.predictions
-    with torch.no_grad():
+        if deviations is None:
+            hidden = torch.cat(states)
+            rows = torch.randperm(hidden.size(0))[:PROBE_TOKENS]
+            columns = torch.randperm(head.decoder.weight.size(0))[:PROBE_COLUMNS]
+            logits = head.transform(hidden[rows]) @ head.decoder.weight[columns].T
+            rank = max(1, round(logits.numel() * percentile / 100.0))
+            head.bias.fill_(-logits.flatten().kthvalue(rank).values)
+            return
+        # of its largest logit in a text
         largest = torch.stack([(head.transform(hidden) @ head.decoder.weight.T).amax(dim=0) for hidden in states])
         head.bias.copy_(-largest.mean(dim=0) - deviations * largest.std(dim=0, correction=0))
-
-
-def _sample(texts: Sequence[str], seed: int) -> list[str]:
-    import random
-
-    if len(texts) <= PROBE_TEXTS:
-        return list(texts)
-    return random.Random(seed).sample(list(texts), PROBE_TEXTS)  # noqa: S311 - a reproducible sample, no secret

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Tokenizer
 from tilefold.recipes._builders import Base, head_pooling, load_transformer, shared_network, usual_scale
 from tilefold.recipes._settings import EncoderSpec
-from tilefold.recipes.loading import saved_architectures, seeded, stay_offline, whole_weights
+from tilefold.recipes.loading import local_only, saved_architectures, seeded, stay_offline, whole_weights
+from tilefold.retrieval.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -61,17 +64,14 @@ def causal_transformer(
     from sentence_transformers.base.modules import Transformer
 
     base = str(base_model)
-    _check_version()
-    check_causal_lm(base)
+    _check_causal_lm(base)
     local = Path(base).is_dir()
     kwargs: dict[str, Any] = {
         "transformer_task": "text-generation",
         "modality_config": _LOGITS,
         "module_output_name": "token_embeddings",
         "processing_kwargs": {"text": {"logits_to_keep": 0}},
-        "model_kwargs": {"local_files_only": local, **options.pop("model_kwargs", {})},
-        "processor_kwargs": {"local_files_only": local},
-        "config_kwargs": {"local_files_only": local},
+        **local_only(local, model_kwargs=options.pop("model_kwargs", {})),
     }
     made: type[Transformer] = Transformer
     if variant == "echo":
@@ -90,8 +90,8 @@ def causal_transformer(
     return transformer
 
 
-def _check_version() -> None:
-    """Releases before 6.2 keep the logits of one token of a causal model."""
+def _check_causal_lm(name_or_path: str) -> None:
+    """Refuse a model whose configuration names no ``...ForCausalLM``, and a release that keeps one token's logits."""
     import sentence_transformers
     from packaging.version import Version
 
@@ -101,10 +101,6 @@ def _check_version() -> None:
             "causal language models need sentence-transformers 6.2 or later, which keeps the logits of all tokens, "
             f"got {found}; pip install -U 'sentence-transformers>=6.2'."
         )
-
-
-def check_causal_lm(name_or_path: str) -> None:
-    """Refuse a model whose configuration names no ``...ForCausalLM``."""
     packaged = name_or_path == "minilm"
     named = [] if packaged else saved_architectures(name_or_path)
     if packaged or (Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)):
@@ -115,19 +111,28 @@ def check_causal_lm(name_or_path: str) -> None:
         )
 
 
-def check_bidirectional(network: Any) -> None:
-    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last."""
+@contextmanager
+def evaluated(network: Any) -> Iterator[None]:
+    """Run a network as it is evaluated, and leave it as it was."""
     import torch
 
     was_training = network.training
     network.eval()
     try:
         with torch.no_grad():
-            ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=next(network.parameters()).device)
-            ids %= network.get_input_embeddings().num_embeddings
-            first = network.base_model(input_ids=ids).last_hidden_state[:, 0]
+            yield
     finally:
         network.train(was_training)
+
+
+def check_bidirectional(network: Any) -> None:
+    """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last."""
+    import torch
+
+    with evaluated(network):
+        ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=next(network.parameters()).device)
+        ids %= network.get_input_embeddings().num_embeddings
+        first = network.base_model(input_ids=ids).last_hidden_state[:, 0]
     if torch.equal(first[0], first[1]):
         raise ValueError(
             f"variant 'bidirectional' needs a model whose attention reads config.is_causal, got "
@@ -138,8 +143,6 @@ def check_bidirectional(network: Any) -> None:
 
 def add_lora(transformer: Any, *, rank: int = 16, alpha: int = 32, dropout: float = 0.05) -> list[str]:
     """Train low-rank updates of attention and MLP projections only (arXiv 2106.09685); returns their names."""
-    from tilefold.retrieval.errors import MissingPackageError
-
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -227,7 +230,7 @@ def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
             pooling=spec.pooling or "last",
             literal_residual=spec.literal_residual is not False,
             logit_scale=usual_scale(plain) if spec.logit_scale is None else spec.logit_scale,
-            **{f"{part}_kwargs": {"local_files_only": True} for part in ("model", "processor", "config")},
+            **local_only(),
         )
     made.model.config._name_or_path = plain.model.config._name_or_path
     made.max_seq_length = plain.max_seq_length

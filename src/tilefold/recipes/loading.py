@@ -13,18 +13,7 @@ from tilefold._typing import Model
 from tilefold.recipes._run import newest_step
 from tilefold.recipes.precision import run_fast
 
-__all__ = [
-    "check_masked_lm",
-    "check_tokenizer",
-    "load_saved",
-    "newest_step",
-    "saved_architectures",
-    "saved_kind",
-    "saved_modules",
-    "seeded",
-    "stay_offline",
-    "whole_weights",
-]
+__all__ = ["load_saved", "newest_step", "saved_kind"]
 
 _KINDS = {
     "SparseEncoder": "sparse",
@@ -129,6 +118,12 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def local_only(local: bool = True, **options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Arguments of a ``Transformer`` module, which then asks no network if `local`."""
+    names = ("model_kwargs", "processor_kwargs", "config_kwargs")
+    return {name: {"local_files_only": local} | options.get(name, {}) for name in names}
 
 
 def stay_offline(model: Model) -> Any:

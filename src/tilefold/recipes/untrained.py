@@ -8,11 +8,16 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilefold._files import InUseError, atomic_directory
 from tilefold._version import __version__
+from tilefold.recipes.colbert import ColbertRecipe
+from tilefold.recipes.colbert import load_base_model as load_colbert
+from tilefold.recipes.loading import load_saved
+from tilefold.recipes.precision import run_fast
 from tilefold.recipes.quiet import quiet_libraries
+from tilefold.recipes.splade import SpladeRecipe
 from tilefold.retrieval.datasets import default_cache_dir
 from tilefold.retrieval.provenance import texts_digest
 
@@ -39,9 +44,6 @@ def untrained_splade(
         LookupError: the model is not in the cache, and there are no `texts`.
         ValueError: `texts` are others than those of the digest.
     """
-    from tilefold.recipes.loading import load_saved
-    from tilefold.recipes.splade import SpladeRecipe
-
     recipe = SpladeRecipe(max_steps=0)
     made_from = json.dumps([__version__, texts_sha256, recipe.to_dict()], sort_keys=True)
     parent = default_cache_dir() if cache_dir is None else Path(cache_dir)
@@ -53,7 +55,15 @@ def untrained_splade(
             except Exception as error:  # whatever a damaged file raises; it is made again
                 _logger.warning("the cached model in %s is damaged and is made again: %s", folder, error)
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as made:
-            _start(recipe, texts_sha256, texts).save_pretrained(made)
+            if texts is None:
+                raise LookupError("the untrained start of these documents is not in the cache, and is made from them.")
+            found = texts()
+            if texts_digest(found) != texts_sha256:
+                raise ValueError(
+                    f"texts: expected the documents of the digest {texts_sha256}, got {len(found)} of another. Give "
+                    "those."
+                )
+            recipe.start(list(found.values())).save_pretrained(made)
             try:
                 names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
                 with atomic_directory(folder, own_names=names) as cached:
@@ -65,25 +75,9 @@ def untrained_splade(
             return load_saved(made, "sparse")
 
 
-def _start(recipe: Any, texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None) -> SparseEncoder:
-    from tilefold.recipes.splade import load_base_model
-
-    if texts is None:
-        raise LookupError("the untrained start of these documents is not in the cache, and is made from them.")
-    found = texts()
-    if texts_digest(found) != texts_sha256:
-        raise ValueError(
-            f"texts: expected the documents of the digest {texts_sha256}, got {len(found)} of another. Give those."
-        )
-    return load_base_model(recipe, list(found.values()))
-
-
 def untrained_colbert() -> MultiVectorEncoder:
     """The model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of MiniLM."""
-    from tilefold.recipes.colbert import ColbertRecipe, load_base_model
-    from tilefold.recipes.precision import run_fast
-
     with quiet_libraries():
-        model = load_base_model(ColbertRecipe(max_steps=0, dimension=None))
+        model = load_colbert(ColbertRecipe(max_steps=0, dimension=None))
         run_fast(model)
     return model
