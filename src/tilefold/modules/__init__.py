@@ -16,7 +16,7 @@ _HOME = {
     "StaticQuery": "static_query",
     "TokenWeights": "token_weights",
     "load_encoder": "loading",
-    "to_stock": "stock",
+    "to_stock": "loading",
 }
 
 __all__ = list(_HOME)

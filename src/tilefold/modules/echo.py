@@ -1,7 +1,4 @@
-"""Echo inputs (arXiv 2402.15449): a causal model reads every text twice, and only the second copy is pooled.
-
-A token of the second copy has seen the whole text, which in a causal model only the last token of the first has.
-"""
+"""Echo inputs (arXiv 2402.15449): a causal model reads every text twice, and only the second copy is pooled."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ _SLOT = "{text}"
 class EchoTransformer(Transformer):
     """A ``Transformer`` that reads ``<template with the text twice><eos>`` and offers the second copy for pooling.
 
+    A token of the second copy has seen the whole text, which in a causal model only the last token of the first has.
     Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A text is cut to
     ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal whatever its length. Padding may be on
     either side. The ``attention_mask`` that leaves this module marks the second copy only, so that every pooling
@@ -36,7 +34,9 @@ class EchoTransformer(Transformer):
         options: those of ``Transformer``.
 
     Raises:
-        ValueError: for a template that does not have ``{text}`` twice.
+        TypeError: in the call, for inputs that are not texts.
+        ValueError: for a template that does not have ``{text}`` twice; in the call, for a length without room for one
+            token of each copy, and for features that :meth:`preprocess` did not make.
     """
 
     config_keys: list[str] = [*Transformer.config_keys, "query_template", "document_template"]  # noqa: RUF012 - the attribute of the stock base class
@@ -54,17 +54,7 @@ class EchoTransformer(Transformer):
         self.document_template = _checked(document_template, "document_template")
 
     def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any) -> dict[str, Any]:
-        """``input_ids``, ``attention_mask`` and ``pooling_mask``, each ``[B, S]`` int64.
-
-        Args:
-            inputs: B texts.
-            prompt: put before the template.
-            kwargs: ``task`` and ``max_length`` are read.
-
-        Raises:
-            TypeError: for inputs that are not texts.
-            ValueError: if the model's length has no room for one token of each copy.
-        """
+        """``input_ids``, ``attention_mask`` and ``pooling_mask`` of texts, each ``[B, S]`` int64."""
         if not inputs:
             return {}
         if not all(isinstance(text, str) for text in inputs):
@@ -93,11 +83,7 @@ class EchoTransformer(Transformer):
         return {**self._padded(rows, starts), "modality": "text", **self._logits_to_keep()}
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The features of ``Transformer``, with an ``attention_mask`` of the second copy; the input is left as it is.
-
-        Raises:
-            ValueError: for features that :meth:`preprocess` did not make.
-        """
+        """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new dictionary."""
         if "pooling_mask" not in features:
             raise ValueError(
                 f"features must hold pooling_mask, got {sorted(features)}; make them with preprocess(texts), since the "

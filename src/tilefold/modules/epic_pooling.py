@@ -8,9 +8,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from tilefold.modules.activation import activate
-from tilefold.modules.fused_pooling import Dtype, Features, Head, PoolingModule, SparseOptions, autocasts, places_of
-from tilefold.ops import lsr_head
+from tilefold.modules.fused_pooling import (
+    Dtype,
+    Features,
+    Head,
+    PoolingModule,
+    SparseOptions,
+    activate,
+    attended,
+    autocasts,
+    head_scores,
+    places_of,
+)
 
 __all__ = ["EpicPooling"]
 
@@ -64,8 +73,8 @@ class EpicPooling(PoolingModule):
         wide = logits.float() if autocasts(logits) else logits
         offsets = features.get("cu_seq_lens_q")
         if offsets is None:
-            attended = features["attention_mask"] != 0
-            weighted = (wide * importance[..., None]).masked_fill(~attended[..., None], 0)
+            masked = features["attention_mask"] == 0
+            weighted = (wide * importance[..., None]).masked_fill(masked[..., None], 0)
             best = weighted.max(dim=1).values
         else:
             flat, bounds = wide.squeeze(0), offsets.tolist()
@@ -77,22 +86,11 @@ class EpicPooling(PoolingModule):
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
-        """See :class:`FusedPooling`; rows are dense, as every weight is positive."""
         if head is None:
             raise ValueError("EpicPooling must follow an LM head, got no head.")
         states, importance = self._importance(features)
-        hidden, weight, bias = _weighted(head, importance)
-        offsets = features.get("cu_seq_lens_q")
-        best = lsr_head(
-            hidden,
-            weight,
-            bias,
-            attention_mask=features["attention_mask"] if offsets is None else None,
-            cu_seqlens=offsets,
-            activation="none",
-            out_dtype=torch.float32 if autocasts(hidden) else out_dtype,
-            impl=impl,
-        )
+        weighted, places = _weighted(head, importance), attended(features)  # rows are dense: all weights are positive
+        best = head_scores(weighted, places, out_dtype=out_dtype, impl=impl, activation="none")
         return self._scores(best, states, features)
 
     def _importance(self, features: Features) -> tuple[Tensor, Tensor]:
@@ -115,17 +113,14 @@ class EpicPooling(PoolingModule):
         """The floor, the activation and the quality of each text: 0 of one without tokens."""
         offsets = features.get("cu_seq_lens_q")
         if offsets is None:
-            attended = features["attention_mask"] != 0
-            first, some = attended.int().argmax(dim=1), attended.any(dim=1)
+            mask = features["attention_mask"] != 0
+            first, some = mask.int().argmax(dim=1), mask.any(dim=1)
             opening = states[torch.arange(states.size(0), device=states.device), first]
         else:
-            some = offsets.diff() > 0
-            last = states.size(0) - 1
-            opening = (
-                states[offsets[:-1].long().clamp(max=last)]
-                if last >= 0
-                else states.new_zeros(len(some), states.size(1))
-            )
+            some, last = offsets.diff() > 0, states.size(0) - 1
+            opening = states.new_zeros(len(some), states.size(1))
+            if last >= 0:
+                opening = states[offsets[:-1].long().clamp(max=last)]
         quality: Tensor = self.quality(opening)
         quality = (quality.float() if autocasts(states) else quality).sigmoid() * some[:, None]
         self.embedding_dimension = best.size(1)

@@ -1,7 +1,8 @@
-"""The base classes of poolings that ``accelerate`` runs on hidden states, or to sparse rows."""
+"""Base classes of poolings that ``accelerate`` runs on hidden states, or to sparse rows, and what they share."""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -9,12 +10,44 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from sentence_transformers.base.modules.module import Module
 from torch import Tensor
+from torch.nn.functional import softplus
 
-__all__ = ["Features", "FusedPooling", "Head", "Places", "PoolingModule", "SparseOptions", "autocasts", "places_of"]
+from tilefold.ops import lsr_head, lsr_head_sparse
+
+__all__ = [
+    "ACTIVATIONS",
+    "STOCK_ACTIVATIONS",
+    "Features",
+    "FusedPooling",
+    "Head",
+    "Places",
+    "PoolingModule",
+    "SparseOptions",
+    "activate",
+    "autocasts",
+    "places_of",
+]
 
 Features: TypeAlias = dict[str, Any]
 Dtype: TypeAlias = torch.dtype
 WHERE = ("token", "cache_folder", "revision", "local_files_only")  # arguments of ``load`` that say where a file lies
+# by name what the operators apply, and how many log1p follow it
+FUSED_ACTIVATIONS = {name: (name, 0) for name in ("log1p_relu", "log1p_log1p_relu", "relu", "softplus")}
+FUSED_ACTIVATIONS |= {"log1p_softplus": ("softplus", 1), "none": ("none", 0)}
+ACTIVATIONS = tuple(FUSED_ACTIVATIONS)
+STOCK_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}  # SpladePooling's name -> the operator's
+_LINEAR_FROM = 40.0  # beyond it softplus(x) and x differ by less than fp64 can tell
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    """Apply an activation elementwise; all are monotone."""
+    if "softplus" in name:
+        x = softplus(x, threshold=_LINEAR_FROM)
+    elif name != "none":
+        x = x.relu()
+    for _ in range(name.count("log1p")):
+        x = x.log1p()
+    return x
 
 
 class Head(NamedTuple):
@@ -102,15 +135,10 @@ def place_of_files(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Places(NamedTuple):
-    """The tokens of a batch that count, for padded or packed features.
+    """The tokens of a batch that count, for padded or packed features."""
 
-    Attributes:
-        keep: ``[B, S]`` or packed ``[T]`` bool; None of packed features in which every token counts.
-        cu_seqlens: ``[B + 1]`` of packed features, else None.
-    """
-
-    keep: Tensor | None
-    cu_seqlens: Tensor | None
+    keep: Tensor | None  # [B, S] or packed [T]; None of packed features in which every token counts
+    cu_seqlens: Tensor | None  # [B + 1] of packed features
 
     def packed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Packed ``tokens`` ``[T, ..]`` without those that do not count, and their ``cu_seqlens``."""
@@ -126,21 +154,47 @@ class Places(NamedTuple):
 def places_of(features: Features, ignore_ids: tuple[int, ...] = ()) -> Places:
     """The tokens that count: attended to, not in `ignore_ids`, and in ``features["pooling_mask"]`` if there is one.
 
-    ``pooling_mask`` (``[B, S]``, nonzero = counts) lets a module before the pooling confine it to a part of the text,
-    as echo embeddings do to the second copy.
+    ``pooling_mask`` (``[B, S]``, nonzero = counts) lets a module before the pooling confine it to a part of the text.
     """
     cu_seqlens = features.get("cu_seq_lens_q")
-    keep = None if cu_seqlens is not None else features["attention_mask"] != 0
-    only = features.get("pooling_mask")
-    if only is not None:
-        wanted = only.reshape(-1) != 0 if cu_seqlens is not None else only != 0
-        keep = wanted if keep is None else keep & wanted
+    conditions = [] if cu_seqlens is not None else [features["attention_mask"] != 0]
+    if features.get("pooling_mask") is not None:
+        conditions.append(features["pooling_mask"] != 0)
     if ignore_ids:
         ids = features["input_ids"]
-        ids = ids.reshape(-1) if cu_seqlens is not None else ids
-        others = ~torch.isin(ids, torch.tensor(ignore_ids, device=ids.device))
-        keep = others if keep is None else keep & others
-    return Places(keep, cu_seqlens)
+        conditions.append(~torch.isin(ids, torch.tensor(ignore_ids, device=ids.device)))
+    if cu_seqlens is not None:
+        conditions = [condition.reshape(-1) for condition in conditions]
+    return Places(functools.reduce(torch.logical_and, conditions) if conditions else None, cu_seqlens)
+
+
+def head_scores(
+    head: Head,
+    places: Places,
+    *,
+    out_dtype: Dtype | None,
+    impl: str,
+    sparse: SparseOptions | None = None,
+    logit_scale: float = 1.0,
+    **options: Any,
+) -> Tensor:
+    """Scores of an LM head over the tokens of ``places``; its logits, bias included, are times ``logit_scale``."""
+    hidden, weight, bias = head
+    mask, cu_seqlens = places
+    if cu_seqlens is not None:
+        mask, (hidden, cu_seqlens) = None, places.packed(hidden)
+    options |= {"attention_mask": mask, "cu_seqlens": cu_seqlens, "logit_scale": logit_scale, "impl": impl}
+    options["out_dtype"] = torch.float32 if autocasts(hidden) else out_dtype
+    bias = bias if bias is None or logit_scale == 1 else bias * logit_scale
+    if sparse is not None:
+        return lsr_head_sparse(hidden, weight, bias, **options, **sparse._asdict())
+    return lsr_head(hidden, weight, bias, **options)
+
+
+def attended(features: Features) -> Places:
+    """The tokens of the attention mask, or all packed ones."""
+    packed = features.get("cu_seq_lens_q")
+    return Places(None if packed is not None else features["attention_mask"], packed)
 
 
 def autocasts(tensor: Tensor) -> bool:

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize as unit_length
 
-from tilefold.modules.activation import ACTIVATIONS, activate, fused_activation
 from tilefold.modules.fused_pooling import (
+    ACTIVATIONS,
+    FUSED_ACTIVATIONS,
     Dtype,
     Features,
     Head,
-    Places,
     PoolingModule,
     SparseOptions,
+    activate,
     autocasts,
+    head_scores,
     places_of,
 )
-from tilefold.ops import lsr_head, lsr_head_sparse
 
 __all__ = ["HeadPooling"]
 
@@ -75,18 +76,13 @@ class HeadPooling(PoolingModule):
         embedding_dimension: int | None = None,
     ) -> None:
         super().__init__()
-        self.pooling = pooling
-        self.activation = activation
-        self.logit_scale = logit_scale
+        self.pooling, self.activation, self.logit_scale = pooling, activation, logit_scale
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
-        self.top_k = top_k
-        self.normalize = normalize
-        self.embedding_dimension = embedding_dimension
+        self.top_k, self.normalize, self.embedding_dimension = top_k, normalize, embedding_dimension
         self._check()
 
     @property
     def quantizable(self) -> bool:
-        """Only the maximum runs in fp8."""
         return self.pooling == "max"
 
     def forward(self, features: Features) -> Features:
@@ -96,47 +92,34 @@ class HeadPooling(PoolingModule):
         if places.cu_seqlens is None:
             keep = logits.new_ones(logits.shape[:2], dtype=torch.bool) if places.keep is None else places.keep
             scores = self._pool(logits, keep)
-        else:
-            scores = self._pool_packed(logits.squeeze(0), places)
+        else:  # one sequence at a time: padding them would take the most memory
+            tokens, offsets = places.packed(logits.squeeze(0))
+            rows = [tokens[start:end][None] for start, end in itertools.pairwise(offsets.tolist())]
+            pooled = [self._pool(row, row.new_ones(row.shape[:2], dtype=torch.bool)) for row in rows]
+            scores = torch.cat([tokens.new_zeros(0, tokens.size(1)), *pooled])
         features["sentence_embedding"] = self._finish(scores.float() if autocasts(logits) else scores)
         return features
 
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
-        """See :class:`FusedPooling`."""
         if head is None:
             raise ValueError("HeadPooling must follow an LM head, got no head.")
-        hidden, weight, bias = head
+        activation, more = FUSED_ACTIVATIONS[self.activation]
         places = places_of(features, tuple(self.ignore_ids))
-        mask, cu_seqlens = places.keep, places.cu_seqlens
-        if cu_seqlens is not None:
-            hidden, cu_seqlens = places.packed(hidden)
-            mask = None
-        activation, more = fused_activation(self.activation)
-        arguments: dict[str, Any] = {
-            "attention_mask": mask,
-            "cu_seqlens": cu_seqlens,
-            "pooling": self.pooling,
-            "activation": activation,
-            "logit_scale": self.logit_scale,
-            "out_dtype": torch.float32 if autocasts(hidden) else out_dtype,
-            "impl": impl,
-        }
-        bias = bias if bias is None or self.logit_scale == 1 else bias * self.logit_scale
+        options: dict[str, Any] = {"pooling": self.pooling, "activation": activation, "logit_scale": self.logit_scale}
+        options |= {"out_dtype": out_dtype, "impl": impl}
         if sparse is not None and not more and self.normalize is None:
             smaller = [k for k in (self.top_k, sparse.top_k) if k is not None]
-            return lsr_head_sparse(
-                hidden, weight, bias, **arguments, top_k=min(smaller, default=None), min_weight=sparse.min_weight
-            )
-        scores = lsr_head(hidden, weight, bias, **arguments)
+            return head_scores(head, places, sparse=sparse._replace(top_k=min(smaller, default=None)), **options)
+        scores = head_scores(head, places, **options)
         for _ in range(more):
             scores = scores.log1p()
         return self._finish(scores)
 
     def check_fusable(self) -> None:
         """Refuse the one combination that the operator has not: log1p(softplus) of every token, summed."""
-        if fused_activation(self.activation)[1] and self.pooling in ("sum", "mean"):
+        if FUSED_ACTIVATIONS[self.activation][1] and self.pooling in ("sum", "mean"):
             raise ValueError(
                 f"activation {self.activation!r} with pooling {self.pooling!r} cannot be fused: log1p has to be taken "
                 "of every token before the sum; leave the model stock, or pool by 'max'."
@@ -165,15 +148,6 @@ class HeadPooling(PoolingModule):
             place = place.clamp(0, keep.size(1) - 1)
             best = logits[torch.arange(logits.size(0), device=keep.device), place]
         return activate(best.masked_fill(empty, 0), self.activation).masked_fill(empty, 0)
-
-    def _pool_packed(self, logits: Tensor, places: Places) -> Tensor:
-        """``[T, V]`` logits to ``[B, V]``, one sequence at a time: padding them would take the most memory."""
-        tokens, offsets = places.packed(logits)
-        bounds = offsets.tolist()
-        rows = [tokens[start:end][None] for start, end in itertools.pairwise(bounds)]
-        if not rows:
-            return logits.new_zeros(0, logits.size(1))
-        return torch.cat([self._pool(row, row.new_ones(row.shape[:2], dtype=torch.bool)) for row in rows])
 
     def _finish(self, scores: Tensor) -> Tensor:
         """The window and the length; ``[B, V]``."""

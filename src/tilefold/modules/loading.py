@@ -1,4 +1,4 @@
-"""Loads a SparseEncoder that holds modules of this room, without trusting any other code."""
+"""Encoders that hold modules of this room: loaded without trusting other code, or made of stock ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
+    from torch import nn
 
-__all__ = ["load_encoder", "module_classes"]
+__all__ = ["load_encoder", "module_classes", "stock_module", "to_stock"]
 
 
 def module_classes() -> dict[str, type]:
@@ -24,10 +25,57 @@ def module_classes() -> dict[str, type]:
 def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
     """``SparseEncoder(name_or_path, **kwargs)`` that knows the modules of this room.
 
-    sentence-transformers 6 imports a class outside of its own package only with ``trust_remote_code=True``, even one of
-    an installed package, and that flag also lets a repository run code of its own. Here the classes of this room are
-    handed over, and any other one still needs the flag. Models of stock modules load as ever.
+    sentence-transformers 6 imports a class of another package only with ``trust_remote_code=True``, which also lets a
+    repository run code of its own. Here the classes of this room are handed over, and any other one needs the flag.
     """
     from sentence_transformers import SparseEncoder
 
     return SparseEncoder._load_with_module_classes(name_or_path, module_classes(), **kwargs)
+
+
+def to_stock(model: nn.Module) -> int:
+    """Replace modules in place by those of sentence-transformers that compute the same vectors.
+
+    A :class:`StaticQuery` becomes a frozen ``SparseStaticEmbedding`` if its vocabulary is the tokenizer's, and a
+    :class:`HeadPooling` a ``SpladePooling`` if it has only options of that. Do this when training is over: a model in
+    which nothing of this room is left loads without tilefold.
+
+    Returns:
+        How many were replaced.
+
+    Raises:
+        ValueError: if the model is accelerated.
+    """
+    replaced = 0
+    for parent in model.modules():
+        for name, child in list(parent._modules.items()):
+            stock = stock_module(child)
+            if stock is None or child is None:
+                continue
+            if "forward" in vars(child):
+                raise ValueError("model must not be accelerated, got one that is; call restore(model) first.")
+            parent._modules[name] = stock.train(child.training)
+            replaced += 1
+    return replaced
+
+
+def stock_module(module: Any) -> nn.Module | None:
+    """The stock module with the vectors of `module`, None if there is none."""
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS
+    from tilefold.modules.head_pooling import HeadPooling
+    from tilefold.modules.static_query import StaticQuery
+
+    if isinstance(module, StaticQuery) and len(module.tokenizer.get_vocab()) == module.vocab_size:
+        made: nn.Module = module.stock()
+        made.max_seq_length = module.max_seq_length
+        return made
+    if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
+        return None
+    extras = (module.logit_scale != 1, module.ignore_ids, module.top_k, module.normalize)
+    activation = {ours: stock for stock, ours in STOCK_ACTIVATIONS.items()}.get(module.activation)
+    if any(extras) or activation is None:
+        return None
+    pooling: nn.Module = SpladePooling(module.pooling, activation, embedding_dimension=module.embedding_dimension)
+    return pooling

@@ -63,10 +63,12 @@ class ProsperTransformer(Transformer):
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
         super().__init__(model_name_or_path, **options)
-        self.pooling = pooling
-        self.literal_residual = literal_residual
-        self.logit_scale = logit_scale
-        self.impl = "auto"
+        self.pooling, self.literal_residual, self.logit_scale, self.impl = (
+            pooling,
+            literal_residual,
+            logit_scale,
+            "auto",
+        )
         decoder = self._head()
         self.vocab_size = decoder.out_features
         self.literal = None
@@ -104,11 +106,9 @@ class ProsperTransformer(Transformer):
         return {**out, "sentence_embedding": final, "base_embedding": base}
 
     def get_embedding_dimension(self) -> int:
-        """V."""
         return self.vocab_size
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write what ``Transformer`` writes, and the matrix of the residual beside it."""
         super().save(output_path, *args, safe_serialization=safe_serialization, **kwargs)
         if self.literal is not None:
             weight = self.literal.weight.detach().cpu().contiguous()
@@ -116,12 +116,6 @@ class ProsperTransformer(Transformer):
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> ProsperTransformer:
-        """The saved module.
-
-        Raises:
-            FileNotFoundError: if the matrix of the residual is missing.
-            ValueError: if it belongs to another model.
-        """
         made: ProsperTransformer = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if made.literal is None:
             return made
@@ -169,12 +163,8 @@ def literal_residual(
     """``I * (max_v w'_v - w')`` with ``w' = pooled @ weight.T``, of which only the entries that are needed are formed.
 
     Args:
-        pooled: ``[B, D]``.
-        weight: ``[V, D]``.
-        input_ids: ``[B, S]``; the terms of a text, for ``I``.
-        attention_mask: ``[B, S]``, nonzero = keep.
-        ignore_ids: ids that are no terms.
-        impl: implementation of the operators.
+        pooled, weight: ``[B, D]`` and ``[V, D]``.
+        input_ids, attention_mask: ``[B, S]``; the terms of a text, for ``I``, but for ``ignore_ids``.
 
     Returns:
         ``[B, V]`` fp32 (fp64 for fp64 operands), none negative.
@@ -196,13 +186,7 @@ def literal_residual(
 
 
 def pooled_activation(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """``pool_s log1p(relu(h_s))`` ``[B, D]`` over the valid tokens; zero for a row without any.
-
-    Args:
-        hidden: ``[B, S, D]``.
-        attention_mask: ``[B, S]``, nonzero = keep.
-        pooling: ``"last"``, ``"cls"`` or ``"max"``.
-    """
+    """``pool_s log1p(relu(h_s))`` ``[B, D]`` over the valid tokens of ``[B, S, D]``; zero for a row without any."""
     valid = attention_mask != 0
     if pooling == "max":
         return hidden.relu().log1p().masked_fill(~valid[:, :, None], 0).amax(dim=1)

@@ -15,10 +15,11 @@ from tilefold.modules.fused_pooling import (
     Head,
     PoolingModule,
     SparseOptions,
+    attended,
     autocasts,
+    head_scores,
     place_of_files,
 )
-from tilefold.ops import lsr_head, lsr_head_sparse
 
 __all__ = ["FrozenTransformer", "SplateHead"]
 
@@ -26,12 +27,7 @@ WEIGHTS = "model.safetensors"
 
 
 class FrozenTransformer(Transformer):
-    """A ``Transformer`` that is never trained: no gradients, and no dropout in training mode either.
-
-    Args:
-        model_name_or_path: as in ``Transformer``.
-        options: those of ``Transformer``.
-    """
+    """A ``Transformer`` that is never trained: no gradients, and no dropout in training mode either."""
 
     def __init__(self, model_name_or_path: str, **options: Any) -> None:
         super().__init__(model_name_or_path, **options)
@@ -39,13 +35,11 @@ class FrozenTransformer(Transformer):
         self.model.eval()
 
     def train(self, mode: bool = True) -> FrozenTransformer:
-        """Set the mode of this module alone: the network stays in eval mode."""
         super().train(mode)
         self.model.eval()
         return self
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Run ``Transformer`` without a graph."""
         with torch.no_grad():
             out: dict[str, Any] = super().forward(dict(features), **kwargs)
         return out
@@ -115,7 +109,10 @@ class SplateHead(PoolingModule):
             self.transform = nn.Linear(hidden_size, hidden_size, bias=transform_bias)
             self.norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, bias=norm_bias)
         self.decoder = nn.Linear(hidden_size, vocab_size)
-        self._freeze()
+        self.requires_grad_(False)
+        self.adapter.requires_grad_(True)
+        if train_bias:
+            self.decoder.bias.requires_grad_(True)
 
     def forward(self, features: Features) -> Features:
         """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features."""
@@ -124,43 +121,22 @@ class SplateHead(PoolingModule):
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
-        """See :class:`FusedPooling`; the LM head is this module's own."""
         hidden: Tensor = features["token_embeddings"]
         states = hidden + self.adapter(hidden)
         if self.transform is not None and self.norm is not None and self.activation is not None:
             states = self.norm(ACT2FN[self.activation](self.transform(states)))
-        packed = features.get("cu_seq_lens_q")
         if not autocasts(states):
             states = states.to(self.decoder.weight.dtype)
-        arguments: dict[str, Any] = {
-            "attention_mask": features["attention_mask"] if packed is None else None,
-            "cu_seqlens": packed,
-            "logit_scale": self.logit_scale,
-            "out_dtype": torch.float32 if autocasts(states) else out_dtype,
-            "impl": impl,
-        }
-        states = states if packed is None else states.squeeze(0)
-        bias = self.decoder.bias if self.logit_scale == 1 else self.decoder.bias * self.logit_scale
-        if sparse is not None:
-            return lsr_head_sparse(states, self.decoder.weight, bias, **arguments, **sparse._asdict())
-        return lsr_head(states, self.decoder.weight, bias, **arguments)
+        places = attended(features)
+        states = states if places.cu_seqlens is None else states.squeeze(0)
+        own, options = Head(states, self.decoder.weight, self.decoder.bias), {"logit_scale": self.logit_scale}
+        return head_scores(own, places, out_dtype=out_dtype, impl=impl, sparse=sparse, **options)
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> SplateHead:
-        """The saved module.
-
-        Raises:
-            FileNotFoundError: if its weights are missing.
-        """
         if cls.load_file_path(model_name_or_path, WEIGHTS, subfolder=subfolder, **place_of_files(kwargs)) is None:
             raise FileNotFoundError(
                 f"{model_name_or_path}: {subfolder}/{WEIGHTS} is missing; fetch the checkpoint whole."
             )
         made: SplateHead = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         return made
-
-    def _freeze(self) -> None:
-        self.requires_grad_(False)
-        self.adapter.requires_grad_(True)
-        if self.train_bias:
-            self.decoder.bias.requires_grad_(True)

@@ -17,11 +17,7 @@ __all__ = ["StaticQuery", "counted_tokens"]
 
 
 def counted_tokens(features: dict[str, Any], tokenizer: Tokenizer) -> Tensor:
-    """``attention_mask`` ``[B, S]`` without padding tokens that were written in a text.
-
-    A vector of weights by token cannot tell them from those that fill a batch, so no text may count them: else its
-    vector would depend on who is beside it.
-    """
+    """``attention_mask`` ``[B, S]`` without padding tokens that stand in a text, which count beside no longer one."""
     mask: Tensor = features["attention_mask"]
     return mask if tokenizer.pad_token_id is None else mask * (features["input_ids"] != tokenizer.pad_token_id)
 
@@ -68,14 +64,13 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
-        """See :class:`FusedPooling`; there is no LM head."""
         ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)
         weights = self.weight.expand(ids.shape) if self.weight.numel() == 1 else self.weight[ids]
+        operands = weights, ids, self.vocab_size
+        options: dict[str, Any] = {"attention_mask": mask, "out_dtype": out_dtype}
         if sparse is not None:
-            return token_scatter_sparse(
-                weights, ids, self.vocab_size, attention_mask=mask, out_dtype=out_dtype, **sparse._asdict()
-            )
-        return token_scatter(weights, ids, self.vocab_size, attention_mask=mask, out_dtype=out_dtype, impl=impl)
+            return token_scatter_sparse(*operands, **options, **sparse._asdict())
+        return token_scatter(*operands, **options, impl=impl)
 
     def stock(self) -> SparseStaticEmbedding:
         """A frozen ``SparseStaticEmbedding`` with the same vectors, which loads without tilefold.

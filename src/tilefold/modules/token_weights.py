@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilefold.modules.activation import ACTIVATIONS, activate
-from tilefold.modules.fused_pooling import Dtype, Features, Head, PoolingModule, SparseOptions, autocasts, places_of
+from tilefold.modules.fused_pooling import (
+    ACTIVATIONS,
+    Dtype,
+    Features,
+    Head,
+    PoolingModule,
+    SparseOptions,
+    activate,
+    autocasts,
+    places_of,
+)
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["TokenWeights"]
@@ -26,21 +35,17 @@ class TokenWeights(PoolingModule):
         t[b, s] = scale * act(linear(h[b, s]))
         w[b, v] = max(0, max over s with input_ids[b, s] == v of t[b, s])
 
-    With ``"none"`` weights may be negative. An index drops these, and so does evaluation mode, where such a term is 0
-    without a gradient; in training mode the ``max(0, ..)`` is left out, so that a loss of the weights themselves, as
-    DeepCT's, still reaches terms that fell below 0.
+    With ``"none"`` weights may be negative. In training mode the ``max(0, ..)`` is then left out, so that a loss of the
+    weights themselves, as DeepCT's, still reaches terms that fell below 0.
 
-    With a ``saturation`` c, ``t`` is ``u / (u + c)``, where ``u = max(0, scale * act(linear(h)))``, in evaluation mode;
-    training mode, and its loss, keep the weights as they are. That is how BM25 counts a term frequency: DeepCT indexes
-    ``100 * weight`` as frequencies, of which BM25 with ``k1`` and no length normalisation makes ``u / (u + k1 / 100)``
-    (times ``k1 + 1``, which orders nothing).
+    With a ``saturation`` c, ``t`` is ``u / (u + c)``, where ``u = max(0, scale * act(linear(h)))``, in evaluation mode
+    alone. That is how BM25 counts a term frequency: DeepCT indexes ``100 * weight`` as frequencies, of which BM25 with
+    ``k1`` and no length normalisation makes ``u / (u + k1 / 100)`` (times ``k1 + 1``, which orders nothing).
 
     The encoder of uniCOIL (arXiv 2106.14807, ``"relu"``), DeepImpact (arXiv 2104.12016, ``"relu"``), DeepCT (arXiv
     1910.10687, ``"none"``), the query side of EPIC (arXiv 2004.14245, ``"log1p_softplus"``), and the "MLP" of the
-    unified framework (arXiv 2303.13416, ``"log1p_relu"``).
-
-    ``forward`` also leaves ``t`` in ``features["token_weights"]``, ``[B, S]`` (packed: ``[T]``), which
-    losses of single tokens read.
+    unified framework (arXiv 2303.13416, ``"log1p_relu"``). ``forward`` also leaves ``t`` in
+    ``features["token_weights"]``, ``[B, S]`` (packed: ``[T]``).
 
     Args:
         hidden_size: D.
@@ -91,7 +96,6 @@ class TokenWeights(PoolingModule):
 
     @property
     def has_scale(self) -> bool:
-        """Whether there is a learned factor."""
         return self.scale is not None
 
     def weights(self, features: Features) -> Tensor:
@@ -111,7 +115,6 @@ class TokenWeights(PoolingModule):
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
-        """See :class:`FusedPooling`; there is no LM head."""
         features["token_weights"] = weights = self.weights(features)
         few = len(self.ignore_ids) <= _MAX_IGNORED  # the operator compares with each of them
         places = places_of(features, () if few else tuple(self.ignore_ids))
@@ -124,19 +127,14 @@ class TokenWeights(PoolingModule):
             "attention_mask": mask,
             "cu_seqlens": cu_seqlens,
             "activation": "none",
-            "ignore_ids": self.ignore_ids if few else None,
             "out_dtype": out_dtype,
         }
+        arguments["ignore_ids"] = self.ignore_ids if few else None
         if sparse is not None:
             return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **sparse._asdict())
-        if self.activation == "none" and self.training:
-            return self._signed(weights, ids, mask, arguments, impl)
-        return token_scatter(weights, ids, self.vocab_size, **arguments, impl=impl)
-
-    def _signed(
-        self, weights: Tensor, ids: Tensor, mask: Tensor | None, arguments: dict[str, Any], impl: str
-    ) -> Tensor:
-        """The largest weight of each term's tokens, also where it is negative: all are moved above 0 and back."""
+        if self.activation != "none" or not self.training:
+            return token_scatter(weights, ids, self.vocab_size, **arguments, impl=impl)
+        # the largest weight of each term's tokens, also where it is negative: all are moved above 0 and back
         counted = weights.detach() if mask is None else weights.detach().masked_fill(~mask, 0)
         least = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
         moved = token_scatter(weights - least, ids, self.vocab_size, **arguments, impl=impl)

@@ -37,9 +37,7 @@ class LexicalWindow(PoolingModule):
             raise ValueError(f"top_k must be a whole number of at least 1 or None, got {top_k!r}.")
         if normalize not in (None, "l2"):
             raise ValueError(f"normalize must be 'l2' or None, got {normalize!r}.")
-        self.top_k = top_k
-        self.normalize = normalize
-        self.embedding_dimension = embedding_dimension
+        self.top_k, self.normalize, self.embedding_dimension = top_k, normalize, embedding_dimension
 
     def forward(self, features: Features) -> Features:
         """Replace ``sentence_embedding``, in a copy of the features."""
@@ -48,7 +46,6 @@ class LexicalWindow(PoolingModule):
     def fused_scores(
         self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
     ) -> Tensor:
-        """See :class:`FusedPooling`; there is no LM head."""
         rows: Tensor = features["sentence_embedding"]
         rows = rows if rows.layout == torch.strided else rows.to_dense()
         self.embedding_dimension = rows.size(1)
@@ -60,7 +57,6 @@ class LexicalWindow(PoolingModule):
         return rows
 
     def extra_repr(self) -> str:
-        """The options."""
         return f"top_k={self.top_k}, normalize={self.normalize!r}"
 
 

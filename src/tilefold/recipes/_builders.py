@@ -50,7 +50,7 @@ def build_cls_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
 def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
     """``SpladePooling`` if the options are its own, else :class:`tilefold.modules.HeadPooling`."""
     from tilefold.modules.head_pooling import HeadPooling
-    from tilefold.modules.stock import stock_module
+    from tilefold.modules.loading import stock_module
 
     made = HeadPooling(
         pooling,

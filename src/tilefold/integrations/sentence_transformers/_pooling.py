@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tilefold.integrations.sentence_transformers._heads import head_operands
-from tilefold.modules.activation import STOCK_ACTIVATIONS
-from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, SparseOptions, autocasts
+from tilefold.modules.fused_pooling import (
+    STOCK_ACTIVATIONS,
+    Dtype,
+    Features,
+    FusedPooling,
+    Head,
+    SparseOptions,
+    autocasts,
+)
 from tilefold.modules.static_query import counted_tokens
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.lsr_head.rows import CapacityRows, lsr_head_rows
