@@ -1,8 +1,4 @@
-"""Losses and regularisers of learned sparse retrieval that sentence-transformers lacks.
-
-Regularisers are computed over the batch of all ranks: functions of the scores ``[B, V]``, and modules that plug into
-``SpladeLoss`` as ``document_regularizer`` or ``query_regularizer``. Ranking losses plug in as its ``loss``.
-"""
+"""Losses and regularisers of learned sparse retrieval that sentence-transformers lacks, as parts of ``SpladeLoss``."""
 
 from tilefold.losses.activated_lm import ActivatedLmLoss, activated_lm_loss
 from tilefold.losses.functional import anti_zero, df_weights, flops, l1, l2

@@ -1,13 +1,4 @@
-"""Differentiable sums over ranks, and how a scores tensor is distributed over them.
-
-Two kinds of sum, with different gradients:
-
-* over the *rows* of data-parallel ranks. Every rank computes the same loss ``L`` from the summed statistics, DDP and
-  FSDP average the ranks' gradients, so each rank must contribute ``W`` times the gradient of its own rows: backward
-  multiplies by the number of ranks ``W``, and needs no communication.
-* over the *columns* of vocabulary shards. Every rank computes the same loss and keeps the gradient of its own columns:
-  backward passes the gradient on unchanged.
-"""
+"""Differentiable sums over ranks, and how a scores tensor is distributed over them."""
 
 from __future__ import annotations
 
@@ -22,27 +13,15 @@ Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 
 
 class Columns(NamedTuple):
-    """The part of the scores in this process.
+    """The part of the scores in this process."""
 
-    Attributes:
-        local: ``[B, V]``, or this rank's columns of it, in fp32 (fp64).
-        shards: the ranks that hold the other columns of the same rows, or ``None``.
-        rows: the ranks that hold other rows of the batch, or ``None``.
-    """
-
-    local: Tensor
-    shards: dist.ProcessGroup | None
-    rows: dist.ProcessGroup | None
+    local: Tensor  # [B, V], or this rank's columns of it, in fp32 (fp64)
+    shards: dist.ProcessGroup | None  # ranks that hold the other columns of the same rows
+    rows: dist.ProcessGroup | None  # ranks that hold other rows of the batch
 
 
 def columns_of(scores: Tensor, group: Group) -> Columns:
-    """Read the layout of ``scores``.
-
-    Raises:
-        TypeError: if ``scores`` is not a floating-point tensor.
-        ValueError: for a shape other than ``[B, V]``, a layout other than whole or sharded columns, or an unclear
-            group.
-    """
+    """Read the layout of ``scores``, whole or with sharded columns."""
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
         raise TypeError(
@@ -67,12 +46,15 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
 
 
 def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over data-parallel ranks; backward multiplies by their number (see above)."""
+    """Sum over data-parallel ranks; backward multiplies by their number.
+
+    Every rank computes the same loss from the sum, and DDP and FSDP average the ranks' gradients of their own rows.
+    """
     return statistics if group is None else _sum(statistics, group, dist.get_world_size(group))
 
 
 def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over vocabulary shards; backward passes the gradient on unchanged (see above)."""
+    """Sum over vocabulary shards; backward passes the gradient on: every rank keeps that of its own columns."""
     return statistics if group is None else _sum(statistics, group, 1)
 
 

@@ -1,17 +1,9 @@
-"""Sparsity regularisers of learned sparse retrieval, as functions of the scores ``[B, V]``.
-
-Scores are those of a sparse encoder, nonnegative; statistics and results are fp32 (fp64 for fp64 scores). All take
-``group``: the ranks whose rows make up the batch. With it each rank returns the value over the whole batch, and its
-gradient is such that the *average* of the ranks' gradients, as DistributedDataParallel and FSDP take it, is the
-gradient of one process with all rows. The ranks may hold different numbers of rows, but must weight the result equally.
-
-Scores may be a DTensor ``Shard(1)`` from a vocabulary-parallel head: columns stay where they are, and scalars
-and row counts are summed over the shards.
-"""
+"""Sparsity regularisers of learned sparse retrieval, as functions of the nonnegative scores ``[B, V]``."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -30,8 +22,11 @@ def flops(
     process this is ``FlopsLoss`` of sentence-transformers. Averaging over one rank's rows instead adds
     ``variance / rows``: such a penalty grows as the same batch is spread over more ranks, and so does sparsity.
 
+    Each rank returns the value over the whole batch, in fp32 (fp64), and the *average* of the ranks' gradients, as DDP
+    and FSDP take it, is the gradient of one process with all rows. Ranks may hold different numbers of rows.
+
     Args:
-        scores: ``[B, V]``, or a DTensor ``Shard(1)``.
+        scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head, whose columns stay there.
         threshold: rows with at most this many nonzero scores count as zero, and stay in the mean (the l0 mask of
             arXiv 2504.14839).
         weights: ``[V]`` factors of the columns (this rank's where scores are a DTensor): :func:`df_weights`.
@@ -58,9 +53,7 @@ def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
 
     Arguments, result and errors are those of :func:`flops`.
     """
-    columns = columns_of(scores, group)
-    mean = _mean_over_rows(_long_rows(columns, threshold).abs().sum()[None], columns)
-    return sum_over_columns(mean[0], columns.shards)
+    return _mean_row_sum(scores, Tensor.abs, threshold, group)
 
 
 def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
@@ -68,8 +61,12 @@ def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
 
     Arguments, result and errors are those of :func:`flops`.
     """
+    return _mean_row_sum(scores, Tensor.square, threshold, group)
+
+
+def _mean_row_sum(scores: Tensor, of: Callable[[Tensor], Tensor], threshold: float | None, group: Group) -> Tensor:
     columns = columns_of(scores, group)
-    mean = _mean_over_rows(_long_rows(columns, threshold).square().sum()[None], columns)
+    mean = _mean_over_rows(of(_long_rows(columns, threshold)).sum()[None], columns)
     return sum_over_columns(mean[0], columns.shards)
 
 

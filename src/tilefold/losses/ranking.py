@@ -1,7 +1,7 @@
 """Ranking losses as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` takes as its ``loss``.
 
 ``embeddings`` are those of its columns: queries ``[B, V]``, relevant documents ``[B, V]``, and one ``[B, V]`` per
-column of negatives. Nothing here needs sentence-transformers to be installed.
+column of negatives.
 """
 
 from __future__ import annotations
@@ -11,12 +11,39 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tilefold.losses._terms import checked_terms, weighted_sum
-
-__all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses"]
+__all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses", "WeightedTerms", "check_term"]
 
 
-class WeightedLosses(nn.Module):
+class WeightedTerms(nn.Module):
+    """Pairs of a module with ``compute_loss_from_embeddings`` and its weight."""
+
+    kind, remedy = "a loss", "losses that SpladeLoss takes"  # for messages
+
+    def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
+        super().__init__()
+        pairs = list(terms)
+        if not pairs:
+            raise ValueError(f"terms must be at least one pair of {self.kind} and its weight, got an empty list.")
+        for term, _ in pairs:
+            check_term("terms", term, self.remedy)
+        self.terms, self.weights = nn.ModuleList(term for term, _ in pairs), [float(weight) for _, weight in pairs]
+
+    def weighted_sum(self, *arguments: object) -> Tensor:
+        """The sum of the terms of these arguments, a scalar."""
+        values = [
+            weight * term.compute_loss_from_embeddings(*arguments)  # type: ignore[operator]
+            for term, weight in zip(self.terms, self.weights, strict=True)
+        ]
+        return torch.stack(values).sum()
+
+
+def check_term(name: str, term: object, remedy: str) -> None:
+    """Raise ``TypeError`` for a module that is no term of ``SpladeLoss``."""
+    if not callable(getattr(term, "compute_loss_from_embeddings", None)):
+        raise TypeError(f"{name} must have compute_loss_from_embeddings, got {type(term).__name__}; pass {remedy}.")
+
+
+class WeightedLosses(WeightedTerms):
     """A weighted sum of losses, as SPLADE-v3 (arXiv 2403.06789) adds KL and MarginMSE.
 
     Args:
@@ -27,13 +54,9 @@ class WeightedLosses(nn.Module):
         ValueError: if there is no term.
     """
 
-    def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
-        super().__init__()
-        self.terms, self.weights = checked_terms(terms, "a loss", "losses that SpladeLoss takes")
-
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
         """``sum_i weight_i * term_i``, a scalar."""
-        return weighted_sum(self.terms, self.weights, embeddings, labels)
+        return self.weighted_sum(embeddings, labels)
 
 
 class PairwiseSoftmaxLoss(nn.Module):

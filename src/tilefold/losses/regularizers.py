@@ -1,8 +1,4 @@
-"""Regularisers as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` of sentence-transformers calls.
-
-Nothing here needs sentence-transformers to be installed. Weights and their schedule stay with ``SpladeLoss`` and its
-scheduler callback.
-"""
+"""Regularisers as modules with ``compute_loss_from_embeddings``, which ``SpladeLoss`` calls for either side."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilefold.losses._collectives import Group, columns_of
-from tilefold.losses._terms import check_term, checked_terms, weighted_sum
 from tilefold.losses.functional import anti_zero, check_curve, df_weights, flops, l1, l2
+from tilefold.losses.ranking import WeightedTerms, check_term
 
 
 class Regularizer(nn.Module):
@@ -35,13 +31,10 @@ class Regularizer(nn.Module):
         raise NotImplementedError
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Call :meth:`compute_loss_from_embeddings`."""
         return self.compute_loss_from_embeddings(embeddings)
 
 
 class _Thresholded(Regularizer):
-    """A function of the scores that may spare rows with few terms."""
-
     _penalty: Callable[..., Tensor]
 
     def __init__(self, threshold: float | None = None, group: Group = "world") -> None:
@@ -49,7 +42,6 @@ class _Thresholded(Regularizer):
         self.threshold = threshold
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The penalty of the rows of all ranks, a scalar."""
         return type(self)._penalty(embeddings, threshold=self.threshold, group=self.group)
 
 
@@ -111,7 +103,6 @@ class AntiZeroLoss(Regularizer):
         self.epsilon = epsilon
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """The penalty of the sum of all scores of all ranks."""
         return anti_zero(embeddings, epsilon=self.epsilon, group=self.group)
 
 
@@ -178,7 +169,7 @@ class DFFlopsLoss(Regularizer):
             self._counts = None
 
 
-class RegularizerSum(Regularizer):
+class RegularizerSum(WeightedTerms, Regularizer):
     """A weighted sum of regularisers for one side, as naver's trainer adds anti-zero to FLOPS.
 
     Args:
@@ -189,15 +180,15 @@ class RegularizerSum(Regularizer):
         ValueError: if there is no term.
     """
 
+    kind, remedy = "a regulariser", "regularisers of tilefold.losses or of sentence-transformers"
+
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
-        super().__init__(None)
-        self.terms, self.weights = checked_terms(
-            terms, "a regulariser", "regularisers of tilefold.losses or of sentence-transformers"
-        )
+        super().__init__(terms)
+        self.group = None
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """``sum_i weight_i * term_i``."""
-        return weighted_sum(self.terms, self.weights, embeddings)
+        """``sum_i weight_i * term_i``, a scalar."""
+        return self.weighted_sum(embeddings)
 
 
 class PositionSum(Regularizer):

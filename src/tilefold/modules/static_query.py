@@ -66,11 +66,10 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     ) -> Tensor:
         ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)
         weights = self.weight.expand(ids.shape) if self.weight.numel() == 1 else self.weight[ids]
-        operands = weights, ids, self.vocab_size
         options: dict[str, Any] = {"attention_mask": mask, "out_dtype": out_dtype}
         if sparse is not None:
-            return token_scatter_sparse(*operands, **options, **sparse._asdict())
-        return token_scatter(*operands, **options, impl=impl)
+            return token_scatter_sparse(weights, ids, self.vocab_size, **options, **sparse._asdict())
+        return token_scatter(weights, ids, self.vocab_size, **options, impl=impl)
 
     def stock(self) -> SparseStaticEmbedding:
         """A frozen ``SparseStaticEmbedding`` with the same vectors, which loads without tilefold.
