@@ -1,4 +1,4 @@
-"""An accelerated model stays a stock SparseEncoder: saved, copied, pickled, restored, accelerated again."""
+"""An accelerated model stays a stock one: saved, copied, pickled, restored, accelerated again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentence_transformers
@@ -15,8 +16,9 @@ import torch
 from sentence_transformers import SparseEncoder
 
 from tests import programs
+from tests.integrations.multi_vector_models import build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, VOCABULARY, assert_close
-from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, restore
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 
 
 @pytest.fixture
@@ -24,8 +26,26 @@ def model(tiny_folder: Path) -> SparseEncoder:
     return SparseEncoder(str(tiny_folder), device="cpu")
 
 
-def encode(model: SparseEncoder) -> torch.Tensor:
-    return model.encode(TEXTS).to_dense()
+@pytest.fixture(scope="module")
+def late_model() -> Any:
+    return build_colbert()
+
+
+@pytest.fixture(params=["sparse", pytest.param("late", marks=needs_stock)])
+def either(request: pytest.FixtureRequest) -> Any:
+    """A model of each kind."""
+    return (
+        request.getfixturevalue("model")
+        if request.param == "sparse"
+        else copy.deepcopy(request.getfixturevalue("late_model"))
+    )
+
+
+def encode(model: Any) -> torch.Tensor:
+    """Scores of texts: a SparseEncoder's rows, the similarities of a MultiVectorEncoder's vectors."""
+    if isinstance(model, SparseEncoder):
+        return model.encode(TEXTS).to_dense()
+    return model.similarity(model.encode_query(TEXTS), model.encode_document(TEXTS))
 
 
 def test_the_first_lines_of_python_in_the_readme_accelerate_a_model(
@@ -68,32 +88,35 @@ def test_a_checkpoint_saved_while_accelerated_loads_in_plain_sentence_transforme
     assert torch.equal(torch.load(scores, weights_only=True), expected)
 
 
-def test_the_files_of_a_checkpoint_are_those_of_the_stock_model(model: SparseEncoder, tmp_path: Path) -> None:
-    model.encode(TEXTS)
-    model.save_pretrained(str(tmp_path / "stock"), create_model_card=False)
-    accelerate(model)
-    model.save_pretrained(str(tmp_path / "fused"), create_model_card=False)
+def test_the_files_of_a_checkpoint_are_those_of_the_stock_model(either: Any, tmp_path: Path) -> None:
+    encode(either)
+    either.save_pretrained(str(tmp_path / "stock"), create_model_card=False)
+    with accelerate(either):
+        either.save_pretrained(str(tmp_path / "fused"), create_model_card=False)
     names = sorted(str(p.relative_to(tmp_path / "stock")) for p in (tmp_path / "stock").rglob("*") if p.is_file())
-    assert "model.safetensors" in names
+    assert "model.safetensors" in names and len(names) > 5
     for name in names:
         assert (tmp_path / "fused" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
     types = [module["type"] for module in json.loads((tmp_path / "fused" / "modules.json").read_text())]
     assert all(kind.startswith("sentence_transformers.") for kind in types)
 
 
-def test_copies_and_pickles_stay_accelerated_with_weights_of_their_own(model: SparseEncoder) -> None:
-    accelerate(model)
-    expected = encode(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_own(either: Any) -> None:
+    accelerate(either, impl="tiled")
+    expected = encode(either)
+    for twin in (copy.deepcopy(either), pickle.loads(pickle.dumps(either))):  # noqa: S301
         assert is_accelerated(twin)
         assert torch.equal(encode(twin), expected)
-        head = twin.transformers_model.get_output_embeddings()
-        with torch.no_grad():
-            head.bias.add_(1.0)
+        if isinstance(twin, SparseEncoder):
+            with torch.no_grad():
+                twin.transformers_model.get_output_embeddings().bias.add_(1.0)
+        else:
+            assert twin.similarity.model is twin and twin.similarity.impl == "tiled"
+            twin.similarity_fn_name = "meanmaxsim"
         assert not torch.equal(encode(twin), expected)
-        assert torch.equal(encode(model), expected)
+        assert torch.equal(encode(either), expected)
         restore(twin)
-        assert is_accelerated(model) and not is_accelerated(twin)
+        assert is_accelerated(either) and not is_accelerated(twin)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, on unpickling a sparse tensor
@@ -111,55 +134,55 @@ def test_a_pool_of_processes_encodes_with_the_accelerated_model(
     assert_close(got, expected, 1e-5)
 
 
-def test_restore_gives_back_the_stock_model_bit_for_bit(model: SparseEncoder) -> None:
-    before = [dict(vars(module)) for module in model.modules()]
-    expected = encode(model)
-    accelerate(model)
-    restore(model)
-    assert not is_accelerated(model)
-    assert torch.equal(encode(model), expected)
-    assert [vars(module).keys() for module in model.modules()] == [state.keys() for state in before]
-    assert all(not module._forward_pre_hooks for module in model.modules())
+def test_restore_gives_back_the_stock_model_bit_for_bit(either: Any) -> None:
+    expected = encode(either)
+    before = [dict(vars(module)) for module in either.modules()]
+    restore(either)  # which is stock yet
+    accelerate(either)
+    restore(either)
+    assert not is_accelerated(either)
+    assert torch.equal(encode(either), expected)
+    assert [vars(module).keys() for module in either.modules()] == [state.keys() for state in before]
+    assert all(not module._forward_pre_hooks for module in either.modules())
 
 
-def test_a_context_restores_the_model_even_after_an_error(model: SparseEncoder) -> None:
-    with accelerate(model) as inside:
-        assert inside is model and is_accelerated(model)
-    assert not is_accelerated(model)
-    with pytest.raises(KeyError), accelerate(model):
+def test_a_context_restores_the_model_even_after_an_error(either: Any) -> None:
+    with accelerate(either) as inside:
+        assert inside is either and is_accelerated(either)
+    assert not is_accelerated(either)
+    with pytest.raises(KeyError), accelerate(either):
         raise KeyError
-    assert not is_accelerated(model)
+    assert not is_accelerated(either)
 
 
-def test_accelerating_twice_is_accelerating_once_and_takes_the_last_options(model: SparseEncoder) -> None:
-    expected = encode(model)
-    accelerate(model, impl="tiled")
-    handle = accelerate(model, impl="reference")
-    assert repr(handle) == "Acceleration(SparseEncoder, heads=1)"
-    assert model[1].forward.impl == "reference"
-    assert len(model[0]._forward_pre_hooks) == 1
-    assert_close(encode(model), expected, 1e-5)
+def test_accelerating_twice_is_accelerating_once_and_takes_the_last_options(either: Any) -> None:
+    expected = encode(either)
+    accelerate(either, impl="tiled")
+    handle = accelerate(either, impl="reference")
+    assert encode(either).sub(expected).abs().max() <= 1e-5 * expected.abs().max()
+    if isinstance(either, SparseEncoder):
+        assert repr(handle) == "Acceleration(SparseEncoder, heads=1)" and either[1].forward.impl == "reference"
+        assert len(either[0]._forward_pre_hooks) == 1
+    else:
+        assert repr(handle) == "Acceleration(MultiVectorEncoder, similarity)" and handle.heads == 0
+        assert either.similarity.impl == either.similarity_pairwise.impl == "reference"
     handle.restore()
-    assert torch.equal(encode(model), expected)
+    assert torch.equal(encode(either), expected)
 
 
-def test_restoring_a_stock_model_changes_nothing(model: SparseEncoder) -> None:
-    expected = encode(model)
-    restore(model)
-    assert torch.equal(encode(model), expected)
-
-
-def test_accelerating_leaves_modes_and_random_numbers_alone(model: SparseEncoder) -> None:
+def test_accelerating_and_encoding_leave_modes_and_random_numbers_alone(model: SparseEncoder) -> None:
     model.train()
     model[0].model.bert.embeddings.eval()
     modes = [module.training for module in model.modules()]
-    torch.manual_seed(11)
-    random.seed(11)
-    expected = (torch.rand(1).item(), random.random())  # noqa: S311
-    torch.manual_seed(11)
-    random.seed(11)
-    accelerate(model)
-    assert (torch.rand(1).item(), random.random()) == expected  # noqa: S311
+    numbers = []
+    for fused in (False, True):
+        torch.manual_seed(11)
+        random.seed(11)
+        if fused:
+            accelerate(model)
+            encode_sparse(model, TEXTS)
+        numbers.append((torch.rand(1).item(), random.random()))  # noqa: S311
+    assert numbers[0] == numbers[1]
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -29,6 +29,7 @@ scoring = pytest.importorskip("sentence_transformers.multi_vector_encoder.scorin
 similarity = pytest.importorskip("sentence_transformers.util.similarity")
 
 NAMES = [name for name in multi_vector.__all__ if "colbert" in name]
+XTR = ["xtr_scores", "xtr_kd_scores", "xtr_scores_pairwise"]
 COLUMNS = [QUERIES, POSITIVES, NEGATIVES]
 MARGINS = torch.tensor([0.3, -0.1, 1.2, 0.0])
 TEACHER = torch.tensor([[2.0, 0.5], [1.0, 1.5], [0.1, 0.0], [3.0, -1.0]])
@@ -41,6 +42,8 @@ LOSSES: list[tuple[str, str, dict[str, Any], Tensor | None]] = [
     ("MultiVectorDistillKLDivLoss", "colbert_kd_scores", {}, TEACHER),
     ("MultiVectorDistillKLDivLoss", "mean_colbert_kd_scores", {}, TEACHER),
 ]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*documents without any scoreable token.*")
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +68,27 @@ def test_a_function_is_documented_and_pickled_by_its_own_name(name: str) -> None
     assert "Raises:" in doc and all(f"{key}" in doc for key in inspect.signature(function).parameters)
 
 
-@needs_stock
-@pytest.mark.parametrize("masked", ["both", "queries", "documents", "neither"])
-@pytest.mark.parametrize("name", NAMES)
-def test_scores_and_gradients_equal_those_of_the_stock_function(name: str, masked: str) -> None:
-    arguments = problem(name)
+def stock_problem(name: str, masked: str, device: str = "cpu") -> dict[str, Any]:
+    """A problem whose sides have masks, weights, or zero rows, which stock and fused functions then read as padding."""
+    arguments = problem(name, device=device)
     for side in ("queries", "documents"):
-        if masked not in ("both", side):  # zero rows, which both then read as padding
+        if masked not in ("both", "weights", side):
             arguments[f"{side}_embeddings"] *= arguments.pop(f"{side}_mask")[..., None]
-    for length_normalize in (False, True):
-        expected = results(getattr(scoring, name), arguments, length_normalize=length_normalize)
-        found = results(getattr(multi_vector, name), arguments, length_normalize=length_normalize)
+    if masked == "weights":
+        weights = torch.rand(3, 5, generator=torch.Generator().manual_seed(3))
+        arguments["queries_mask"] = arguments["queries_mask"] * weights
+    return arguments
+
+
+@needs_stock
+@pytest.mark.parametrize("masked", ["both", "queries", "documents", "neither", "weights"])
+@pytest.mark.parametrize("name", NAMES + XTR)
+def test_scores_and_gradients_equal_those_of_the_stock_function(name: str, masked: str) -> None:
+    arguments = stock_problem(name, masked)
+    options = [{"top_k": k} for k in (1, 7, 500)] if name in XTR else [{"length_normalize": n} for n in (False, True)]
+    for option in options:
+        expected = results(getattr(scoring, name), arguments, **option)
+        found = results(getattr(multi_vector, name), arguments, **option)
         assert (expected[0] < -1e7).any()
         torch.testing.assert_close(found[0], expected[0])
         kept = arguments.get("documents_mask", arguments["documents_embeddings"].any(dim=-1))
@@ -174,12 +187,23 @@ def test_losses_and_parameter_gradients_equal_the_stock_ones(
 
 
 @needs_stock
-def test_the_name_in_a_loss_configuration_is_that_of_the_function() -> None:
+def test_functions_with_options_of_their_own_are_named_in_a_loss_configuration_and_score_as_stock(model: Any) -> None:
     from sentence_transformers.multi_vector_encoder import losses
 
     function = functools.partial(multi_vector.colbert_scores, length_normalize=True)
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(torch.nn.Identity(), similarity_fct=function)
-    assert loss.get_config_dict()["similarity_fct"] == "colbert_scores(length_normalize=True)"
+    ranking = losses.MultiVectorMultipleNegativesRankingLoss(torch.nn.Identity(), similarity_fct=function)
+    assert ranking.get_config_dict()["similarity_fct"] == "colbert_scores(length_normalize=True)"
+    for kind, name, labels in (
+        ("MultiVectorMultipleNegativesRankingLoss", "XTRScores", None),
+        ("MultiVectorDistillKLDivLoss", "XTRKDScores", TEACHER),
+    ):
+        both = [getattr(module, name)(top_k=8) for module in (scoring, multi_vector)]
+        found = [loss_and_gradients(model, kind, function, {}, labels) for function in both]
+        torch.testing.assert_close(found[1][0], found[0][0])
+        weight = "1.linear.weight"
+        assert_close(found[1][1][weight], found[0][1][weight], FP32_BUDGET, "gradient of the projection")
+        configs = [getattr(losses, kind)(model, similarity_fct=f).get_config_dict()["similarity_fct"] for f in both]
+        assert configs[0] == configs[1]
 
 
 @needs_stock
@@ -251,16 +275,22 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         multi_vector.colbert_scores_pairwise(list(queries[0]), documents[:, 0])
     with pytest.raises(RuntimeError, match="impl='triton'"):
         multi_vector.colbert_scores(queries, documents, impl="triton")
+    arguments = problem("xtr_scores")
+    with pytest.raises(ValueError, match="top_k must be a positive integer, got 0"):
+        multi_vector.xtr_scores(**arguments, top_k=0)
+    with pytest.raises(ValueError, match=r"documents_mask must have shape \[3, 2, 9\]"):
+        multi_vector.xtr_scores(**{**arguments, "documents_mask": arguments["documents_mask"][..., 1:]})
+    with pytest.raises(ValueError, match="one group for each of the 2 queries"):
+        multi_vector.xtr_kd_scores(queries[:2], documents)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + XTR)
 def test_on_a_gpu_scores_and_gradients_equal_the_reference_on_the_cpu(name: str) -> None:
-    arguments = problem(name)
-    on_gpu = {key: value.cuda() for key, value in arguments.items()}
-    expected = results(getattr(multi_vector, name), arguments, impl="reference")
-    for impl in ("auto", "tiled"):
-        for mine, truth in zip(results(getattr(multi_vector, name), on_gpu, impl=impl), expected, strict=True):
+    function = functools.partial(getattr(multi_vector, name), **({"top_k": 7} if name in XTR else {}))
+    expected = results(function, problem(name), impl="reference")
+    for impl in ("auto",) if name in XTR else ("auto", "tiled"):
+        for mine, truth in zip(results(function, problem(name, device="cuda"), impl=impl), expected, strict=True):
             torch.testing.assert_close(mine.cpu(), truth, rtol=1e-4, atol=1e-4)
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentence_transformers
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SparseMultipleNegativesRankingLoss, SpladeLoss
@@ -185,10 +187,13 @@ def test_multi_vectors_are_encoded_as_before() -> None:
     assert "forward" not in vars(model[2]) and "attention_mask" in model.preprocess(QUERIES)
 
 
-def train(model: SparseEncoder, folder: Path, ahead: bool, **options: Any) -> list[float]:
-    arguments = five_steps(folder, **options)
+def train(model: SparseEncoder, folder: Path, ahead: bool, data: Dataset = PAIRS, **options: Any) -> list[float]:
     trainer = SparseEncoderTrainer(
-        model=model, args=arguments, train_dataset=PAIRS, eval_dataset=PAIRS, loss=splade_loss(model)
+        model=model,
+        args=five_steps(folder, **options),
+        train_dataset=data,
+        eval_dataset=data,
+        loss=splade_loss(model),
     )
     if ahead:
         collate_ahead(trainer)
@@ -228,6 +233,36 @@ def test_a_training_run_has_the_losses_of_the_stock_one(
     assert "tilefold" not in (tmp_path / "saved" / "config.json").read_text()
     again = SparseEncoder(str(tmp_path / "saved"), device="cpu")
     assert_close(packed.encode(TEXTS).to_dense(), again.encode(TEXTS).to_dense(), 1e-5)
+
+
+CHECKPOINTING = pytest.param(
+    {"gradient_checkpointing": True},
+    marks=pytest.mark.skipif(
+        Version(sentence_transformers.__version__) < Version("6.2"),
+        reason="sentence-transformers before 6.2 cannot switch checkpointing on under a newer trainer",
+    ),
+)
+
+
+@pytest.mark.parametrize("options", [{}, CHECKPOINTING, {"bf16": True}])
+def test_the_loss_curve_of_texts_of_one_length_is_that_of_the_stock_model_with_its_dropout(
+    options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue("tiny_folder" if options else "minilm_folder")
+    texts = [f"a function gives the {word} of a list, in {steps} steps" for steps, word in enumerate(WORDS)]
+    data = Dataset.from_dict({"anchor": PAIRS["anchor"], "positive": texts})
+    curves, rows = [], []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = SparseEncoder(str(folder), device="cpu")
+        if fused:
+            accelerate(model)
+        curves.append(train(model, tmp_path, ahead=False, data=data, **options))
+        rows.append(model.encode(["what is the length of a list"]).to_dense())
+    # in bf16 the stock side rounds its logits to 8 bits, and a step hands the difference on to the next
+    assert curves[1] == pytest.approx(curves[0], rel=2e-2 if "bf16" in options else 1e-4)
+    if not options:
+        assert (rows[1] - rows[0]).abs().max() < 1e-3 * rows[0].max()
 
 
 def columns_of(model: Any, *columns: list[str]) -> tuple[list[dict[str, Any]], Any]:

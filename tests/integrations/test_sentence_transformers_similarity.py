@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,47 +215,6 @@ def test_evaluators_of_an_accelerated_model_report_the_same(shared_model: Any) -
         found = reranking(model), retrieval[1](model)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-
-
-def test_an_accelerated_model_is_restored_by_hand_and_by_its_context(model: Any) -> None:
-    assert model.similarity_fn_name == "maxsim"  # some releases keep what they looked up for it
-    before = dict(vars(model))
-    handle = accelerate(model)
-    assert repr(handle) == "Acceleration(MultiVectorEncoder, similarity)" and handle.heads == 0
-    accelerate(model, impl="reference")  # twice is once, with the last options
-    assert model.similarity.impl == model.similarity_pairwise.impl == "reference"
-    handle.restore()
-    assert not is_accelerated(model) and vars(model).keys() == before.keys()
-    restore(model)
-    with pytest.raises(KeyError), accelerate(model) as inside:
-        assert inside is model and is_accelerated(model)
-        raise KeyError
-    assert not is_accelerated(model)
-
-
-def test_copies_and_pickles_stay_accelerated_and_read_their_own_options(model: Any, encoded: Any) -> None:
-    accelerate(model, impl="tiled")
-    expected = model.similarity(*encoded)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
-        assert is_accelerated(twin) and twin.similarity.model is twin and twin.similarity.impl == "tiled"
-        assert torch.equal(twin.similarity(*encoded), expected)
-        twin.similarity_fn_name = "meanmaxsim"
-        assert not torch.equal(twin.similarity(*encoded), expected)
-        assert torch.equal(model.similarity(*encoded), expected)
-        restore(twin)
-        assert is_accelerated(model) and not is_accelerated(twin)
-
-
-def test_a_checkpoint_saved_while_accelerated_is_the_stock_one(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(str(tmp_path / "stock"), create_model_card=False)
-    with accelerate(model):
-        keys = list(model.state_dict())
-        model.save_pretrained(str(tmp_path / "fused"), create_model_card=False)
-    assert list(model.state_dict()) == keys
-    files = sorted(p for p in (tmp_path / "stock").rglob("*") if p.is_file())
-    assert len(files) > 5
-    for path in files:
-        assert (tmp_path / "fused" / path.relative_to(tmp_path / "stock")).read_bytes() == path.read_bytes()
 
 
 @needs_stock

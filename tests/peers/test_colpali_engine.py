@@ -22,10 +22,9 @@ from colpali_engine.utils import maxsim as stock
 from colpali_engine.utils import processing_utils
 from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
 
+from tests.integrations.late_scores import assert_equal, results
 from tilefold.integrations import colpali as ours
 
-# fp32: both sides add products, maxima and gradients in another order
-BUDGET = 1e-5
 NAMES = ["maxsim_inbatch", "maxsim_kd"]
 IN_BATCH = ["ColbertLoss", "ColbertPairwiseCELoss", "ColbertSigmoidLoss"]
 WITH_NEGATIVES = ["ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss"]
@@ -55,22 +54,6 @@ def problem(name: str) -> list[Tensor]:
     return [sequences(4, 6, 16), sequences(4, 9, 16) if name == "maxsim_inbatch" else sequences(4, 2, 9, 16)]
 
 
-def results(function: Any, arguments: list[Tensor]) -> list[Tensor]:
-    """The result, and the gradients at rows that are no padding: the models mask the others."""
-    leaves = [part.detach().clone().requires_grad_() for part in arguments]
-    found = function(*leaves)
-    weights = torch.rand(found.shape, generator=torch.Generator().manual_seed(1)).to(found)
-    gradients = torch.autograd.grad(found, leaves, weights)
-    return [found.detach(), *(grad[part.any(dim=-1)] for grad, part in zip(gradients, arguments, strict=True))]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor], budget: float = BUDGET) -> None:
-    for mine, truth in zip(found, expected, strict=True):
-        assert mine.shape == truth.shape
-        error, allowed = (mine - truth).abs().max().item(), budget * truth.abs().max().clamp(min=1).item()
-        assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_signature_begins_like_that_of_colpali_engine(name: str) -> None:
     theirs = list(inspect.signature(getattr(stock, name)).parameters.values())
@@ -82,7 +65,8 @@ def test_the_signature_begins_like_that_of_colpali_engine(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_and_gradients_equal_those_of_colpali_engine(name: str) -> None:
     arguments = problem(name)
-    assert_equal(results(getattr(ours, name), arguments), results(getattr(stock, name), arguments))
+    mine, theirs = (results(getattr(module, name), arguments, padding=True) for module in (ours, stock))
+    assert_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["defaults", "smooth", "filtered", "plain"])
@@ -92,9 +76,10 @@ def test_losses_and_gradients_equal_those_of_colpali_engine(kind: str, options: 
     arguments = [sequences(4, 6, 16), sequences(4, 9, 16)]
     if kind in WITH_NEGATIVES:
         arguments.append(sequences(4, 2, 7, 16))
-    expected = results(loss, arguments)
+    how = {"padding": True, "sides": len(arguments)}
+    expected = results(loss, arguments, **how)
     with ours.accelerate():
-        found = results(loss, arguments)
+        found = results(loss, arguments, **how)
     largest = max(part.abs().max().item() for part in expected[1:])
     scale = [1.0, *(largest for _ in arguments)]
     assert_equal(
@@ -105,9 +90,9 @@ def test_losses_and_gradients_equal_those_of_colpali_engine(kind: str, options: 
 def test_losses_take_gathered_documents_at_an_offset() -> None:
     loss = losses.ColbertLoss()
     arguments = [sequences(4, 6, 16), sequences(8, 9, 16)]
-    expected = results(lambda *parts: loss(*parts, offset=4), arguments)
+    expected = results(loss, arguments, padding=True, offset=4)
     with ours.accelerate():
-        assert_equal(results(lambda *parts: loss(*parts, offset=4), arguments), expected, 1e-4)
+        assert_equal(results(loss, arguments, padding=True, offset=4), expected, 1e-4)
 
 
 def test_lists_of_pages_are_scored_in_blocks() -> None:

