@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilefold.nn._linear import LinearParameters
 from tilefold.ops import lsr_head
+
+
+class LinearParameters(nn.Module):
+    """``weight`` ``[rows, D]`` and ``bias`` ``[rows]`` or ``None``, drawn as ``nn.Linear`` draws them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, hidden_size: int, rows: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.size(1)
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters as ``nn.Linear`` does: uniform within ``1 / sqrt(D)``."""
+        bound = 1 / math.sqrt(max(self.hidden_size, 1))
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
 
 class LSRHead(LinearParameters):
@@ -46,14 +75,10 @@ class LSRHead(LinearParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
-        self.pooling = pooling
-        self.activation = activation
-        self.logit_scale = logit_scale
-        self.impl = impl
+        self.pooling, self.activation, self.logit_scale, self.impl = pooling, activation, logit_scale, impl
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return self.weight.size(0)
 
     @classmethod
@@ -103,7 +128,6 @@ class LSRHead(LinearParameters):
         )
 
     def extra_repr(self) -> str:
-        """The options of this head."""
         return (
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}, "
             f"pooling={self.pooling!r}, activation={self.activation!r}, logit_scale={self.logit_scale}, "

@@ -69,12 +69,7 @@ class VocabularyParallel(ParallelStyle):
 
 
 def as_replica(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``hidden``, equal on every rank of ``mesh``, as a ``Replicate()`` DTensor; a sharded one is gathered.
-
-    Args:
-        hidden: a plain tensor, or a DTensor on ``mesh``.
-        mesh: a one-dimensional mesh.
-    """
+    """``hidden``, equal on every rank of a one-dimensional mesh, as a ``Replicate()`` DTensor; shards are gathered."""
     if not isinstance(hidden, DTensor):
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     return hidden.redistribute(placements=[Replicate()] * mesh.ndim)

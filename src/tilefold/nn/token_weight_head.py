@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tilefold.nn._linear import LinearParameters
+from tilefold.nn.lsr_head import LinearParameters
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 
@@ -50,11 +50,8 @@ class TokenWeightHead(LinearParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, 1, bias, device, dtype)
-        self.vocab_size = vocab_size
-        self.reduce = reduce
-        self.activation = activation
+        self.vocab_size, self.reduce, self.activation, self.impl = vocab_size, reduce, activation, impl
         self.ignore_ids = tuple(ignore_ids or ())
-        self.impl = impl
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, vocab_size: int, **options: Any) -> TokenWeightHead:
@@ -77,8 +74,7 @@ class TokenWeightHead(LinearParameters):
         if layer.out_features != 1:
             raise ValueError(f"layer must have one output, got {layer.out_features}; a decoder goes into LSRHead.")
         head = cls(layer.in_features, vocab_size, layer.bias is not None, device="meta", **options)
-        head.weight = layer.weight
-        head.bias = layer.bias
+        head.weight, head.bias = layer.weight, layer.bias
         return head
 
     def forward(
@@ -96,17 +92,8 @@ class TokenWeightHead(LinearParameters):
             attention_mask: ``[B, S]``, nonzero = keep; all tokens are kept without it.
             cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
         """
-        return token_scatter(
-            linear(hidden, self.weight, self.bias),
-            input_ids,
-            self.vocab_size,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            reduce=self.reduce,
-            activation=self.activation,
-            ignore_ids=self.ignore_ids,
-            impl=self.impl,
-        )
+        operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
+        return token_scatter(*operands, **options, impl=self.impl)
 
     def encode(
         self,
@@ -122,21 +109,15 @@ class TokenWeightHead(LinearParameters):
         The other arguments are those of :meth:`forward`; see :func:`tilefold.ops.token_scatter_sparse`.
         """
         with torch.no_grad():
-            return token_scatter_sparse(
-                linear(hidden, self.weight, self.bias),
-                input_ids,
-                self.vocab_size,
-                attention_mask=attention_mask,
-                cu_seqlens=cu_seqlens,
-                reduce=self.reduce,
-                activation=self.activation,
-                ignore_ids=self.ignore_ids,
-                top_k=top_k,
-                min_weight=min_weight,
-            )
+            operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
+            return token_scatter_sparse(*operands, **options, top_k=top_k, min_weight=min_weight)
+
+    def _arguments(self, hidden: Tensor, input_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
+        options: dict[str, Any] = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "reduce": self.reduce}
+        options |= {"activation": self.activation, "ignore_ids": self.ignore_ids}
+        return (linear(hidden, self.weight, self.bias), input_ids, self.vocab_size), options
 
     def extra_repr(self) -> str:
-        """The options of this head."""
         return (
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}, "
             f"reduce={self.reduce!r}, activation={self.activation!r}, ignore_ids={self.ignore_ids}, impl={self.impl!r}"

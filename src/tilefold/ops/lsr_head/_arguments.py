@@ -33,10 +33,7 @@ def checked(
     wanted: tuple[bool, ...] = (),
     main_grad: Tensor | None = None,
 ) -> Checked:
-    """Check everything that can be checked without reading a value.
-
-    What follows ``out_dtype`` is given with ``main_grad`` alone; ``wanted`` says who needs a gradient, for the key.
-    """
+    """Check everything that can be checked without reading a value; after ``out_dtype``, for ``main_grad`` alone."""
     compute_dtype, out_dtype = check_head(tensors, pooling, activation, logit_scale, out_dtype)
     if tensors.weight_scale is not None:
         _check_inference(tensors, main_grad)
@@ -50,29 +47,9 @@ def check_head(
     tensors: HeadTensors, pooling: str, activation: str, logit_scale: float, out_dtype: torch.dtype | None
 ) -> tuple[torch.dtype, torch.dtype]:
     """Check what a head of any kind asks of its arguments; return the dtypes of the products and of the scores."""
-    if tensors.weight_scale is None:
-        compute_dtype = _check_plain_head(tensors, pooling, activation, logit_scale)
-    else:
-        dtype, weight = check_tensor("hidden", tensors.hidden).dtype, tensors.weight
-        stand_in = torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
-        compute_dtype = _check_plain_head(tensors._replace(weight=stand_in), pooling, activation, logit_scale)
-        if pooling != "max":
-            raise ValueError(
-                f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits."
-            )
-        if dtype == torch.float64:
-            raise TypeError(
-                "hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float()."
-            )
-    if out_dtype is None:
-        return compute_dtype, compute_dtype
-    check_out_dtype(out_dtype)
-    return compute_dtype, out_dtype
-
-
-def _check_plain_head(tensors: HeadTensors, pooling: str, activation: str, logit_scale: float) -> torch.dtype:
-    """The dtype of the products of a head whose arguments fit together."""
-    hidden, attention_mask, cu_seqlens, weight, _, bias = tensors
+    hidden, attention_mask, cu_seqlens, weight, weight_scale, bias = tensors
+    if weight_scale is not None:  # a weight of the shape, that has the dtype of hidden
+        weight = torch.empty((), dtype=check_tensor("hidden", hidden).dtype, device=weight.device).expand(weight.shape)
     check_choice("pooling", pooling, tuple(POOLINGS))
     check_choice("activation", activation, ACTIVATIONS)
     if not isinstance(logit_scale, (int, float)) or not -math.inf < logit_scale < math.inf:
@@ -90,33 +67,28 @@ def _check_plain_head(tensors: HeadTensors, pooling: str, activation: str, logit
     if bias is not None:
         check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
     check_tokens(attention_mask, cu_seqlens, "rows", B=hidden.size(0), S=hidden.size(1))
-    check_same_device(
-        "hidden",
-        hidden,
-        {"weight": weight, "bias": bias, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens},
-    )
-    return _check_dtypes(hidden, weight, bias)
-
-
-def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    remedy = "cast it with .to(torch.bfloat16) or another of these."
-    check_dtype("hidden", hidden, FLOAT_DTYPES, remedy)
-    check_dtype("weight", weight, FLOAT_DTYPES, remedy)
-    if bias is not None:
-        check_dtype("bias", bias, FLOAT_DTYPES, remedy)
-    device_type = hidden.device.type
-    if (
-        hidden.dtype != torch.float64
-        and device_type != "meta"  # has no autocast state to ask for
-        and torch.is_autocast_enabled(device_type)
-    ):
-        return torch.get_autocast_dtype(device_type)
-    if weight.dtype != hidden.dtype:
+    others = {"weight": weight, "bias": bias, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+    check_same_device("hidden", hidden, others)
+    for name, operand in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if operand is not None:
+            check_dtype(name, operand, FLOAT_DTYPES, "cast it with .to(torch.bfloat16) or another of these.")
+    compute_dtype = hidden.dtype
+    # the meta device has no autocast state to ask for
+    if hidden.dtype != torch.float64 and not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
+    elif weight.dtype != hidden.dtype:
         raise TypeError(
             f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
             "cast one of them, or run under torch.autocast."
         )
-    return hidden.dtype
+    if weight_scale is not None and pooling != "max":
+        raise ValueError(f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits.")
+    if weight_scale is not None and hidden.dtype == torch.float64:
+        raise TypeError("hidden must be fp16, bf16 or fp32 with a QuantizedWeight, got float64; use hidden.float().")
+    if out_dtype is None:
+        return compute_dtype, compute_dtype
+    check_out_dtype(out_dtype)
+    return compute_dtype, out_dtype
 
 
 def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
@@ -136,15 +108,10 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str)
             f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a tensor; only "
             "max pooling of the tiled and triton implementations accumulates, elsewhere add weight.grad to it yourself."
         )
-    check_shape(
-        "weight_main_grad", check_tensor("weight_main_grad", main_grad), "V D", V=weight.size(0), D=weight.size(1)
-    )
-    check_dtype(
-        "weight_main_grad",
-        main_grad,
-        (torch.float32,),
-        "allocate it with torch.zeros_like(weight, dtype=torch.float32).",
-    )
+    vocab, dim = weight.shape
+    check_shape("weight_main_grad", check_tensor("weight_main_grad", main_grad), "V D", V=vocab, D=dim)
+    remedy = "allocate it with torch.zeros_like(weight, dtype=torch.float32)."
+    check_dtype("weight_main_grad", main_grad, (torch.float32,), remedy)
     check_same_device("weight", weight, {"weight_main_grad": main_grad})
     if not main_grad.is_contiguous() or main_grad.requires_grad:
         raise ValueError(

@@ -1,8 +1,4 @@
-"""The LSR head over a vocabulary that is sharded across ranks: DTensor in, DTensor out.
-
-Bias, maximum, sum and activation are column-local, so a rank that holds some rows of ``weight`` makes the same columns
-of the scores without communication. Only ``dhidden`` sums over columns: one all-reduce in backward.
-"""
+"""The LSR head over a vocabulary that is sharded across ranks: only ``dhidden`` is summed over them, in backward."""
 
 from __future__ import annotations
 
@@ -41,15 +37,13 @@ class VocabularySharding(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Number of ranks that share the vocabulary."""
         return 1 if self.dim is None else self.mesh.size(self.dim)
 
     def first_column(self) -> int:
         """The column of the whole scores at which this rank's begin (``torch.chunk``'s division)."""
         if self.dim is None:
             return 0
-        width = -(-self.vocab // self.shards)
-        return min(self.mesh.get_local_rank(self.dim) * width, self.vocab)
+        return min(self.mesh.get_local_rank(self.dim) * -(-self.vocab // self.shards), self.vocab)
 
 
 def is_distributed(*tensors: object) -> bool:
@@ -141,7 +135,17 @@ def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[Vocabul
             "hold different rows (FSDP), read the weight inside the forward of its FSDP module, where it is whole."
         )
     for name, value in tokens._asdict().items():
-        _check_replicated(name, value, mesh)
+        if not isinstance(value, DTensor):
+            continue  # masks and offsets may be plain: they have no gradient
+        if value.device_mesh != mesh:
+            raise ValueError(
+                f"{name} must lie on the mesh of weight ({mesh}), got {value.device_mesh}; redistribute one of them."
+            )
+        if not all(placement.is_replicate() for placement in value.placements):
+            raise ValueError(
+                f"{name} must be Replicate() on every dimension of the mesh, got {value.placements}; gather it with "
+                f"{name}.redistribute(placements=[Replicate()] * {mesh.ndim})."
+            )
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise TypeError(
             f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
@@ -151,11 +155,11 @@ def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[Vocabul
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Shard
 
     placements = weight.placements
-    sharded = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-    if len(sharded) > 1 or any(type(placements[i]) is not Shard or placements[i].dim != 0 for i in sharded):  # type: ignore[attr-defined]
+    sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(sharded) > 1 or any(type(placements[i]) is not Shard or not placements[i].is_shard(0) for i in sharded):
         raise ValueError(
             "weight must be Shard(0) on at most one dimension of its mesh and Replicate() on the others, got "
             f"{placements}; weight.redistribute(placements=[Shard(0)]) shards the vocabulary, and a weight that FSDP "
@@ -186,22 +190,6 @@ def _check_bias(bias: Tensor, weight: DTensor) -> None:
         raise ValueError(f"bias must have shape [V] with V={weight.size(0)}, got {list(bias.shape)}.")
 
 
-def _check_replicated(name: str, value: Tensor | None, mesh: DeviceMesh) -> None:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if not isinstance(value, DTensor):
-        return  # masks and offsets may be plain: they have no gradient
-    if value.device_mesh != mesh:
-        raise ValueError(
-            f"{name} must lie on the mesh of weight ({mesh}), got {value.device_mesh}; redistribute one of them."
-        )
-    if not all(isinstance(placement, Replicate) for placement in value.placements):
-        raise ValueError(
-            f"{name} must be Replicate() on every dimension of the mesh, got {value.placements}; gather it with "
-            f"{name}.redistribute(placements=[Replicate()] * {mesh.ndim})."
-        )
-
-
 def _local(value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
@@ -209,7 +197,6 @@ def _local(value: Any) -> Any:
 
 
 def _default_dtype(hidden: Tensor) -> torch.dtype:
-    """Dtype of the scores where nobody asked for one."""
     device_type = hidden.device.type
     if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
