@@ -33,23 +33,13 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-def attention_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(1, 2, 3, D), torch.randn(1, 2, 5, D), torch.randn(1, 2, 5, D)
-
-
-def test_attention_refuses_values_on_another_device() -> None:
-    q, k, v = attention_inputs()
+def test_attention_refuses_values_on_another_device_and_lists_for_tensors() -> None:
+    q, k, v = torch.randn(1, 2, 3, D), torch.randn(1, 2, 5, D), torch.randn(1, 2, 5, D)
     with pytest.raises(ValueError, match="v must be on the device of q"):
         entmax_attention(q, k, v.to("meta"))
-
-
-@pytest.mark.parametrize("name", ["key_padding_mask", "cu_seqlens_q", "cu_seqlens_k"])
-def test_attention_refuses_lists_for_tensors(name: str) -> None:
-    q, k, v = attention_inputs()
-    if name != "key_padding_mask":
-        q, k, v = q[0], k[0][:, :3], v[0][:, :3]
-    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
-        entmax_attention(q, k, v, **{name: [[1, 1, 1, 1, 1]]})  # type: ignore[arg-type]
+    for name, given in (("key_padding_mask", (q, k, v)), *[(f"cu_seqlens_{x}", (q[0], q[0], q[0])) for x in "qk"]):
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+            entmax_attention(*given, **{name: [[1, 1, 1, 1, 1]]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("impl", ["tiled", "reference"])
@@ -73,25 +63,19 @@ def test_groups_of_no_query_keep_the_number_of_their_documents() -> None:
     scores.sum().backward()
 
 
-def sparse_head() -> Tensor:
-    return lsr_head_sparse(torch.randn(2, 3, D, device="cpu"), torch.randn(9, D, device="cpu"), top_k=3)
+IDS_HERE = torch.tensor([[1, 2, 1], [4, 4, 0]])
+RESULTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: lsr_head_sparse(x.expand(2, 3, D), x.new_ones(9, D), top_k=3),
+    lambda x: token_scatter_sparse(x[:, :, 0].detach(), IDS_HERE, 9),
+    lambda x: token_scatter(x[:, :, 0], IDS_HERE, 9, reduce="sum"),
+]
 
 
-def sparse_scatter() -> Tensor:
-    weights = torch.rand(2, 3, device="cpu")
-    return token_scatter_sparse(weights, torch.tensor([[1, 2, 1], [4, 4, 0]], device="cpu"), 9)
-
-
-def dense_scatter() -> Tensor:
-    weights = torch.rand(2, 3, device="cpu", requires_grad=True)
-    return token_scatter(weights, torch.tensor([[1, 2, 1], [4, 4, 0]], device="cpu"), 9, reduce="sum")
-
-
-@pytest.mark.parametrize("call", [sparse_head, sparse_scatter, dense_scatter])
+@pytest.mark.parametrize("call", RESULTS)
 def test_results_lie_where_the_arguments_do_whatever_torchs_default_device(
-    elsewhere: None, call: Callable[[], Tensor]
+    elsewhere: None, call: Callable[[Tensor], Tensor]
 ) -> None:
-    scores = call()
+    scores = call(torch.rand(2, 3, 1, device="cpu", requires_grad=True))
     assert scores.device.type == "cpu"
     if scores.requires_grad:
         scores.sum().backward()
@@ -181,20 +165,18 @@ def test_function_transforms_are_those_of_the_reference_or_an_error_that_says_so
 
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_several_gradients_at_once_are_those_one_after_the_other(operator: Callable[[Tensor, str], Tensor]) -> None:
+def test_several_gradients_at_once_and_vmap_are_one_call_after_the_other(
+    operator: Callable[[Tensor, str], Tensor],
+) -> None:
     x = X.clone().requires_grad_()
     scores = operator(x, "auto")
     several = torch.randn(4, *scores.shape, generator=torch.Generator().manual_seed(1))
     (together,) = torch.autograd.grad(scores, x, several, is_grads_batched=True, retain_graph=True)
     for one, found in zip(several, together, strict=True):
         torch.testing.assert_close(found, torch.autograd.grad(scores, x, one, retain_graph=True)[0])
-
-
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_vmap_is_one_call_after_the_other(operator: Callable[[Tensor, str], Tensor]) -> None:
-    several = torch.stack([X, 2 * X, X.flip(0)])
-    expected = torch.stack([operator(x, "auto") for x in several])
-    torch.testing.assert_close(torch.func.vmap(lambda x: operator(x, "auto"))(several), expected)
+    batch = torch.stack([X, 2 * X, X.flip(0)])
+    expected = torch.stack([operator(x, "auto") for x in batch])
+    torch.testing.assert_close(torch.func.vmap(lambda x: operator(x, "auto"))(batch), expected)
 
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)

@@ -259,18 +259,17 @@ def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
     assert alive() is None
 
 
-def test_a_thread_without_a_context_enters_it_and_launches_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, entered = Driver(monkeypatch, errors=[201]), list[int]()
+def test_a_thread_without_a_context_enters_it_and_an_error_is_raised_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, entered = Driver(monkeypatch, errors=[201, 0, 719]), list[int]()
     monkeypatch.setattr(cuda_driver, "enter_context", entered.append)
-    driver_launch(*FIXED, [POINTER, 3], [0], abs)((64,))
-    assert entered == [3] and len(driver.seen) == 2
-
-
-def test_an_error_of_the_driver_is_raised_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    Driver(monkeypatch, errors=[719])
     monkeypatch.setattr(cuda_driver, "error_text", lambda error: f"text of {error}")
+    launch = driver_launch(*FIXED, [POINTER, 3], [0], abs)
+    launch((64,))
+    assert entered == [3] and len(driver.seen) == 2
     with pytest.raises(RuntimeError, match=r"kernel could not be launched: CUDA error 719 \(text of 719\)"):
-        driver_launch(*FIXED, [POINTER, 3], [0], abs)((64,))
+        launch((64,))
 
 
 def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

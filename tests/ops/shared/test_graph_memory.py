@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the launcher needs triton")
 
-from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
+from tests.ops.samples import Sample, attend, entmax_rows, head, late, scattered
 from tilefold.ops._shared import internals
 from tilefold.ops._shared._triton import launch
 
@@ -84,10 +83,8 @@ def test_another_allocator_is_never_asked_whether_it_captures(
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("was asked"))
     kernel, x = Kernel(), torch.zeros(4)
-    run = launch.Launcher(kernel, {"BLOCK": 16})
-    for _ in range(2):
-        run((1, 1, 1), (x, None, 5))
-    assert [type(given[0]) for given in kernel.launches] == [Tensor, Tensor]
+    launch.Launcher(kernel, {"BLOCK": 16})((1, 1, 1), (x, None, 5))
+    assert [type(given[0]) for given in kernel.launches] == [Tensor]
 
 
 def test_launchers_are_made_once_and_the_table_of_them_is_bounded() -> None:
@@ -108,47 +105,27 @@ def test_every_operator_is_captured_with_the_allocator_of_the_driver(when: str) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def operators() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
-    """Calls by name, and what is differentiated."""
-
-    def rows(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-
-    hidden, weight, heads, tokens = rows(3, 33, 64), rows(257, 64), rows(3, 33, 2, 32), rows(66, 2, 32)
-    cu = torch.tensor([0, 33, 40, 66], dtype=torch.int32, device="cuda")
-    ids = torch.randint(0, 257, (3, 33), device="cuda")
-    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_k": 33}
-    calls: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
-        f"lsr_head {pooling}": (partial(lsr_head, pooling=pooling, impl="triton"), (hidden, weight))
-        for pooling in ("max", "sum", "mean", "cls")
-    }
-    calls["lsr_head packed"] = (partial(lsr_head, cu_seqlens=cu, impl="triton"), (rows(66, 64), weight))
-    calls["lsr_head packed sum"] = (
-        partial(lsr_head, cu_seqlens=cu, pooling="sum", impl="triton"), (rows(66, 64), weight),
-    )  # fmt: skip
-    calls["maxsim"] = (partial(maxsim, impl="triton"), (rows(3, 33, 64), rows(5, 41, 64)))
-    calls["maxsim smooth"] = (partial(maxsim, temperature=0.5, impl="triton"), (rows(3, 33, 64), rows(5, 41, 64)))
-    calls["maxsim normalised"] = (partial(maxsim, normalize=True, impl="triton"), (rows(3, 33, 64), rows(5, 41, 64)))
-    calls["entmax_attention"] = (lambda x: entmax_attention(x, x, x, impl="triton"), (heads,))
-    calls["entmax_attention packed"] = (
-        lambda x: entmax_attention(x, x, x, **packed, impl="triton"), (tokens,),
-    )  # fmt: skip
-    calls["entmax"] = (partial(entmax, impl="triton"), (rows(7, 100),))
-    for reduce in ("max", "sum"):
-        calls[f"token_scatter {reduce}"] = (
-            lambda x, reduce=reduce: token_scatter(x, ids, 257, reduce=reduce, impl="triton"), (rows(3, 33),),
-        )  # fmt: skip
-    return calls
+def operators() -> list[Sample]:
+    bf16, offsets = torch.bfloat16, [0, 33, 40, 66]
+    pools = [head(pooling, 3, 33, 64, vocab=257, dtype=bf16) for pooling in ("max", "sum", "mean", "cls")]
+    pools += [head(pooling, 66, 64, vocab=257, dtype=bf16, cu_seqlens=offsets) for pooling in ("max", "sum")]
+    scores = [late((3, 33, 64), (5, 41, 64), bf16, **kind) for kind in ({}, {"temperature": 0.5}, {"normalize": True})]
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_k": 33}
+    attentions = [Sample("entmax_attention", attend, ((3, 33, 2, 32),) * 3, {}, bf16)]
+    attentions += [Sample("entmax_attention", attend, ((66, 2, 32),) * 3, packed, bf16)]
+    ids = {"input_ids": (torch.arange(99) * 7 % 257).view(3, 33).tolist(), "vocab_size": 257}
+    scatters = [Sample("token_scatter", scattered, ((3, 33),), ids | {"reduce": each}, bf16) for each in ("max", "sum")]
+    return [*pools, *scores, *attentions, Sample("entmax", entmax_rows, ((7, 100),), {}, bf16), *scatters]
 
 
 def main(when: str) -> None:
     """Capture each operator, forward and backward, and compare what the replayed graph computes with a call."""
     assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-    torch.manual_seed(0)
-    for name, (call, inputs) in operators().items():
+    for sample in operators():
+        inputs, options = sample.leaves("cuda"), sample.given("cuda")
 
-        def step(call: Callable[..., Tensor] = call, inputs: tuple[Tensor, ...] = inputs) -> list[Tensor]:
-            scores = call(*inputs)
+        def step(sample: Sample = sample, inputs: list[Tensor] = inputs, options: Any = options) -> list[Tensor]:
+            scores = sample.function(*inputs, **options, impl="triton")
             return [scores.detach(), *torch.autograd.grad(scores.float().sin().sum(), inputs)]
 
         stream, square = torch.cuda.Stream(), torch.ones(2, 2, device="cuda", requires_grad=True)
@@ -165,7 +142,7 @@ def main(when: str) -> None:
             graph.replay()
         torch.cuda.synchronize()
         for tensor, expected in zip(found, step(), strict=True):
-            assert torch.equal(tensor, expected), name
+            assert torch.equal(tensor, expected), sample
         del found, tensor, graph  # nothing of a graph may be freed while the next one is captured
 
 

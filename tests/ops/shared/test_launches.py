@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,8 +18,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.ops import samples
+from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, late, rows, scatter, unaligned
 from tests.ops.toy import TOY, toy
-from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
 from tilefold.ops._shared import operator as shared_operator
 from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.impl import triton_interpreted
@@ -31,44 +32,40 @@ from tilefold.ops.token_scatter.api import SCATTER
 from tilefold.testing import nan_poisoned_empty
 
 gpu = pytest.mark.gpu
-DEVICE = "cpu" if triton_interpreted() else "cuda"
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else gpu
+ROOMS: Any = {room.name: room for room in (ENTMAX, ATTENTION, HEAD, MAXSIM, SCATTER, TOY)}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """How the contract calls an operator.
+    """A sample as the contract calls it.
 
     Attributes:
-        call: the operator, with the leaves as its positional arguments.
-        shapes: of the leaves, which are differentiated.
-        given: shapes, and largest values, of integer tensors that the call gets by name.
-        options: keyword arguments that give other results, one set of them for each kind of call.
-        caches: the operator's own.
         launches: kernels of one call and its gradients; two numbers where more multiprocessors, or smaller tiles, need
             one more.
+        options: keyword arguments that give other results, one set of them for each kind of call.
     """
 
-    call: Callable[..., Tensor]
-    shapes: tuple[tuple[int, ...], ...]
-    caches: tuple[dict[Any, Any], ...]
+    sample: Sample
     launches: int | tuple[int, ...]
-    given: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     options: tuple[dict[str, Any], ...] = ({},)
+
+    @property
+    def caches(self) -> tuple[dict[Any, Any], ...]:
+        room = ROOMS[self.sample.name]
+        return room.calls, room.gradients
 
     def counts(self, launched: int) -> bool:
         """Whether a call and its gradients may launch so many kernels."""
         return launched in (self.launches if isinstance(self.launches, tuple) else (self.launches,))
 
-    def leaves(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Leaves with values of their own for every seed."""
-        generator = torch.Generator().manual_seed(seed)
-        values = [torch.randn(shape, generator=generator) for shape in self.shapes]
-        return [value.to(DEVICE, dtype).requires_grad_() for value in values]
+    def leaves(self, seed: int = 0) -> list[Tensor]:
+        return self.sample.leaves(samples.DEVICE, seed)
 
-    def __call__(self, leaves: list[Tensor], **options: Any) -> Tensor:
-        named = {name: make().to(DEVICE) for name, make in self.given.items()}
-        return self.call(*leaves, **named, **(self.options[0] | options), impl="triton")
+    def __call__(self, leaves: list[Tensor], given: dict[str, Any] | None = None, **options: Any) -> Tensor:
+        given = self.sample.given(samples.DEVICE) if given is None else given
+        found: Tensor = self.sample.function(*leaves, **(given | self.options[0] | options), impl="triton")
+        return found
 
     def step(self, leaves: list[Tensor], wanted: list[Tensor] | None = None, **options: Any) -> list[Tensor]:
         """Scores, and the gradients of the leaves or of those that are wanted."""
@@ -76,159 +73,72 @@ class Operator:
         return [scores.detach(), *torch.autograd.grad(scores, leaves if wanted is None else wanted, dout(scores))]
 
 
-def dout(scores: Tensor) -> Tensor:
-    """A gradient for ``scores``, the same in every call."""
-    values = torch.linspace(-1, 1, scores.numel()).view(scores.shape)
-    return values.to(scores.device, scores.dtype)
+Kinds = tuple[dict[str, Any], ...]
 
 
-def head(pooling: str, launches: int | tuple[int, ...], length: int = 16, **given: Callable[[], Tensor]) -> Operator:
-    """The LSR head; rows of 16 values and 16 tokens are read through TMA descriptors where there are some."""
-    shape = (2 * length, 16) if "cu_seqlens" in given else (2, length, 16)
-    options: tuple[dict[str, Any], ...] = ({"pooling": pooling}, {"pooling": pooling, "activation": "softplus"})
-    options += ({"pooling": pooling, "logit_scale": 0.5}, {"pooling": pooling, "logit_scale": 1})
-    caches = (HEAD.calls, HEAD.gradients)
-    return Operator(lsr_head, (shape, (40, 16), (40,)), caches, launches, given, options)
+def a_head(launches: int | tuple[int, ...], *given: Any, **options: Any) -> Operator:
+    kinds: Kinds = ({}, {"activation": "softplus"}, {"logit_scale": 0.5}, {"logit_scale": 1})
+    return Operator(head(*given, **options), launches, kinds)
 
 
-def attention(launches: int, *, keys: int = 21, learned: bool = False, **options: Any) -> Operator:
-    """Entmax attention."""
-    given = {name: options.pop(name) for name in list(options) if callable(options[name])}
-    batch = 2 if "key_padding_mask" in given else 1
-    shapes = [(32, 1, 16) if "cu_seqlens_k" in given else (batch, 1, n, 16) for n in (7, keys, keys)]
-    kinds = (options, options | {"scale": 0.3, "window": 5}) + (() if learned else (options | {"alpha": 1},))
-    caches = (ATTENTION.calls, ATTENTION.gradients)
-    return Operator(attend, (*shapes, *([(1,)] if learned else [])), caches, launches, given, kinds)
+def an_attention(launches: int, learned: bool = False, **options: Any) -> Operator:
+    kinds: Kinds = ({}, {"scale": 0.3, "window": 5}, {"alpha": 1})
+    return Operator(attention(learned=learned, **options), launches, kinds[:2] if learned else kinds)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None = None, **options: Any) -> Tensor:
-    """Entmax attention; dropout drops the same weights in every call."""
-    if "dropout_p" in options:
-        options["generator"] = torch.Generator(q.device).manual_seed(0)
-    if theta is not None:
-        options["alpha"] = 1 + theta.sigmoid()
-    out = entmax_attention(q, k, v, **options)
-    assert isinstance(out, Tensor)
-    return out
+def a_scatter(**options: Any) -> Operator:
+    kinds: Kinds = ({}, {"reduce": "sum"}, {"activation": "softplus"}, {"ignore_ids": (1, 2)}, {"vocab_size": 48})
+    return Operator(scatter(**options), 2, kinds)
 
 
-def scatter(**given: Callable[[], Tensor]) -> Operator:
-    """The token scatter; packed tokens are the first padded ones in a row."""
-    packed = "cu_seqlens" in given
-    given |= {"input_ids": lambda: ids().flatten()[:32] if packed else ids()}
-    options: Any = ({}, {"reduce": "sum"}, {"activation": "softplus"}, {"ignore_ids": (1, 2)}, {"vocab_size": 48})
-    caches = (SCATTER.calls, SCATTER.gradients)
-    return Operator(scattered, ((32,) if packed else (2, 21),), caches, 2, given, options)
-
-
-def scattered(weights: Tensor, input_ids: Tensor, vocab_size: int = 40, **options: Any) -> Tensor:
-    """The token scatter, all but the weights by name."""
-    return token_scatter(weights, input_ids, vocab_size, **options)
-
-
-def rows(**options: Any) -> Operator:
-    """Alpha-entmax of rows."""
-    kinds = (options, options | {"dim": 0}, {"alpha": 2.0})
-    return Operator(entmax_rows, ((2, 21),), (ENTMAX.calls, ENTMAX.gradients), 2, {}, kinds)
-
-
-def entmax_rows(x: Tensor, theta: Tensor | None = None, **options: Any) -> Tensor:
-    p = entmax(x, **(options if theta is None else options | {"alpha": 1 + theta.sigmoid()}))
-    assert isinstance(p, Tensor)
-    return p
-
-
-def toy_like(way: str, launches: int) -> Operator:
+def a_toy(way: str, launches: int) -> Operator:
     """The toy, which stands for all operators on its base in what is the same for these."""
-    options = ({"way": way}, {"way": way, "scale": 0.5}, {"way": way, "scale": 1})
-    return Operator(toy, ((5, 16), (16,)), (TOY.calls, TOY.gradients), launches, {}, options)
+    return Operator(Sample("toy", toy, ((5, 16), (16,)), {"way": way}), launches, ({}, {"scale": 0.5}, {"scale": 1}))
 
 
-def ids() -> Tensor:
-    """Some of them more than once in a sequence."""
-    return torch.arange(42).view(2, 21) * 7 % 38
-
-
-def mask() -> Tensor:
-    """Holes, and a sequence without a token."""
-    return torch.arange(42).view(2, 21) % 3 * torch.tensor([[1], [0]])
-
-
-def offsets() -> Tensor:
-    """Three sequences, one of them empty."""
-    return torch.tensor([0, 11, 11, 32], dtype=torch.int32)
-
-
-def late_interaction(
-    documents: tuple[int, ...],
-    launches: int,
-    given: dict[str, Callable[[], Tensor]],
-    *options: dict[str, Any],
-) -> Operator:
-    """MaxSim of two queries of 17 tokens, or as many packed ones."""
-    queries = (34, 16) if "cu_seqlens_q" in given else (2, 17, 16)
-    return Operator(maxsim, (queries, documents), (MAXSIM.calls, MAXSIM.gradients), launches, given, options)
-
-
-def of_queries() -> Tensor:
-    """Two packed queries."""
-    return torch.tensor([0, 20, 34], dtype=torch.int32)
-
-
-def of_documents() -> Tensor:
-    """Three packed documents, one of them empty."""
-    return torch.tensor([0, 7, 7, 20], dtype=torch.int32)
-
-
-def pairs() -> Tensor:
-    """Pairs in int64, one document twice."""
-    return torch.tensor([[0, 1], [1, 1], [1, 0]])
-
-
+QUERIES, DOCUMENTS = (2, 17, 16), (3, 5, 16)
+HOLES = (torch.arange(63).view(3, 21) % 3 != 0).tolist()
+PACKS: dict[str, Any] = {"cu_seqlens_q": [0, 20, 34], "cu_seqlens_d": [0, 7, 7, 20]}  # a document is empty
+PAIRS = [[0, 1], [1, 1], [1, 0]]  # one document twice
 OPERATORS: dict[str, Operator] = {
-    "maxsim": late_interaction((3, 5, 16), 3, {}, {}, {"reduction": "mean"}, {"temperature": 1}, {"temperature": 2.0}),
-    "maxsim masked, temperature": late_interaction(
-        (3, 21, 16),
-        3,
-        {"document_mask": lambda: torch.arange(63).view(3, 21) % 3 != 0},
-        {"temperature": 0.5},
-        {"temperature": 0.5, "mask_mode": "zero"},
+    "maxsim": Operator(
+        late(QUERIES, DOCUMENTS), 3, ({}, {"reduction": "mean"}, {"temperature": 1}, {"temperature": 2.0})
     ),
-    "maxsim packed": late_interaction(
-        (20, 16),
-        4 if triton_interpreted() else 3,  # a GPU's tile holds all queries
-        {"cu_seqlens_q": of_queries, "cu_seqlens_d": of_documents},
-        {"reduction": "mean"},
-        {},
+    "maxsim masked, temperature": Operator(
+        late(QUERIES, (3, 21, 16), document_mask=HOLES, temperature=0.5), 3, ({}, {"mask_mode": "zero"})
     ),
-    "maxsim grouped, normalised": late_interaction(
-        (2, 2, 5, 16), 6, {}, {"pairing": "grouped", "normalize": True}, {"pairing": "grouped"}
+    # a GPU's tile holds all queries
+    "maxsim packed": Operator(late((34, 16), (20, 16), **PACKS), 3 + triton_interpreted(), ({"reduction": "mean"}, {})),
+    "maxsim grouped, normalised": Operator(
+        late(QUERIES, (2, 2, 5, 16), pairing="grouped"), 6, ({"normalize": True}, {"normalize": False})
     ),
-    "maxsim normalised": late_interaction((3, 5, 16), (4, 5), {}, {"normalize": True}, {"reduction": "mean"}),
-    "maxsim aligned": late_interaction((2, 5, 16), 3, {}, {"pairing": "aligned"}, {"pairing": "all"}),
-    "maxsim listed pairs": late_interaction((3, 5, 16), 5, {"pairing": pairs}, {}, {"mask_mode": "zero"}),
-    "lsr_head": head("max", 5),
-    "lsr_head masked": head("max", 6, 21, attention_mask=mask),
-    "lsr_head packed": head("max", (6, 7), cu_seqlens=offsets),
-    "lsr_head sum": head("sum", 5),
-    "lsr_head mean, masked": head("mean", (3, 5), 21, attention_mask=mask),  # few rows, or many
-    "lsr_head cls, masked": head("cls", 4, 21, attention_mask=mask),
-    "lsr_head last": head("last", 4),
-    "lsr_head last, packed": head("last", 4, cu_seqlens=offsets),
-    "entmax_attention masked, dropout": attention(3, key_padding_mask=mask, dropout_p=0.3),
-    "entmax_attention packed": attention(6, cu_seqlens_q=offsets, cu_seqlens_k=offsets),
-    "token_scatter masked": scatter(attention_mask=mask),
-    "token_scatter packed": scatter(cu_seqlens=offsets),
-    "entmax rows": rows(),
-    "entmax rows, learned alpha": Operator(entmax_rows, ((2, 21), (2, 1)), (ENTMAX.calls, ENTMAX.gradients), 2),
-    "the toy": toy_like("one launch", 2),
-    "the toy, two launches": toy_like("two launches", 3),
-    "the toy, torch between": toy_like("torch between", 3),
+    "maxsim normalised": Operator(
+        late(QUERIES, DOCUMENTS), (4, 5), ({"normalize": True}, {"normalize": False, "reduction": "mean"})
+    ),
+    "maxsim aligned": Operator(late(QUERIES, (2, 5, 16)), 3, ({"pairing": "aligned"}, {"pairing": "all"})),
+    "maxsim listed pairs": Operator(late(QUERIES, DOCUMENTS, pairing=PAIRS), 5, ({}, {"mask_mode": "zero"})),
+    "lsr_head": a_head(5),
+    "lsr_head masked": a_head(6, "max", 2, 21, 16, attention_mask=MASK),
+    "lsr_head packed": a_head((6, 7), "max", 32, 16, cu_seqlens=OFFSETS),
+    "lsr_head sum": a_head(5, "sum"),
+    "lsr_head mean, masked": a_head((3, 5), "mean", 2, 21, 16, attention_mask=MASK),  # few rows, or many
+    "lsr_head cls, masked": a_head(4, "cls", 2, 21, 16, attention_mask=MASK),
+    "lsr_head last": a_head(4, "last"),
+    "lsr_head last, packed": a_head(4, "last", 32, 16, cu_seqlens=OFFSETS),
+    "entmax_attention masked, dropout": an_attention(3, key_padding_mask=MASK, dropout_p=0.3),
+    "entmax_attention packed": an_attention(6, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
+    "token_scatter masked": a_scatter(attention_mask=MASK),
+    "token_scatter packed": a_scatter(cu_seqlens=OFFSETS),
+    "entmax rows": Operator(rows(), 2, ({}, {"dim": 0}, {"alpha": 2.0})),
+    "entmax rows, learned alpha": Operator(rows((2, 1)), 2),
+    "the toy": a_toy("one launch", 2),
+    "the toy, two launches": a_toy("two launches", 3),
+    "the toy, torch between": a_toy("torch between", 3),
 }
 ON_GPUS_ONLY: dict[str, Operator] = {  # interpreting takes a minute each
-    "entmax_attention": attention(3),
-    "entmax_attention causal, live blocks listed": attention(6, keys=1100, causal=True),
-    "entmax_attention, learned alpha": attention(3, learned=True),
+    "entmax_attention": an_attention(3),
+    "entmax_attention causal, live blocks listed": an_attention(6, keys=1100, causal=True),
+    "entmax_attention, learned alpha": an_attention(3, learned=True),
 }
 OPERATORS |= {} if triton_interpreted() else ON_GPUS_ONLY
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
@@ -281,7 +191,7 @@ def warmed(operator: Operator) -> tuple[list[Tensor], list[Tensor]]:
 @kernels
 @every_operator
 def test_repeated_launches_give_the_bits_of_the_first(operator: Operator, unbound: list[str]) -> None:
-    for wanted in (slice(None), slice(0, 1), slice(1, 2))[: 3 if len(operator.shapes) > 1 else 1]:
+    for wanted in (slice(None), slice(0, 1), slice(1, 2))[: 3 if len(operator.sample.shapes) > 1 else 1]:
         first = None
         for round_ in range(4):
             unbound.clear()
@@ -349,7 +259,7 @@ def test_gradients_of_any_strides_are_those_of_contiguous_ones(operator: Operato
     for _ in range(3):
         scores = operator(leaves)
         if strides == "expanded":
-            given = torch.ones((), dtype=scores.dtype, device=DEVICE).expand(scores.shape)
+            given = torch.ones((), dtype=scores.dtype, device=scores.device).expand(scores.shape)
         elif strides == "transposed":
             given = dout(scores).transpose(0, -1).contiguous().transpose(0, -1)
         else:
@@ -357,12 +267,6 @@ def test_gradients_of_any_strides_are_those_of_contiguous_ones(operator: Operato
         found = torch.autograd.grad(scores, leaves, given, retain_graph=True)
         expected = torch.autograd.grad(scores, leaves, given.clone(memory_format=torch.contiguous_format))
         torch.testing.assert_close(found, expected)  # other compilations may add up in another order
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    """A copy one element past a multiple of 16 bytes."""
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return room[1:].view(tensor.shape).copy_(tensor.detach())
 
 
 @kernels
@@ -471,19 +375,17 @@ def test_a_profilers_hooks_hear_of_every_launch(operator: Operator, unbound: lis
 @every_operator
 @pytest.mark.parametrize("planned", [True, False], ids=["planned before", "not planned before"])
 def test_a_captured_graph_repeats_a_step_and_plans_hold_nothing_of_it(operator: Operator, planned: bool) -> None:
-    if "dropout_p" in operator.options[0]:
+    if "dropout_p" in operator.sample.options:
         pytest.skip("a graph draws numbers of its own")
     leaves, results = warmed(operator)  # kernels are compiled before a capture, in any case
     if not planned:
         forget()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    named = {name: make().to(DEVICE) for name, make in operator.given.items()}
-    captive = Operator(lambda *a, **k: operator.call(*a, **named, **k), operator.shapes, (), 0, {}, operator.options)
-    gradient = dout(results[0])
+    given, gradient = operator.sample.given(), dout(results[0])
     with torch.cuda.graph(graph):
         for _ in range(2):
-            scores = captive(leaves)
+            scores = operator(leaves, given)
             captured = [scores.detach(), *torch.autograd.grad(scores, leaves, gradient)]
     graph.replay()
     assert equal(captured, results)
@@ -540,7 +442,7 @@ def test_every_device_has_plans_of_its_own(operator: Operator, monkeypatch: pyte
     _, results = warmed(operator)
     for _ in range(4):
         for device in ("cuda:1", "cuda:0"):  # neither of them need be the current one
-            monkeypatch.setattr("tests.ops.shared.test_launches.DEVICE", device)
+            monkeypatch.setattr(samples, "DEVICE", device)
             found = operator.step(operator.leaves())
             assert equal([value.to("cuda:0") for value in found], results)
 
@@ -548,11 +450,9 @@ def test_every_device_has_plans_of_its_own(operator: Operator, monkeypatch: pyte
 @pytest.mark.skipif(triton_interpreted(), reason="kernels run on the CPU")
 @every_operator
 def test_calls_that_run_no_kernel_leave_no_plan(operator: Operator) -> None:
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in operator.shapes]
-    named = {name: make() for name, make in operator.given.items()}
+    options = operator.sample.given("cpu") | operator.options[0]
     for _ in range(2):
-        operator.call(*leaves, **named, **operator.options[0]).sum().backward()
+        operator.sample.function(*operator.sample.leaves("cpu"), **options).sum().backward()
     assert not any(map(len, operator.caches))
 
 

@@ -148,6 +148,18 @@ def test_other_dtypes_and_devices_take_the_path_that_serves_them() -> None:
     assert toy(x.to("meta"), w.to("meta")).shape == (5,)
 
 
+def test_autocast_and_inference_mode_change_no_bit(target: Target) -> None:
+    x, w = leaves(target.device)
+    expected = toy(x, w, impl=target.impl)
+    grads = gradients(expected, x, w)
+    for _ in range(3):
+        with torch.autocast(target.device, torch.bfloat16):
+            assert torch.equal(y := toy(x, w, impl=target.impl), expected)
+            assert all(torch.equal(a, b) for a, b in zip(gradients(y, x, w), grads, strict=True))
+        with torch.inference_mode():
+            assert torch.equal(y := toy(x, w, impl=target.impl), expected) and y.is_inference()
+
+
 def test_checks_run_before_anything_is_planned() -> None:
     with pytest.raises(ValueError, match=r"w must have shape \[N\] with N=16, got \[3\]"):
         toy(torch.ones(5, 16), torch.ones(3))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from triton import JITFunction
 from triton.errors import TritonError
 
+from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, late, rows, scatter, unaligned
 from tests.ops.toy import TOY, TWO_LAUNCHES, toy
-from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_weight, token_scatter, xtr_scores
+from tilefold.ops import lsr_head, maxsim, quantize_weight, xtr_scores
 from tilefold.ops._shared import fallback, impl
 from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
@@ -39,75 +39,19 @@ from tilefold.ops.token_scatter.api import SCATTER
 
 OPS = Path(impl.__file__).resolve().parents[1]
 INTERPRETED = triton_interpreted()
-DEVICE = "cpu" if INTERPRETED else "cuda"
 kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-    return values.to(DEVICE, dtype).requires_grad_()
+def results(case: Sample, impl: str, compiled: bool = False, made: Any = None) -> list[Tensor]:
+    """The result, and the gradients of the leaves."""
+    leaves, options = (case.leaves(), case.given()) if made is None else made
 
+    def call(*leaves: Tensor) -> Any:
+        return case.function(*leaves, **options, impl=impl)
 
-@dataclass(frozen=True)
-class Case:
-    """A call of an operator.
-
-    Attributes:
-        operator: as the warning names it.
-        function: with ``impl``, and the leaves first.
-        shapes: of the leaves; differentiated unless ``inference``.
-        options: keyword arguments.
-        capability: of the only GPUs that launch the kernel, if it is not launched everywhere.
-    """
-
-    operator: str
-    function: Callable[..., Tensor]
-    shapes: tuple[tuple[int, ...], ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    inference: bool = False
-    capability: tuple[int, int] | None = None
-    dtype: torch.dtype = torch.float32
-
-    def made(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """Leaves, and the keyword arguments with their tensors."""
-        leaves = [randn(*shape, dtype=self.dtype) for shape in self.shapes]
-        return leaves, {
-            name: torch.tensor(value, device=DEVICE) if isinstance(value, list) else value
-            for name, value in self.options.items()
-        }
-
-    def __call__(
-        self, impl: str, compiled: bool = False, made: tuple[list[Tensor], dict[str, Any]] | None = None
-    ) -> list[Tensor]:
-        """The result, and the gradients of the leaves."""
-        leaves, options = self.made() if made is None else made
-
-        def call(*leaves: Tensor) -> Tensor:
-            return self.function(*leaves, **options, impl=impl)
-
-        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
-        if self.inference:
-            with torch.no_grad():
-                return [run(*[leaf.detach() for leaf in leaves])]
-        scores = run(*leaves)
-        weights = torch.linspace(-1, 1, scores.numel(), device=DEVICE).view(scores.shape)
-        return [scores.detach(), *torch.autograd.grad((scores * weights).sum(), leaves)]
-
-
-def head(pooling: str = "max", *shape: int, **options: Any) -> Case:
-    case = {name: options.pop(name) for name in ("capability", "dtype") if name in options}
-    vocab = options.pop("vocab", 40)
-    shapes = (shape or (2, 16, 16), (vocab, 16), (vocab,))
-    return Case("lsr_head", lsr_head, shapes, {"pooling": pooling, **options}, **case)
-
-
-def late(queries: tuple[int, ...], documents: tuple[int, ...], **options: Any) -> Case:
-    return Case("maxsim", maxsim, (queries, documents), options)
-
-
-def attend(keys: int, **options: Any) -> Case:
-    shapes = tuple((32, 1, 16) if "cu_seqlens_q" in options else (1, 1, n, 16) for n in (7, keys, keys))
-    return Case("entmax_attention", entmax_attention, shapes, options)
+    run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    scores = run(*leaves)
+    return [scores.detach(), *([] if case.inference else torch.autograd.grad(scores, leaves, dout(scores)))]
 
 
 def quantized_head(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
@@ -118,48 +62,44 @@ def quantized_documents(queries: Tensor, documents: Tensor, impl: str, **options
     return maxsim(queries, quantize_tokens(documents, "int8"), impl=impl, **options)
 
 
-def scatter(weights: Tensor, impl: str, **options: Any) -> Tensor:
-    ids = torch.arange(42, device=DEVICE).view(2, 21) * 7 % 38
-    return token_scatter(weights, ids, 40, impl=impl, **options)
-
-
-def rows(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
+def capacity(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
     """In dense form; of what a caller runs where there are no rows, if there are none."""
     found = capacity_rows.lsr_head_rows(hidden, weight, capacity=40, impl=impl)
     return lsr_head(hidden, weight, impl=impl) if found is None else found.counts
 
 
-MASK = (torch.arange(42).view(2, 21) % 3 * torch.tensor([[1], [0]])).tolist()
+def inference(name: str, function: Any, *shapes: tuple[int, ...], **options: Any) -> Sample:
+    return Sample(name, function, shapes, options, inference=True)
+
+
 LONG_MASK = [[1] * 40 + [0] * 2060, [0] * 2100]
-OFFSETS = [0, 11, 11, 32]
 PACKED = {"cu_seqlens": OFFSETS}
+PACKS = {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS}
 PAIRS = [[0, 1], [1, 1], [1, 0]]
 QUERIES, DOCUMENTS = (2, 17, 16), (3, 5, 16)
 
 # by folder, file and name: a call that launches the kernel
-CASES: dict[str, Case] = {
+CASES: dict[str, Sample] = {
     "_shared/offsets.int32_kernel": late(QUERIES, DOCUMENTS, pairing=PAIRS),
-    "entmax/rows._forward_kernel": Case("entmax", entmax, ((3, 7),), {"alpha": 1.5}),
-    "entmax/rows._backward_kernel": Case("entmax", entmax, ((3, 7),), {"alpha": 1.7}),
-    "entmax_attention/backward.dkv_kernel": attend(21),
-    "entmax_attention/backward.dq_kernel": attend(21, alpha=1.7),
-    "entmax_attention/backward.key_lists_kernel": attend(40 if INTERPRETED else 1100, causal=True),
-    "entmax_attention/backward.query_lists_kernel": attend(40 if INTERPRETED else 1100, causal=True),
-    "entmax_attention/forward.output_kernel": attend(40 if INTERPRETED else 300),
-    "entmax_attention/forward.resident_kernel": attend(21),
-    "entmax_attention/packing.nan_if_broken_kernel": attend(32, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
-    "entmax_attention/packing.tables_kernel": attend(32, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
-    "entmax_attention/roots.roots_kernel": attend(40 if INTERPRETED else 300, alpha=1.7),
-    "lsr_head/compact._append_kernel": Case(
-        "lsr_head's compaction of rows", rows, ((2, 16, 16), (40, 16)), inference=True
-    ),
+    "entmax/rows._forward_kernel": rows(alpha=1.5),
+    "entmax/rows._backward_kernel": rows(alpha=1.7),
+    "entmax_attention/backward.dkv_kernel": attention(21),
+    "entmax_attention/backward.dq_kernel": attention(21, alpha=1.7),
+    "entmax_attention/backward.key_lists_kernel": attention(40 if INTERPRETED else 1100, causal=True),
+    "entmax_attention/backward.query_lists_kernel": attention(40 if INTERPRETED else 1100, causal=True),
+    "entmax_attention/forward.output_kernel": attention(40 if INTERPRETED else 300),
+    "entmax_attention/forward.resident_kernel": attention(21),
+    "entmax_attention/packing.nan_if_broken_kernel": attention(**PACKS),
+    "entmax_attention/packing.tables_kernel": attention(**PACKS),
+    "entmax_attention/roots.roots_kernel": attention(40 if INTERPRETED else 300, alpha=1.7),
+    "lsr_head/compact._append_kernel": inference("lsr_head's compaction of rows", capacity, (2, 16, 16), (40, 16)),
     "lsr_head/max_backward._count_kernel": head(),
     "lsr_head/max_backward._dhidden_kernel": head(),
     "lsr_head/max_backward._dweight_kernel": head("max", 2, 21, 16, attention_mask=MASK),
     "lsr_head/max_backward._list_kernel": head("max", 32, 16, **PACKED),
     "lsr_head/max_forward._combine_kernel": head("max", 512, 16, cu_seqlens=[0, 300, 300, 512], vocab=16),
     "lsr_head/max_forward._max_forward_kernel": head(),
-    "lsr_head/max_forward_hopper.max_forward_hopper_kernel": head(dtype=torch.bfloat16, capability=(9, 0)),
+    "lsr_head/max_forward_hopper.max_forward_hopper_kernel": head(dtype=torch.bfloat16),
     "lsr_head/one_token._find_kernel": head("cls", 2, 2100, 16, attention_mask=LONG_MASK),
     "lsr_head/one_token._forward_kernel": head("last"),
     "lsr_head/one_token._split_gradient_kernel": head("last", 32, 16, **PACKED),
@@ -168,8 +108,8 @@ CASES: dict[str, Case] = {
     "lsr_head/pack._copy_packed_kernel": head("max", 32, 16, **PACKED),
     "lsr_head/pack._copy_padded_kernel": head("max", 2, 21, 16, attention_mask=MASK),
     "lsr_head/pack._count_kernel": head("max", 2, 2100, 16, attention_mask=LONG_MASK),
-    "lsr_head/quantize._quantize_rows_kernel": Case(
-        "lsr_head with an fp8 weight", quantized_head, ((2, 16, 16), (40, 16)), inference=True
+    "lsr_head/quantize._quantize_rows_kernel": inference(
+        "lsr_head with an fp8 weight", quantized_head, (2, 16, 16), (40, 16)
     ),
     "lsr_head/sum_pooling._check_offsets_kernel": head("sum", 32, 16, **PACKED),
     "lsr_head/sum_pooling._dlogits_kernel": head("mean", 2, 21, 16, attention_mask=MASK),
@@ -182,22 +122,21 @@ CASES: dict[str, Case] = {
     "maxsim/forward.combine_kernel": late((2, 300, 16), DOCUMENTS),
     "maxsim/forward.listed_pairs_kernel": late(QUERIES, (2, 5, 16), pairing="aligned"),
     "maxsim/norms.inverse_norms_kernel": late(QUERIES, DOCUMENTS, normalize=True),
-    "maxsim/norms.quantize_kernel": Case(
-        "maxsim", quantized_documents, (QUERIES, (2, 5, 16)), {"pairing": "aligned"}, inference=True
-    ),
+    "maxsim/norms.quantize_kernel": inference("maxsim", quantized_documents, QUERIES, (2, 5, 16), pairing="aligned"),
     "maxsim/norms.unit_gradient_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped", normalize=True),
-    "maxsim/row_queries.row_query_kernel": Case(
+    "maxsim/row_queries.row_query_kernel": Sample(
         "xtr_scores", xtr_scores, ((34, 16), DOCUMENTS), {"cu_seqlens_q": [0, 20, 34], "top_k": 4}
     ),
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
     "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
-    "maxsim/stream.stream_kernel": Case("maxsim", quantized_documents, (QUERIES, DOCUMENTS), inference=True),
+    "maxsim/stream.stream_kernel": inference("maxsim", quantized_documents, QUERIES, DOCUMENTS),
     "maxsim/winner_lists.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
-    "token_scatter/scatter.gather_kernel": Case("token_scatter", scatter, ((2, 21),)),
-    "token_scatter/scatter.scatter_kernel": Case("token_scatter", scatter, ((2, 21),), {"reduce": "sum"}),
+    "token_scatter/scatter.gather_kernel": scatter(),
+    "token_scatter/scatter.scatter_kernel": scatter(reduce="sum"),
 }
+ONLY_ON = {"lsr_head/max_forward_hopper.max_forward_hopper_kernel": (9, 0)}
 every_kernel = pytest.mark.parametrize("name", CASES)
-COMPILED = [name for name, case in CASES.items() if case.function not in (rows, quantized_head)]
+COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head)]
 CACHES = (
     ATTENTION.calls, ATTENTION.gradients, HEAD.calls, HEAD.gradients, MAXSIM.calls, MAXSIM.gradients, XTR.calls,
     XTR.gradients, SCATTER.calls, SCATTER.gradients, ENTMAX.calls, ENTMAX.gradients, TOY.calls, TOY.gradients,
@@ -274,11 +213,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     fallback.GIVEN_UP.update(given_up)
 
 
-def case_of(name: str) -> Case:
-    case = CASES[name]
-    if case.capability and (INTERPRETED or torch.cuda.get_device_capability() != case.capability):
+def case_of(name: str) -> Sample:
+    if name in ONLY_ON and (INTERPRETED or torch.cuda.get_device_capability() != ONLY_ON[name]):
         pytest.skip("another kernel runs on this device")
-    return case
+    return CASES[name]
 
 
 def assert_falls_back(name: str, broken: set[str], compiled: bool = False) -> None:
@@ -287,20 +225,20 @@ def assert_falls_back(name: str, broken: set[str], compiled: bool = False) -> No
     broken.add(name)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        first = case("auto", compiled)
+        first = results(case, "auto", compiled)
     assert f"-{name}" in broken, "the case does not launch the kernel"
     texts = [str(warning.message) for warning in seen if issubclass(warning.category, FallbackWarning)]
     assert any("no such instruction" in text for text in texts), texts
     last = [text for text in texts if "tiled torch path runs instead" in text or "lsr_head_sparse" in text]
-    if not case.capability:  # which has another kernel behind it
-        assert [text.split(" cannot run on ")[0] for text in last] == [case.operator], texts
+    if name not in ONLY_ON:  # which has another kernel behind it
+        assert [text.split(" cannot run on ")[0] for text in last] == [case.name], texts
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        again, expected = case("auto", compiled), case("tiled")
+        again, expected = results(case, "auto", compiled), results(case, "tiled")
     tolerance = {"atol": 0.05, "rtol": 0.05} if case.dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
-    for results in (first, again):
-        torch.testing.assert_close(results, expected, **tolerance)
-    if INTERPRETED and case.function is not rows:
+    for found in (first, again):
+        torch.testing.assert_close(found, expected, **tolerance)
+    if INTERPRETED and case.function is not capacity:
         assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
@@ -323,18 +261,12 @@ def test_gradients_of_tensors_of_another_alignment_fall_back_too(name: str, brok
     """Their plan is known, and Triton would build another kernel for them; forward ran as it was built."""
     case = case_of(name)
     for _ in range(3):  # launches are bound
-        case("auto")
+        results(case, "auto")
     broken.add(name)
     with warnings.catch_warnings(record=True), torch.autograd.graph.saved_tensors_hooks(lambda x: x, unaligned):
         warnings.simplefilter("always")
-        results = case("auto")
-    torch.testing.assert_close(results, case("tiled"), atol=0.05, rtol=0.05)
-
-
-def unaligned(tensor: Tensor) -> Tensor:
-    """A copy one element past a multiple of 16 bytes."""
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return room[1:].view(tensor.shape).copy_(tensor.detach())
+        found = results(case, "auto")
+    torch.testing.assert_close(found, results(case, "tiled"), atol=0.05, rtol=0.05)
 
 
 @kernels
@@ -343,8 +275,8 @@ def unaligned(tensor: Tensor) -> Tensor:
 def test_a_kernel_with_another_one_behind_it_gives_way_to_that_one(name: str, compiled: bool, broken: set[str]) -> None:
     """The toy stands for all operators on the common base; behind its last kernel is the tiled path, for "auto"."""
     torch._dynamo.reset()
-    case = Case("toy", toy, ((5, 16), (16,)))
-    expected, tiled = case("triton"), case("tiled")
+    case = Sample("toy", toy, ((5, 16), (16,)))
+    expected, tiled = results(case, "triton"), results(case, "tiled")
     forget_plans()
     broken.add("tests/ops/toy.dot_kernel")
     assert_gives_way(case, name, compiled, TWO_LAUNCHES.kernel, expected)
@@ -354,18 +286,18 @@ def test_a_kernel_with_another_one_behind_it_gives_way_to_that_one(name: str, co
         assert_gives_way(case, name, compiled, "toy", tiled)
     else:
         with pytest.raises(KernelUnavailableError, match="products_kernel cannot be built"):
-            case(name, compiled)
+            results(case, name, compiled)
 
 
-def assert_gives_way(case: Case, name: str, compiled: bool, warned: str, expected: list[Tensor]) -> None:
+def assert_gives_way(case: Sample, name: str, compiled: bool, warned: str, expected: list[Tensor]) -> None:
     with pytest.warns(FallbackWarning) as seen:
-        first = case(name, compiled)
+        first = results(case, name, compiled)
     assert [str(warning.message).split(" cannot run on ")[0] for warning in seen] == [warned]
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        again = case(name, compiled)
-    for results in (first, again):
-        torch.testing.assert_close(results, expected)
+        again = results(case, name, compiled)
+    for found in (first, again):
+        torch.testing.assert_close(found, expected)
 
 
 @kernels
@@ -374,29 +306,29 @@ def test_an_explicit_name_raises(name: str, broken: set[str]) -> None:
     broken.add(name)
     with warnings.catch_warnings(), pytest.raises(KernelUnavailableError, match="no such instruction"):
         warnings.simplefilter("ignore", FallbackWarning)  # of kernels with TMA, behind which are others
-        case_of(name)("triton")
+        results(case_of(name), "triton")
 
 
 @pytest.mark.gpu
 @every_kernel
 def test_a_graph_cannot_take_the_tiled_path(name: str, broken: set[str]) -> None:
     case = case_of(name)
-    if case.capability or case.function in (rows, xtr_scores):
+    if name in ONLY_ON or case.function in (capacity, xtr_scores):
         pytest.skip("another kernel takes its place, or none, or it is not launched in eager mode")
-    stream, made = torch.cuda.Stream(), case.made()
+    stream, made = torch.cuda.Stream(), (case.leaves(), case.given())
     torch.cuda.synchronize()
     with torch.cuda.stream(stream), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            case("auto", made=made)
+            results(case, "auto", made=made)
         forget()
         broken.add(name)
         for _ in range(2):  # at the failure, and where it is known
             with (
-                pytest.raises(RuntimeError, match=f"{case.operator} cannot be captured in a CUDA graph.*no such instr"),
+                pytest.raises(RuntimeError, match=f"{case.name} cannot be captured in a CUDA graph.*no such instr"),
                 torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
             ):
-                case("auto", made=made)
+                results(case, "auto", made=made)
     torch.cuda.synchronize()
 
 

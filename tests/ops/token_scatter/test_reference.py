@@ -73,8 +73,10 @@ def test_masked_and_ignored_tokens_count_for_nothing_whatever_they_hold(reduce: 
     assert weights.grad.tolist() == [[0, 1, 0, 1, 0]]
 
 
-def test_an_ignored_id_may_lie_outside_of_the_vocabulary() -> None:
+def test_an_ignored_id_may_lie_outside_of_the_vocabulary_and_a_sequence_have_no_valid_token() -> None:
     assert scatter([[1.0, 2.0]], [[-100, 1]], ignore_ids=(-100, 99)).tolist() == [[0, 2, 0, 0, 0]]
+    out = scatter([[1.0, 2.0], [3.0, 4.0]], [[0, 1], [0, 1]], attention_mask=[[0, 0], [0, 1]])
+    assert out.tolist() == [[0, 0, 0, 0, 0], [0, 4, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
@@ -100,11 +102,6 @@ def test_a_nan_makes_its_own_entry_nan_and_no_other(reduce: str, activation: str
     assert out.isnan().tolist() == [[False, True, False, False, False]]
 
 
-def test_sequences_without_a_valid_token_score_zero() -> None:
-    out = scatter([[1.0, 2.0], [3.0, 4.0]], [[0, 1], [0, 1]], attention_mask=[[0, 0], [0, 1]])
-    assert out.tolist() == [[0, 0, 0, 0, 0], [0, 4, 0, 0, 0]]
-
-
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_packed_input_equals_padded_input(reduce: str) -> None:
     inputs = token_scatter_inputs(4, 9, 12, layout="holes")
@@ -127,22 +124,17 @@ def test_weights_may_have_the_trailing_dimension_of_a_linear_layer() -> None:
     assert torch.equal(out, token_scatter(*inputs.operands))
 
 
-def bge_m3_training(weights: Tensor, ids: Tensor, vocab: int, unused: list[int]) -> Tensor:
-    """The formula of FlagEmbedding's M3 training: a [B, S, V] scatter, then a maximum over the tokens."""
-    every = torch.zeros(*ids.shape, vocab, dtype=weights.dtype)
-    every = every.scatter(-1, ids[:, :, None], weights.relu()[:, :, None])
-    scores = every.max(dim=1).values
+def bge_m3(weights: Tensor, ids: Tensor, vocab: int, unused: list[int], training: bool) -> Tensor:
+    """FlagEmbedding's formulas for M3: a [B, S, V] scatter and a maximum, or a scatter_reduce with amax."""
+    if training:
+        every = torch.zeros(*ids.shape, vocab, dtype=weights.dtype)
+        scores = every.scatter(-1, ids[:, :, None], weights.relu()[:, :, None]).max(dim=1).values
+    else:
+        scores = torch.zeros(ids.size(0), vocab, dtype=weights.dtype)
+        scores = scores.scatter_reduce(-1, ids, weights.relu(), reduce="amax")
     keep = torch.ones(vocab, dtype=weights.dtype)
     keep[unused] = 0
     return scores * keep
-
-
-def bge_m3_inference(weights: Tensor, ids: Tensor, vocab: int, unused: list[int]) -> Tensor:
-    """The formula of its inference: a scatter_reduce with amax."""
-    scores = torch.zeros(ids.size(0), vocab, dtype=weights.dtype)
-    scores = scores.scatter_reduce(-1, ids, weights.relu(), reduce="amax")
-    scores[:, unused] = 0
-    return scores
 
 
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
@@ -151,20 +143,17 @@ def test_it_is_the_lexical_embedding_of_bge_m3(impl: str) -> None:
     unused = [0, 2, 1, 3]
     leaves = [inputs.weights.clone().requires_grad_() for _ in range(2)]
     mine = token_scatter(leaves[0], inputs.input_ids, 40, ignore_ids=unused, impl=impl)
-    theirs = bge_m3_training(leaves[1], inputs.input_ids, 40, unused)
+    theirs = bge_m3(leaves[1], inputs.input_ids, 40, unused, training=True)
     assert torch.equal(mine, theirs)
-    assert torch.equal(mine, bge_m3_inference(inputs.weights, inputs.input_ids, 40, unused))
+    assert torch.equal(mine, bge_m3(inputs.weights, inputs.input_ids, 40, unused, training=False))
     mine.backward(inputs.dscores)
     theirs.backward(inputs.dscores)
     assert torch.equal(leaves[0].grad, leaves[1].grad)
-
-
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
-def test_padding_scored_as_zero_is_what_bge_m3_does_with_its_padding_token(impl: str) -> None:
+    # its padding has a token of its own, which is not used
     inputs = token_scatter_inputs(4, 30, 40, layout="right")
     ids = inputs.input_ids.masked_fill(inputs.attention_mask == 0, 1)
-    masked = token_scatter(*inputs.operands, attention_mask=inputs.attention_mask, ignore_ids=[0, 1, 2, 3], impl=impl)
-    assert torch.equal(masked, bge_m3_inference(inputs.weights, ids, 40, [0, 1, 2, 3]))
+    masked = token_scatter(*inputs.operands, attention_mask=inputs.attention_mask, ignore_ids=unused, impl=impl)
+    assert torch.equal(masked, bge_m3(inputs.weights, ids, 40, unused, training=False))
 
 
 @pytest.mark.parametrize(("reduce", "activation"), list(itertools.product(REDUCTIONS, ACTIVATIONS)))

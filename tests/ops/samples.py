@@ -1,0 +1,104 @@
+"""Calls of every operator, for the contracts that hold for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
+from tilefold.ops._shared.impl import triton_interpreted
+
+DEVICE = "cpu" if triton_interpreted() else "cuda"
+Shape = tuple[int, ...]
+FP32 = torch.float32
+OFFSETS = [0, 11, 11, 32]  # three sequences, one of them empty
+MASK = (torch.arange(42).view(2, 21) % 3 * torch.tensor([[1], [0]])).tolist()  # holes, and a sequence without a token
+IDS = (torch.arange(42).view(2, 21) * 7 % 38).tolist()  # some of them more than once in a sequence
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call of an operator, named as warnings name it: a function of leaves, options and ``impl``.
+
+    Lists among the options become tensors; an inference call differentiates nothing.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[Shape, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = FP32
+    inference: bool = False
+
+    def leaves(self, device: str = DEVICE, seed: int = 0) -> list[Tensor]:
+        """Leaves with values of their own for every seed."""
+        generator = torch.Generator().manual_seed(seed)
+        values = [torch.randn(shape, generator=generator) for shape in self.shapes]
+        return [value.to(device, self.dtype).requires_grad_(not self.inference) for value in values]
+
+    def given(self, device: str = DEVICE) -> dict[str, Any]:
+        """Options with their tensors."""
+        kinds = {name: torch.int32 if name.startswith("cu_seqlens") else None for name in self.options}
+        return {
+            name: torch.tensor(x, device=device, dtype=kinds[name]) if isinstance(x, list) else x
+            for name, x in self.options.items()
+        }
+
+
+def dout(scores: Tensor) -> Tensor:
+    """A gradient for ``scores``, the same in every call."""
+    return torch.linspace(-1, 1, scores.numel()).view(scores.shape).to(scores.device, scores.dtype)
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """A copy one element past a multiple of 16 bytes."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return room[1:].view(tensor.shape).copy_(tensor.detach())
+
+
+def head(pooling: str = "max", *shape: int, vocab: int = 40, dtype: torch.dtype = FP32, **options: Any) -> Sample:
+    """The LSR head; rows of 16 values and 16 tokens are read through TMA descriptors where there are some."""
+    shapes = (shape or (2, 16, 16), (vocab, shape[-1] if shape else 16), (vocab,))
+    return Sample("lsr_head", lsr_head, shapes, {"pooling": pooling} | options, dtype)
+
+
+def late(queries: Shape, documents: Shape, dtype: torch.dtype = FP32, **options: Any) -> Sample:
+    return Sample("maxsim", maxsim, (queries, documents), options, dtype)
+
+
+def attention(keys: int = 21, learned: bool = False, **options: Any) -> Sample:
+    batch = 2 if "key_padding_mask" in options else 1
+    shapes = [(32, 1, 16) if "cu_seqlens_k" in options else (batch, 1, n, 16) for n in (7, keys, keys)]
+    return Sample("entmax_attention", attend, (*shapes, *([(1,)] if learned else [])), options)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None = None, **options: Any) -> Any:
+    """Entmax attention; dropout drops the same weights in every call."""
+    if "dropout_p" in options:
+        options["generator"] = torch.Generator(q.device).manual_seed(0)
+    if theta is not None:
+        options["alpha"] = 1 + theta.sigmoid()
+    return entmax_attention(q, k, v, **options)
+
+
+def scatter(**options: Any) -> Sample:
+    """The token scatter; packed tokens are the first padded ones in a row."""
+    packed = "cu_seqlens" in options
+    options |= {"input_ids": [*IDS[0], *IDS[1]][:32] if packed else IDS}
+    return Sample("token_scatter", scattered, ((32,) if packed else (2, 21),), options)
+
+
+def scattered(weights: Tensor, input_ids: Tensor, vocab_size: int = 40, **options: Any) -> Tensor:
+    return token_scatter(weights, input_ids, vocab_size, **options)
+
+
+def rows(*more: Shape, **options: Any) -> Sample:
+    return Sample("entmax", entmax_rows, ((2, 21), *more), options)
+
+
+def entmax_rows(x: Tensor, theta: Tensor | None = None, **options: Any) -> Any:
+    return entmax(x, **(options if theta is None else options | {"alpha": 1 + theta.sigmoid()}))
