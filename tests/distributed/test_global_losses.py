@@ -2,37 +2,184 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-pytest.importorskip("sentence_transformers")
+from tests.distributed.models import TEXTS, VOCABULARY
+from tests.distributed.ranks import Rank, Ranks
+from tests.distributed.test_training import assert_same_gradients, load, my_texts
+from tilefold.losses import (
+    AntiZeroLoss,
+    DFFlopsLoss,
+    GlobalFlopsLoss,
+    L1Loss,
+    Regularizer,
+    RegularizerSum,
+    df_weights,
+    flops,
+)
+from tilefold.testing import assert_within_budget
 
-from tests.distributed import loss_jobs as jobs
-from tests.distributed.ranks import Ranks
+
+def regularizers(group: Any) -> dict[str, Regularizer]:
+    return {
+        "flops": GlobalFlopsLoss(group=group),
+        "thresholded flops": GlobalFlopsLoss(threshold=12, group=group),
+        "l1": L1Loss(group=group),
+        "anti-zero": AntiZeroLoss(group=group),
+        "df-flops": DFFlopsLoss(refresh_every=1, group=group),
+        "sum": RegularizerSum([(L1Loss(group=group), 0.3), (GlobalFlopsLoss(group=group), 2.0)]),
+    }
 
 
-def test_averaged_gradients_of_unequal_ranks_are_those_of_all_rows(ranks: Ranks) -> None:
-    ranks.run(jobs.averaged_gradients_are_those_of_all_rows)
+class Encoder(nn.Module):
+    """Scores ``[B, 25]`` of features ``[B, 8]``: enough parameters to have gradients to average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 25, dtype=torch.float64)
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores: Tensor = self.layer(features).relu()
+        return scores
 
 
-def test_scores_with_a_sharded_vocabulary_give_the_value_and_gradient_of_the_whole(ranks: Ranks) -> None:
-    ranks.run(jobs.vocabulary_shards_give_the_value_and_gradient_of_the_whole)
+def problem(rank: Rank) -> tuple[Encoder, Tensor, slice]:
+    """An encoder, the rows of all ranks, and this rank's: rank r has r + 2 of them."""
+    torch.manual_seed(1)
+    encoder = Encoder().to(rank.device)
+    bounds = [0]
+    for other in range(rank.size):
+        bounds.append(bounds[-1] + other + 2)
+    features = torch.randn(bounds[-1], 8, dtype=torch.float64).to(rank.device)
+    return encoder, features, slice(bounds[rank.rank], bounds[rank.rank + 1])
 
 
-def test_rows_over_one_dimension_and_columns_over_another(ranks: Ranks) -> None:
-    ranks.run(jobs.rows_and_columns_can_both_be_spread)
+def averaged_gradients_are_those_of_all_rows(rank: Rank) -> None:
+    for name, alone in regularizers(None).items():
+        together = regularizers("world")[name]
+        encoder, features, mine = problem(rank)
+        expected = alone.compute_loss_from_embeddings(encoder(features))
+        gradients = torch.autograd.grad(expected, list(encoder.parameters()))
+        wrapped = nn.parallel.DistributedDataParallel(encoder)
+        value = together.compute_loss_from_embeddings(wrapped(features[mine]))
+        value.backward()
+        assert_within_budget(value.detach(), expected.detach(), name=name)
+        for parameter, gradient in zip(encoder.parameters(), gradients, strict=True):
+            assert gradient.abs().max() > 0
+            assert_within_budget(parameter.grad, gradient, kind="gradient", name=name)
+
+
+def sharded_columns(scores: Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
+    return cast(DTensor, distribute_tensor(scores.detach(), mesh, placements).requires_grad_())
+
+
+def vocabulary_shards_give_the_value_and_gradient_of_the_whole(rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    for placements in ([Shard(1)], [Replicate()]):
+        for name, loss in regularizers(None).items():
+            encoder, features, _ = problem(rank)
+            whole = encoder(features).detach().requires_grad_()
+            expected = loss.compute_loss_from_embeddings(whole)
+            expected.backward()
+            sharded = sharded_columns(whole, mesh, placements)
+            value = regularizers("world")[name].compute_loss_from_embeddings(sharded)  # the mesh is the world
+            assert not isinstance(value, DTensor)
+            value.backward()
+            assert_within_budget(value.detach(), expected.detach(), name=name)
+            if Version(torch.__version__) >= Version("2.13"):  # older ones choose the placements of a gradient
+                assert sharded.grad.placements == tuple(placements)
+            assert_within_budget(sharded.grad.full_tensor(), whole.grad, kind="gradient", name=name)
+
+
+def rows_and_columns_can_both_be_spread(rank: Rank) -> None:
+    """dp over all ranks with a tp dimension of one, and the other way round."""
+    for dp in (1, rank.size):
+        mesh = init_device_mesh(rank.device.type, (dp, rank.size // dp), mesh_dim_names=("dp", "tp"))
+        encoder, features, mine = problem(rank)
+        scores = encoder(features).detach()
+        expected = flops(scores)
+        rows = scores[mine] if dp > 1 else scores
+        sharded = sharded_columns(rows, mesh["tp"], [Shard(1)])
+        assert_within_budget(flops(sharded, group=mesh["dp"].get_group()).detach(), expected)
+
+
+def unclear_ranks_are_refused(rank: Rank) -> str:
+    mesh = init_device_mesh(rank.device.type, (1, rank.size), mesh_dim_names=("dp", "tp"))["dp"]
+    scores = torch.ones(2, 3, device=rank.device)
+    columns, rows = (sharded_columns(scores, mesh, [Shard(dim)]) for dim in (1, 0))
+    texts = []
+    for bad, group in ((columns, "world"), (rows, None)):
+        try:
+            flops(bad, group=group)
+        except ValueError as error:
+            texts.append(str(error))
+    return "\n".join(texts)
+
+
+def document_frequencies_are_those_of_all_ranks(rank: Rank) -> None:
+    encoder, features, mine = problem(rank)
+    scores = encoder(features).detach()
+    loss = DFFlopsLoss(refresh_every=2)
+    loss(scores[mine].requires_grad_())
+    assert loss.weights is None
+    loss(scores[mine].flip(0))
+    assert_within_budget(loss.weights, df_weights((scores > 0).double().mean(dim=0)).float())
+
+
+def splade_loss_step(rank: Rank, folder: Path) -> None:
+    """Stock SpladeLoss with our regularisers, the model under DDP; the base loss is a mean over rows."""
+    from sentence_transformers.sparse_encoder.losses import SparseMSELoss, SpladeLoss
+
+    def gradients(model: Any, network: Any, texts: list[str], group: Any) -> dict[str, Tensor]:
+        loss = SpladeLoss(
+            network,
+            loss=SparseMSELoss(network),
+            document_regularizer_weight=0.3,
+            document_regularizer=GlobalFlopsLoss(group=group),
+            use_document_regularizer_only=True,
+        )
+        features = {key: v.to(rank.device) for key, v in model.preprocess(texts).items() if isinstance(v, Tensor)}
+        teacher = torch.zeros(1, len(texts), VOCABULARY, device=rank.device)  # one target a column of texts
+        parts = loss([features], teacher)
+        sum(parts.values()).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    whole = load(folder, rank)
+    expected = gradients(whole, whole, TEXTS, None)
+    model = load(folder, rank)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    gradients(model, wrapped, my_texts(rank), "world")
+    assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        averaged_gradients_are_those_of_all_rows,
+        vocabulary_shards_give_the_value_and_gradient_of_the_whole,
+        rows_and_columns_can_both_be_spread,
+        document_frequencies_are_those_of_all_ranks,
+    ],
+    ids=lambda job: job.__name__,
+)
+def test_ranks(ranks: Ranks, job: Callable[[Rank], None]) -> None:
+    ranks.run(job)
 
 
 def test_ranks_that_cannot_be_told_are_asked_for(ranks: Ranks) -> None:
-    for text in ranks.run(jobs.unclear_ranks_are_refused):
+    for text in ranks.run(unclear_ranks_are_refused):
         assert "group must name the ranks" in text and "mesh['dp'].get_group()" in text
         assert "scores must be Shard(1)" in text
 
 
-def test_document_frequencies_count_the_rows_of_all_ranks(ranks: Ranks) -> None:
-    ranks.run(jobs.document_frequencies_are_those_of_all_ranks)
-
-
 def test_stock_splade_loss_under_ddp_equals_one_process(ranks: Ranks, tiny_folder: Path) -> None:
-    ranks.run(jobs.splade_loss_step, tiny_folder)
+    ranks.run(splade_loss_step, tiny_folder)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+import torch.distributed
+from torch import Tensor, nn
 
-from tests.distributed import ring_jobs as jobs
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Rank, Ranks
+from tilefold.ops import maxsim, maxsim_contrastive_loss
+from tilefold.ops.maxsim import _ring
+from tilefold.testing import assert_within_budget
+from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 
+DIM = 16
 CASES: list[dict[str, Any]] = [
     {},
     {"layout": "full", "impl": "reference"},
@@ -20,48 +29,290 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def test_loss_and_gradients_of_uneven_ranks_are_those_of_one_process(ranks: Ranks) -> None:
-    ranks.run(jobs.equals_one_process, CASES)
+def shard(number: int, layout: str, dtype: torch.dtype = torch.float32) -> MaxSimInputs:
+    """The queries and documents of rank ``number``: as many, and as long, as its number says."""
+    sizes = (number + 2, 2 * number + 3, 4 + number, 7 + 3 * number, DIM)
+    if layout == "mixed":
+        layout = ("holes", "packed", "full")[number % 3]
+    return maxsim_inputs(*sizes, layout=layout, dtype=dtype, seed=number)
 
 
-def test_two_ranks_of_the_cpu_form_a_ring_too(two_ranks: Ranks) -> None:
-    two_ranks.run(jobs.equals_one_process, CASES[:2])
+def labels_of(number: int) -> Tensor:
+    """The document of each query among those of its rank; no two are the same."""
+    return torch.arange(number + 2) * 2 % (2 * number + 3)
 
 
-def test_gradients_averaged_by_ddp_are_those_of_one_process(ranks: Ranks) -> None:
-    ranks.run(jobs.averaged_gradients_are_those_of_one_process)
+def pieces(shards: list[MaxSimInputs]) -> list[tuple[list[Tensor], ...]]:
+    """Kept tokens of each query and each document of every rank, in fp64."""
+    result = []
+    for inputs in shards:
+        packed = inputs if inputs.cu_seqlens_q is not None else inputs.packed()
+        sides = ((packed.queries, packed.cu_seqlens_q), (packed.documents, packed.cu_seqlens_d))
+        result.append(tuple([t.double() for t in rows.split(cu.diff().tolist())] for rows, cu in sides))
+    return result
 
 
-def test_two_runs_agree_in_every_bit(ranks: Ranks) -> None:
-    ranks.run(jobs.two_runs_agree_in_every_bit)
+def truth_of(
+    shards: list[MaxSimInputs], scale: float, first_rank: int = 0, **options: Any
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Loss of one process with everything in fp64, and packed gradients of each rank's queries and documents."""
+    parts = pieces(shards)
+    lists = [[tokens for part in parts for tokens in part[side]] for side in (0, 1)]
+    leaves = [torch.cat(tokens).requires_grad_() for tokens in lists]
+    offsets = [torch.tensor([0, *(t.size(0) for t in tokens)]).cumsum(0) for tokens in lists]
+    scores = maxsim(*leaves, cu_seqlens_q=offsets[0], cu_seqlens_d=offsets[1], impl="reference", **options)
+    first = 0
+    labels = []
+    for number, part in enumerate(parts, first_rank):
+        labels.append(labels_of(number) + first)
+        first += len(part[1])
+    loss = nn.functional.cross_entropy(scale * scores, torch.cat(labels))
+    grads = torch.autograd.grad(loss, leaves)
+    rows = [[sum(t.size(0) for t in part[side]) for part in parts] for side in (0, 1)]
+    return loss.detach(), list(grads[0].split(rows[0])), list(grads[1].split(rows[1]))
 
 
-def test_a_rank_holds_two_blocks_of_others_at_most(ranks: Ranks) -> None:
-    ranks.run(jobs.a_rank_holds_two_blocks_of_others_at_most)
+def ring_results(rank: Rank, inputs: MaxSimInputs, labels: Tensor, scale: float, **options: Any) -> dict[str, Tensor]:
+    """The loss over all ranks, and gradients of this rank's kept tokens."""
+    inputs = inputs.to(rank.device)
+    queries, documents = inputs.queries.clone().requires_grad_(), inputs.documents.clone().requires_grad_()
+    layout = {name: value for name, value in inputs.layout.items() if name != "pairing"}
+    loss = maxsim_contrastive_loss(
+        queries, documents, labels.to(rank.device), scale=scale, group="world", **layout, **options
+    )
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, rows, mask in (("queries", queries, inputs.query_mask), ("documents", documents, inputs.document_mask)):
+        kept = rows.grad.flatten(0, -2) if mask is None else rows.grad[mask != 0]
+        if mask is not None:
+            assert not rows.grad[mask == 0].any()
+        found[name] = kept
+    return found
 
 
-def test_ranks_without_queries_or_documents_take_part(ranks: Ranks) -> None:
-    ranks.run(jobs.shards_may_be_empty)
+def equals_one_process(rank: Rank, cases: list[dict[str, Any]]) -> None:
+    """Each case: layout and dtype of the shards, and options of the loss."""
+    for given in cases:
+        options = {"scale": 0.4} | given
+        layout, dtype = options.pop("layout", "mixed"), options.pop("dtype", torch.float32)
+        shards = [shard(number, layout, dtype) for number in range(rank.size)]
+        labels = labels_of(rank.rank)
+        found = ring_results(rank, shards[rank.rank], labels, **options)
+        choices = {name: value for name, value in options.items() if name != "impl"}
+        loss, dqueries, ddocuments = truth_of(shards, **choices)
+        assert found["queries"].dtype == dtype
+        loss = loss.to(rank.device)
+        assert_within_budget(found["loss"], loss, name=f"loss of {given}")
+        for name, truth in (("queries", dqueries), ("documents", ddocuments)):
+            expected = rank.size * truth[rank.rank].to(rank.device)
+            assert_within_budget(found[name], expected, kind="gradient_bound", name=f"{name} of {given}")
 
 
-def test_nan_of_one_rank_is_seen_by_all_and_inference_keeps_no_graph(ranks: Ranks) -> None:
-    ranks.run(jobs.nan_is_seen_and_inference_keeps_no_graph)
+def averaged_gradients_are_those_of_one_process(rank: Rank) -> None:
+    torch.manual_seed(3)
+    encoder = nn.Linear(DIM, 8, dtype=torch.float64).to(rank.device)
+    shards = [shard(number, "holes", torch.float64).to(rank.device) for number in range(rank.size)]
+
+    def parts(inputs: MaxSimInputs, encode: Any) -> tuple[Tensor, Tensor]:
+        split = encode(torch.cat([inputs.queries.flatten(0, 1), inputs.documents.flatten(0, 1)]))
+        first = inputs.queries.flatten(0, 1).size(0)
+        return split[:first].view(*inputs.queries.shape[:2], 8), split[first:].view(*inputs.documents.shape[:2], 8)
+
+    columns = []
+    for mine in shards:
+        row = []
+        for theirs in shards:
+            queries, documents = parts(mine, encoder)[0], parts(theirs, encoder)[1]
+            masks = {"query_mask": mine.query_mask, "document_mask": theirs.document_mask}
+            row.append(maxsim(queries, documents, **masks, normalize=True))
+        columns.append(torch.cat(row, dim=1))
+    firsts = [sum(2 * number + 3 for number in range(other)) for other in range(rank.size)]
+    labels = torch.cat([torch.arange(number + 2) + firsts[number] for number in range(rank.size)]).to(rank.device)
+    expected = nn.functional.cross_entropy(torch.cat(columns), labels)
+    gradients = torch.autograd.grad(expected, list(encoder.parameters()))
+    own = shards[rank.rank]
+    wrapped = nn.parallel.DistributedDataParallel(encoder)
+    queries, documents = parts(own, wrapped)
+    loss = maxsim_contrastive_loss(
+        queries, documents, query_mask=own.query_mask, document_mask=own.document_mask, normalize=True, group="world"
+    )
+    loss.backward()
+    assert_within_budget(loss.detach(), expected.detach())
+    for parameter, gradient in zip(encoder.parameters(), gradients, strict=True):
+        assert gradient.abs().max() > 0
+        assert_within_budget(parameter.grad, gradient, kind="gradient")
 
 
-def test_gradients_of_one_side_alone(ranks: Ranks) -> None:
-    ranks.run(jobs.gradients_of_one_side)
+def two_runs_agree_in_every_bit(rank: Rank) -> None:
+    inputs, labels = shard(rank.rank, "mixed", torch.bfloat16), labels_of(rank.rank)
+    first, second = (ring_results(rank, inputs, labels, 0.3) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
 
 
-def test_compiled_code_may_call_it(two_ranks: Ranks) -> None:
-    two_ranks.run(jobs.compiled_code_may_call_it)
+def a_rank_holds_two_blocks_of_others_at_most(rank: Rank) -> None:
+    """Counts the rows of received blocks that are alive, forward and backward."""
+    import weakref
+
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+
+    def counted(part: Any, like: Any) -> list[Tensor]:
+        nonlocal most
+        buffers = room(part, like)
+        alive.add(buffers[0])
+        most = max(most, len(alive))
+        return buffers
+
+    room = _ring.Ring.room
+    with mock.patch.object(_ring.Ring, "room", staticmethod(counted)):
+        ring_results(rank, shard(rank.rank, "full"), labels_of(rank.rank), 0.3)
+    assert 1 <= most <= 2, most
+    assert not alive
 
 
-def test_a_group_may_be_some_of_the_ranks_or_one(ranks: Ranks) -> None:
-    ranks.run(jobs.a_group_of_some_ranks)
+def shards_may_be_empty(rank: Rank) -> None:
+    """Rank 0 has no query; rank 1 no document, and then queries whose documents have no token."""
+    device = rank.device
+    whole = shard(5, "full")
+    mine = min(rank.rank, 2)
+    for empty in (0, 2):
+        queries = [whole.queries[:0], whole.queries[:empty], whole.queries[2:4]][: rank.size]
+        documents = [whole.documents[:2], whole.documents[:empty, :0], whole.documents[2:6]][: rank.size]
+        leaves = [t[mine].clone().to(device).requires_grad_() for t in (queries, documents)]
+        loss = maxsim_contrastive_loss(*leaves, scale=3, reduction="mean", group="world")
+        loss.backward()
+        if sum(t.size(0) for t in queries) == 0:
+            assert loss.isnan() and not leaves[1].grad.any()  # a mean over nothing
+            continue
+        scored = torch.cat([t for t in documents if t.numel()]).double().requires_grad_()
+        asked = torch.cat(queries).double().requires_grad_()
+        scores = maxsim(asked, scored, reduction="mean", impl="reference")
+        scores = torch.cat([scores[:, :2], scores.new_zeros(scores.size(0), empty), scores[:, 2:]], dim=1)
+        labels = [torch.arange(t.size(0)) + first for t, first in zip(queries, (0, 2, 2 + empty), strict=False)]
+        expected = nn.functional.cross_entropy(3 * scores, torch.cat(labels))
+        dqueries, ddocuments = torch.autograd.grad(expected, (asked, scored))
+        assert_within_budget(loss.detach(), expected.detach().to(device))
+        of_queries = dqueries.split([t.size(0) for t in queries])
+        of_documents = ddocuments.split([t.size(0) if t.numel() else 0 for t in documents])
+        for leaf, side in zip(leaves, (of_queries, of_documents), strict=True):
+            truth = rank.size * side[mine].to(device)
+            assert_within_budget(leaf.grad.flatten(), truth.flatten(), kind="gradient_bound")
+
+
+def nan_is_seen_and_inference_keeps_no_graph(rank: Rank) -> None:
+    inputs, labels = shard(rank.rank, "full").to(rank.device), labels_of(rank.rank).to(rank.device)
+    for quiet in (torch.no_grad(), torch.inference_mode()):
+        with quiet:
+            loss = maxsim_contrastive_loss(inputs.queries, inputs.documents, labels, group="world")
+            assert loss.isfinite() and not loss.requires_grad
+    if rank.rank == 1:
+        inputs.documents[0, 0, 0] = float("nan")
+    assert maxsim_contrastive_loss(inputs.queries, inputs.documents, labels, group="world").isnan()
+
+
+def compiled_code_may_call_it(rank: Rank) -> None:
+    inputs = shard(rank.rank, "full").to(rank.device)
+
+    def loss(queries: Tensor) -> Tensor:
+        return 2 * maxsim_contrastive_loss(3 * queries, inputs.documents, group="world")
+
+    eager, compiled = (inputs.queries.clone().requires_grad_() for _ in range(2))
+    loss(eager).backward()
+    torch.compile(loss, backend="eager")(compiled).backward()
+    assert torch.equal(eager.grad, compiled.grad)
+
+
+def gradients_of_one_side(rank: Rank) -> None:
+    inputs, labels = shard(rank.rank, "mixed"), labels_of(rank.rank)
+    both = ring_results(rank, inputs, labels, 0.3)
+    inputs = inputs.to(rank.device)
+    layout = {name: value for name, value in inputs.layout.items() if name != "pairing"}
+    for name in ("queries", "documents"):
+        sides = {side: getattr(inputs, side).clone().requires_grad_(side == name) for side in ("queries", "documents")}
+        maxsim_contrastive_loss(**sides, labels=labels.to(rank.device), scale=0.3, group="world", **layout).backward()
+        mask = layout["query_mask" if name == "queries" else "document_mask"]
+        grad = sides[name].grad
+        assert torch.equal(grad.flatten(0, -2) if mask is None else grad[mask != 0], both[name])
+
+
+def a_group_of_some_ranks(rank: Rank) -> None:
+    """The last two ranks, in an order of their own, and a rank that is on its own."""
+    group = torch.distributed.new_group([rank.size - 1, rank.size - 2], use_local_synchronization=False)
+    inputs, labels = shard(rank.rank, "full").to(rank.device), labels_of(rank.rank).to(rank.device)
+    first = rank.size - 2
+    if rank.rank >= first:
+        together = maxsim_contrastive_loss(inputs.queries, inputs.documents, labels, group=group)
+        truth, _, _ = truth_of([shard(number, "full") for number in (first, first + 1)], 1.0, first)
+        assert_within_budget(together, truth.to(rank.device))
+    else:
+        try:
+            maxsim_contrastive_loss(inputs.queries, inputs.documents, group=group)
+        except (ValueError, TypeError) as error:
+            assert "group must be a process group that holds this rank" in str(error)
+        else:
+            raise AssertionError("a rank outside of the group was let in")
+    alone = maxsim_contrastive_loss(inputs.queries, inputs.documents)
+    single = [torch.distributed.new_group([other]) for other in range(rank.size)][rank.rank]
+    assert torch.equal(maxsim_contrastive_loss(inputs.queries, inputs.documents, group=single), alone)
+
+
+def errors_are_raised_on_every_rank(rank: Rank) -> list[str]:
+    """The texts of the errors, in the order of the attempts; rank 1 is the odd one."""
+    odd = rank.rank == 1
+    device = rank.device
+    queries, documents = torch.randn(2, 3, 8, device=device), torch.randn(4, 5, 8, device=device)
+    attempts: list[dict[str, Any]] = [
+        {"document_mask": torch.ones(4, 6 if odd else 5, device=device)},
+        {"queries": [1.0] if odd else queries},
+        {"labels": torch.tensor([0, 1, 2] if odd else [0, 1], device=device)},
+        {"queries": queries[..., :6] if odd else queries, "documents": documents[..., :6] if odd else documents},
+        {"queries": queries.half() if odd else queries, "documents": documents.half() if odd else documents},
+        {"scale": 2.0 if odd else 1.0},
+        {"queries": queries.clone().requires_grad_(odd)},
+        {"documents": documents[:1] if odd else documents},
+    ]
+    if device.type == "cpu":
+        attempts.append({"labels": torch.tensor([0, 4 if odd else 1])})
+        rows, offsets = documents.flatten(0, 1), torch.tensor([0, 9, 19 if odd else 20])
+        attempts.append({"documents": rows, "cu_seqlens_d": offsets})
+    texts: list[str] = []
+    for attempt in attempts:
+        try:
+            maxsim_contrastive_loss(**{"queries": queries, "documents": documents, "group": "world"} | attempt)
+        except (ValueError, TypeError) as error:
+            texts.append(str(error))
+        else:
+            texts.append("")
+    maxsim_contrastive_loss(queries, documents, group="world")  # the ranks are still together
+    return texts
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        averaged_gradients_are_those_of_one_process,
+        two_runs_agree_in_every_bit,
+        a_rank_holds_two_blocks_of_others_at_most,
+        shards_may_be_empty,
+        nan_is_seen_and_inference_keeps_no_graph,
+        gradients_of_one_side,
+        a_group_of_some_ranks,
+    ],
+    ids=lambda job: job.__name__,
+)
+def test_ranks(ranks: Ranks, job: Callable[[Rank], None]) -> None:
+    ranks.run(job)
+
+
+def test_loss_and_gradients_of_uneven_ranks_are_those_of_one_process(ranks: Ranks, two_ranks: Ranks) -> None:
+    ranks.run(equals_one_process, CASES)
+    two_ranks.run(equals_one_process, CASES[:2])
+    two_ranks.run(compiled_code_may_call_it)
 
 
 def test_what_does_not_fit_on_one_rank_raises_on_every_rank(ranks: Ranks) -> None:
-    answers = ranks.run(jobs.errors_are_raised_on_every_rank)
+    answers = ranks.run(errors_are_raised_on_every_rank)
     expected = [
         ("document_mask must have shape [4, 5], got [4, 6]", True),
         ("queries must be a torch.Tensor, got list", True),

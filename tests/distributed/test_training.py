@@ -2,71 +2,358 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-pytest.importorskip("sentence_transformers")
-
-from tests.distributed import training_jobs as jobs
 from tests.distributed.models import TEXTS
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Rank, Ranks
+from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
+from tilefold.losses import GlobalFlopsLoss
+from tilefold.testing import budget
+
+
+def load(folder: Path, rank: Rank) -> Any:
+    """The model without dropout; its pooling stays in training mode, where stock has a backward."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    model = SparseEncoder(str(folder), device=str(rank.device)).eval()
+    for module in model.modules():
+        if isinstance(module, SpladePooling):
+            module.train()
+    return model
+
+
+def scores_of(model: Any, texts: list[str], device: torch.device) -> Tensor:
+    """``[B, V]`` of a plain or wrapped model; features are a plain dict, in which FSDP finds the outputs."""
+    encoder = model.module if hasattr(model, "module") else model
+    features = {key: value.to(device) for key, value in encoder.preprocess(texts).items() if isinstance(value, Tensor)}
+    scores: Tensor = model(features)["sentence_embedding"]
+    return scores
+
+
+def loss_of(model: Any, texts: list[str], rank: Rank, regularizer: Any) -> Tensor:
+    """A mean over rows, and FLOPS: what one process with all rows computes is the average over the ranks."""
+    scores = scores_of(model, texts, rank.device)
+    weights = torch.rand(scores.size(1), generator=torch.Generator().manual_seed(7)).to(scores)
+    return (scores * weights).sum(dim=1).mean() + 0.5 * regularizer.compute_loss_from_embeddings(scores)
+
+
+def my_texts(rank: Rank) -> list[str]:
+    share = len(TEXTS) // rank.size
+    return TEXTS[rank.rank * share : (rank.rank + 1) * share]
+
+
+def one_process(folder: Path, rank: Rank) -> tuple[float, dict[str, Tensor], Any]:
+    """Loss and gradients of the stock model on all rows."""
+    model = load(folder, rank)
+    loss = loss_of(model, TEXTS, rank, GlobalFlopsLoss(group=None))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, model
+
+
+def assert_same_gradients(model: Any, expected: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """Within the gradient budget, on the scale of the largest gradient: some vanish in exact arithmetic."""
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    assert named.keys() == expected.keys()
+    scale = max(gradient.abs().max().item() for gradient in expected.values() if gradient is not None)
+    for name, parameter in named.items():
+        gradient = parameter.grad
+        if gradient is None or expected[name] is None:
+            assert gradient is None and expected[name] is None, name
+            continue
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        error = (whole - expected[name]).abs().max().item()
+        # a trunk of some layers between the head and the parameter: its roundings add up
+        assert error <= 4 * budget(dtype, "gradient_bound") * scale, (name, error, scale)
+
+
+def ddp_step(rank: Rank, folder: Path, fused: bool) -> None:
+    expected_loss, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    if fused:
+        accelerate(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(
+        model, device_ids=None if rank.device.type == "cpu" else [rank.device.index]
+    )
+    loss = loss_of(wrapped, my_texts(rank), rank, GlobalFlopsLoss())
+    loss.backward()
+    assert_same_gradients(wrapped, expected)
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    assert abs(total.item() / rank.size - expected_loss) <= 1e-5 * abs(expected_loss)
+
+
+def local_flops_is_not_the_whole_batch(rank: Rank, folder: Path) -> float:
+    """How far the stock regulariser, on each rank's rows, is from that of all rows: the thing to be repaired."""
+    from sentence_transformers.sparse_encoder.losses import FlopsLoss
+
+    with torch.no_grad():
+        model = load(folder, rank)
+        whole = FlopsLoss(model).compute_loss_from_embeddings(scores_of(model, TEXTS, rank.device))
+        local = FlopsLoss(model).compute_loss_from_embeddings(scores_of(model, my_texts(rank), rank.device))
+        shared = GlobalFlopsLoss().compute_loss_from_embeddings(scores_of(model, my_texts(rank), rank.device))
+        torch.distributed.all_reduce(local)
+    assert abs(shared.item() - whole.item()) <= 1e-5 * whole.item()
+    return local.item() / rank.size / whole.item()
+
+
+def shard_layers(model: Any, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model[0].model.bert.encoder.layer:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def fsdp_step(rank: Rank, folder: Path, layers: bool) -> None:
+    """One step of SGD: gradients, and the parameters after it."""
+    from torch.distributed.fsdp import fully_shard
+
+    _, expected, whole = one_process(folder, rank)
+    model = load(folder, rank)
+    accelerate(model)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    if layers:
+        shard_layers(model, mesh)
+    else:
+        fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
+    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters() if p.grad is not None)
+    assert_same_gradients(model, expected)
+    for optimizer in optimizers:
+        optimizer.step()
+    before, after = dict(whole.named_parameters()), dict(model.named_parameters())
+    for name, parameter in after.items():
+        torch.testing.assert_close(parameter.full_tensor(), before[name], rtol=1e-5, atol=1e-5)
+    with torch.no_grad():  # and the sharded model still scores like the whole one
+        got, want = (scores_of(m, TEXTS, rank.device) for m in (model, whole))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def fsdp_mixed_precision_step(rank: Rank, folder: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    accelerate(model)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    largest = max(expected, key=lambda name: 0 if expected[name] is None else float(expected[name].norm()))
+    gradient = dict(model.named_parameters())[largest].grad
+    assert isinstance(gradient, DTensor) and gradient.dtype == torch.float32
+    difference = (gradient.full_tensor() - expected[largest]).norm() / expected[largest].norm()
+    assert difference < 0.1, float(difference)  # the whole trunk runs in bf16, in which other tokens may win
+
+
+def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> str:
+    """The decoder in a group of its own: its weight must outlive its forward. Returns the error's text, if any."""
+    from torch.distributed.fsdp import fully_shard
+
+    _, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    accelerate(model)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    fully_shard(model[0].model.get_output_embeddings(), mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    try:
+        loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    except RuntimeError as error:
+        return str(error)
+    assert_same_gradients(model, expected)
+    return ""
+
+
+def accelerating_a_sharded_model(rank: Rank, folder: Path) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    _, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    fully_shard(model, mesh=init_device_mesh(rank.device.type, (rank.size,)))
+    text = ""
+    try:
+        accelerate(model)
+    except RuntimeError as error:
+        text = str(error)
+    accelerate(model, check=False)
+    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    assert_same_gradients(model, expected)
+    return text
+
+
+def fsdp_around_an_lsr_head(rank: Rank) -> None:
+    """nn.LSRHead as a part of an FSDP module: whole inside its forward, rows differ from rank to rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.distributed.test_vocabulary_parallel import Scorer
+
+    whole = Scorer().to(rank.device)
+    inputs = torch.randn(6, 7, 12, generator=torch.Generator().manual_seed(5)).to(rank.device)
+    mask = torch.ones(6, 7, device=rank.device)
+    whole(inputs, mask).square().sum(dim=1).mean().backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    share = slice(6 // rank.size * rank.rank, 6 // rank.size * (rank.rank + 1))
+    for head_too in (False, True):
+        model = copy.deepcopy(whole)
+        model.zero_grad(set_to_none=True)
+        mesh = init_device_mesh(rank.device.type, (rank.size,))
+        if head_too:
+            fully_shard(model.head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        scores = model(inputs[share], mask[share])
+        assert not isinstance(scores, DTensor)
+        scores.square().sum(dim=1).mean().backward()
+        assert_same_gradients(model, expected)
+
+
+def trained_losses(
+    folder: Path, output: Path, batch: int, stream: bool = False, fused: bool = True, **options: Any
+) -> tuple[list[float], set[str]]:
+    """Four steps of the stock trainer on an accelerated model; the losses, and the types of its parameters."""
+    from datasets import Dataset
+    from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+
+    torch.manual_seed(0)
+    model = SparseEncoder(str(folder), device="cpu")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if fused:
+        accelerate(model)
+    loss = SpladeLoss(
+        model,
+        loss=SparseMultipleNegativesRankingLoss(model, gather_across_devices=True),
+        document_regularizer_weight=0.3,
+        query_regularizer_weight=0.5,
+        document_regularizer=GlobalFlopsLoss(),
+        query_regularizer=GlobalFlopsLoss(),
+    )
+    pairs = {"anchor": TEXTS, "positive": [" ".join(reversed(text.split())) for text in TEXTS]}
+    arguments = SparseEncoderTrainingArguments(
+        output_dir=str(output),
+        max_steps=4,
+        per_device_train_batch_size=batch,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=3,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    dataset = Dataset.from_dict(pairs)
+    trainer = SparseEncoderTrainer(
+        model=model, args=arguments, train_dataset=dataset.to_iterable_dataset() if stream else dataset, loss=loss
+    )
+    ahead = fused and not stream  # the one process runs plainly
+    if ahead and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        collate_ahead(trainer)
+        assert trainer.data_collator.join
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {type(parameter).__name__ for parameter in trainer.model.parameters()}
+
+
+def streamed_run(rank: Rank, folder: Path, output: Path, fused: bool) -> tuple[list[float], set[str]]:
+    """:func:`trained_losses` of an ``IterableDataset`` of which each rank takes batches of its own, the last short."""
+    return trainer_run(rank, folder, output, False, stream=True, fused=fused)
+
+
+def trainer_run(
+    rank: Rank, folder: Path, output: Path, fsdp: bool, stream: bool = False, fused: bool = True
+) -> tuple[list[float], set[str]]:
+    """:func:`trained_losses` on this rank's share of the batch, as torchrun would start it."""
+    options: dict[str, Any] = {"use_cpu": rank.device.type == "cpu"}
+    if rank.device.type == "cpu":
+        options["ddp_backend"] = "gloo"
+    if fsdp:
+        options["fsdp"] = "full_shard auto_wrap"
+        options["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
+    before = dict(os.environ)
+    os.environ |= {
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",
+    }
+    if stream:  # that of all ranks at once fails in the stock trainer: batches hold words, which it does not broadcast
+        options["accelerator_config"] = {"dispatch_batches": False}
+    batch = len(TEXTS) // rank.size - stream  # of a stream, the last is short
+    try:
+        return trained_losses(folder, output, batch, stream, fused, **options)
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 @pytest.fixture(scope="module")
 def one_process_losses(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     pytest.importorskip("datasets")
-    return jobs.trained_losses(tiny_folder, tmp_path_factory.mktemp("one"), len(TEXTS), use_cpu=True)[0]
+    return trained_losses(tiny_folder, tmp_path_factory.mktemp("one"), len(TEXTS), use_cpu=True)[0]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["stock", "accelerated"])
 def test_a_ddp_step_with_global_flops_equals_one_process(ranks: Ranks, tiny_folder: Path, fused: bool) -> None:
-    ranks.run(jobs.ddp_step, tiny_folder, fused)
+    ranks.run(ddp_step, tiny_folder, fused)
 
 
 def test_stock_flops_grows_with_the_number_of_ranks_and_global_flops_does_not(ranks: Ranks, tiny_folder: Path) -> None:
-    for ratio in ranks.run(jobs.local_flops_is_not_the_whole_batch, tiny_folder):
+    for ratio in ranks.run(local_flops_is_not_the_whole_batch, tiny_folder):
         assert ratio > 1.001
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["root", "layers-and-root"])
 def test_an_fsdp_step_of_an_accelerated_model_equals_one_process(ranks: Ranks, tiny_folder: Path, layers: bool) -> None:
-    ranks.run(jobs.fsdp_step, tiny_folder, layers)
+    ranks.run(fsdp_step, tiny_folder, layers)
 
 
 def test_an_fsdp_step_in_mixed_precision_reduces_in_fp32(ranks: Ranks, tiny_folder: Path) -> None:
-    ranks.run(jobs.fsdp_mixed_precision_step, tiny_folder)
+    ranks.run(fsdp_mixed_precision_step, tiny_folder)
 
 
 def test_a_decoder_sharded_alone_is_refused_unless_it_stays_whole_after_its_forward(
     ranks: Ranks, untied_folder: Path
 ) -> None:
-    for text in ranks.run(jobs.fsdp_of_the_head_alone, untied_folder, True):
+    for text in ranks.run(fsdp_of_the_head_alone, untied_folder, True):
         assert "must be whole when the pooling reads it" in text and "reshard_after_forward=False" in text
-    assert ranks.run(jobs.fsdp_of_the_head_alone, untied_folder, False) == [""] * ranks.size
+    assert ranks.run(fsdp_of_the_head_alone, untied_folder, False) == [""] * ranks.size
 
 
 def test_accelerate_comes_before_fully_shard_or_skips_its_check(ranks: Ranks, tiny_folder: Path) -> None:
-    for text in ranks.run(jobs.accelerating_a_sharded_model, tiny_folder):
+    for text in ranks.run(accelerating_a_sharded_model, tiny_folder):
         assert "before fully_shard" in text and "check=False" in text
 
 
 def test_an_lsr_head_inside_an_fsdp_module_sees_its_whole_weight(ranks: Ranks) -> None:
-    ranks.run(jobs.fsdp_around_an_lsr_head)
+    ranks.run(fsdp_around_an_lsr_head)
 
 
 def test_the_stock_trainer_under_ddp_has_the_losses_of_one_process(
     ranks: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
 ) -> None:
     tolerance = 1e-4 if ranks.device_type == "cpu" else 1e-3  # the one process runs on the CPU
-    for losses, _ in ranks.run(jobs.trainer_run, tiny_folder, tmp_path, False):
+    for losses, _ in ranks.run(trainer_run, tiny_folder, tmp_path, False):
         assert losses == pytest.approx(one_process_losses, rel=tolerance)
 
 
 def test_streamed_training_data_give_the_losses_of_the_stock_model(
     ranks: Ranks, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    stock, fused = (ranks.run(jobs.streamed_run, tiny_folder, tmp_path, accelerated) for accelerated in (False, True))
+    stock, fused = (ranks.run(streamed_run, tiny_folder, tmp_path, accelerated) for accelerated in (False, True))
     for (losses, _), (expected, _) in zip(fused, stock, strict=True):
         assert len(losses) == 4 and losses == pytest.approx(expected, rel=1e-4)
 
@@ -75,6 +362,6 @@ def test_streamed_training_data_give_the_losses_of_the_stock_model(
 def test_the_stock_trainer_under_fsdp2_has_the_losses_of_one_process(
     two_gpus: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
 ) -> None:
-    for losses, types in two_gpus.run(jobs.trainer_run, tiny_folder, tmp_path, True):
+    for losses, types in two_gpus.run(trainer_run, tiny_folder, tmp_path, True):
         assert losses == pytest.approx(one_process_losses, rel=1e-3)
         assert types == {"DTensor"}

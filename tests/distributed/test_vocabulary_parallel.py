@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.distributed import head_jobs as jobs
-from tests.distributed.ranks import Ranks
+from benchmarks import vocabulary_parallel
+from tests.distributed.ranks import Rank, Ranks
+from tilefold.nn import LSRHead
+from tilefold.nn.parallel import VocabularyParallel
+from tilefold.ops import lsr_head, lsr_head_sparse
+from tilefold.testing import assert_within_budget, relative_error
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -25,27 +36,341 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def test_scores_and_gradients_of_a_sharded_vocabulary_are_within_budget(ranks: Ranks) -> None:
-    ranks.run(jobs.equals_the_truth, CASES)
+def mesh_of(rank: Rank) -> DeviceMesh:
+    return init_device_mesh(rank.device.type, (rank.size,))
+
+
+def sharded_leaves(
+    inputs: LSRHeadInputs, mesh: DeviceMesh, placements: list[Any] | None = None
+) -> tuple[Any, Any, Any]:
+    """DTensors that want a gradient: hidden replicated, weight and bias sharded over the vocabulary."""
+    hidden = DTensor.from_local(inputs.hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    placements = placements or [Shard(0)]
+    weight = distribute_tensor(inputs.weight, mesh, placements)
+    bias = None if inputs.bias is None else distribute_tensor(inputs.bias, mesh, placements)
+    return hidden.requires_grad_(), weight.requires_grad_(), None if bias is None else bias.requires_grad_()
+
+
+def sharded_results(
+    inputs: LSRHeadInputs,
+    mesh: DeviceMesh,
+    head: Callable[..., Any] = lsr_head,
+    placements: list[Any] | None = None,
+    **options: Any,
+) -> dict[str, DTensor]:
+    """Scores and gradients of a vocabulary-parallel head, as the DTensors that they are."""
+    hidden, weight, bias = sharded_leaves(inputs, mesh, placements)
+    scores = head(hidden, weight, bias, **inputs.layout, **options)
+    scores.full_tensor().backward(inputs.dscores.to(scores.dtype))
+    results = {"scores": scores.detach(), "dhidden": hidden.grad, "dweight": weight.grad}
+    return results if bias is None else results | {"dbias": bias.grad}
+
+
+def equals_the_truth(rank: Rank, cases: list[dict[str, Any]]) -> None:
+    """Each case: sizes and layout of the inputs, options of the head."""
+    mesh = mesh_of(rank)
+    for given in cases:
+        case = {"size": (5, 9, 16, 53), "layout": "holes", "dtype": torch.float32, "bias": True, **given}
+        options = {k: v for k, v in case.items() if k not in ("size", "layout", "dtype", "bias")}
+        inputs = lsr_head_inputs(
+            *case["size"], layout=case["layout"], dtype=case["dtype"], bias=case["bias"], device=rank.device
+        )
+        choices = {k: v for k, v in options.items() if k in ("pooling", "activation", "logit_scale")}
+        inputs = with_one_answer(inputs, **choices)
+        results = sharded_results(inputs, mesh, **options)
+        truth = lsr_head_truth(inputs, **options)
+        assert results.keys() == truth.keys()
+        assert results["scores"].placements == (Shard(1),)
+        assert results["dhidden"].placements == (Replicate(),)
+        assert results["dweight"].placements == (Shard(0),)
+        assert results["dweight"].dtype == results["dhidden"].dtype == case["dtype"]
+        for name, got in results.items():
+            kind = "forward" if name == "scores" else "gradient_bound"
+            assert_within_budget(got.full_tensor(), truth[name], kind=kind, name=f"{name} of {case}")
+
+
+def equals_one_device(
+    rank: Rank, size: tuple[int, int, int, int], dtype: torch.dtype
+) -> dict[str, tuple[float, float]]:
+    """Errors to fp64 of the sharded head and of the whole one, by result."""
+    inputs = with_one_answer(lsr_head_inputs(*size, layout="right", dtype=dtype, device=rank.device))
+    truth = lsr_head_truth(inputs)
+    sharded, whole = sharded_results(inputs, mesh_of(rank)), lsr_head_results(inputs)
+    return {
+        name: (relative_error(sharded[name].full_tensor(), truth[name]), relative_error(whole[name], truth[name]))
+        for name in truth
+    }
+
+
+def repeats_in_every_bit(rank: Rank) -> None:
+    inputs = lsr_head_inputs(6, 20, 32, 601, layout="right", dtype=torch.bfloat16, device=rank.device)
+    mesh = mesh_of(rank)
+    first, second = sharded_results(inputs, mesh), sharded_results(inputs, mesh)
+    for name, result in first.items():
+        assert torch.equal(result.to_local(), second[name].to_local()), name
+
+
+def benchmark_rows(rank: Rank) -> list[str]:
+    """The rows that benchmarks.vocabulary_parallel measures, on a small problem."""
+    inputs = lsr_head_inputs(2, 6, 16, 101, device=rank.device, density="sparse")
+    rows = vocabulary_parallel.measure(inputs, mesh_of(rank), 2)
+    assert all(len(times) == 2 and min(times) > 0 for _, times, _ in rows)
+    return [name for name, _, _ in rows]
+
+
+def works_on_a_mesh_of_two_dimensions(rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (1, rank.size), mesh_dim_names=("dp", "tp"))
+    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", device=rank.device))
+    truth = lsr_head_truth(inputs)
+    results = sharded_results(inputs, mesh, placements=[Replicate(), Shard(0)])
+    assert results["scores"].placements == (Replicate(), Shard(1))
+    for name, got in results.items():
+        assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
+    for name, got in sharded_results(inputs, mesh, placements=[Replicate(), Replicate()]).items():
+        assert all(isinstance(placement, Replicate) for placement in got.placements)
+        assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
+
+
+def gives_only_the_gradients_that_are_asked_for(rank: Rank) -> None:
+    mesh = mesh_of(rank)
+    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", dtype=torch.bfloat16, device=rank.device))
+    truth = lsr_head_truth(inputs)
+    for needed in ("hidden", "weight", "bias"):
+        leaves = dict(zip(("hidden", "weight", "bias"), sharded_leaves(inputs, mesh), strict=True))
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name == needed)
+        cast(DTensor, lsr_head(*leaves.values(), **inputs.layout)).full_tensor().backward(inputs.dscores)
+        assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [needed]
+        got = leaves[needed].grad.full_tensor()
+        assert_within_budget(got, truth[f"d{needed}"], kind="gradient_bound", name=needed)
+    for quiet in (torch.no_grad(), torch.inference_mode()):
+        with quiet:
+            scores = cast(DTensor, lsr_head(*leaves.values(), **inputs.layout))
+            assert not scores.requires_grad
+            assert_within_budget(scores.full_tensor(), truth["scores"])
+
+
+def works_under_autocast(rank: Rank) -> None:
+    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", device=rank.device).cast(torch.bfloat16))
+    inputs = inputs.cast(torch.float32)  # numbers that bf16 holds: autocast rounds nothing
+    truth = lsr_head_truth(inputs)
+    with torch.autocast(rank.device.type, dtype=torch.bfloat16):
+        results = sharded_results(inputs, mesh_of(rank))
+    assert results["scores"].dtype == torch.bfloat16
+    for name, got in results.items():
+        assert name == "scores" or got.dtype == torch.float32
+        assert_within_budget(got.full_tensor(), truth[name], torch.bfloat16, "gradient_bound", name=name)
+
+
+def a_main_grad_shard_takes_the_weight_gradient(rank: Rank) -> None:
+    mesh = mesh_of(rank)
+    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, dtype=torch.bfloat16, device=rank.device))
+    hidden, weight, bias = sharded_leaves(inputs, mesh)
+    main_grad = distribute_tensor(torch.ones(21, 16, device=rank.device), mesh, [Shard(0)])
+    cast(DTensor, lsr_head(hidden, weight, bias, weight_main_grad=main_grad)).full_tensor().backward(inputs.dscores)
+    # torch 2.11 and older hand zeros to a shard that got no gradient
+    assert weight.grad is None or not weight.grad.full_tensor().any()
+    assert_within_budget(
+        main_grad.full_tensor() - 1, lsr_head_truth(inputs)["dweight"], torch.bfloat16, "gradient_bound"
+    )
+
+
+def compiles_in_one_graph(rank: Rank, backend: str) -> None:
+    head = torch.compile(lsr_head, backend=backend, fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", dtype=dtype, device=rank.device))
+        truth = lsr_head_truth(inputs)
+        for name, got in sharded_results(inputs, mesh_of(rank), head).items():
+            assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
+
+
+def a_parallelized_module_compiles(rank: Rank, backend: str) -> None:
+    inputs, mask = torch.randn(4, 7, 12, device=rank.device), torch.ones(4, 7, device=rank.device)
+    whole = Scorer().to(rank.device)
+    sharded = copy.deepcopy(whole)
+    parallelize_module(sharded, mesh_of(rank), {"head": VocabularyParallel()})
+    whole(inputs, mask).square().sum().backward()
+    torch.compile(sharded, backend=backend, fullgraph=True)(inputs, mask).square().sum().backward()
+    expected = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        gradient = parameter.grad
+        got = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        assert_within_budget(got, expected[name].grad.double(), kind="gradient_bound", name=name)
+
+
+def sparse_rows_equal_one_device(rank: Rank, cases: list[dict[str, Any]]) -> None:
+    mesh = mesh_of(rank)
+    for case in cases:
+        vocab, options = case["vocab"], {k: v for k, v in case.items() if k != "vocab"}
+        inputs = lsr_head_inputs(5, 9, 16, vocab, layout="holes", device=rank.device)
+        hidden, weight, bias = sharded_leaves(inputs, mesh)
+        got = lsr_head_sparse(hidden, weight, bias, **inputs.layout, **options)
+        expected = lsr_head_sparse(inputs.hidden, inputs.weight, inputs.bias, **inputs.layout, **options)
+        assert got.layout == torch.sparse_csr and got.shape == expected.shape and got.dtype == expected.dtype
+        assert torch.equal(got.crow_indices(), expected.crow_indices()), case
+        assert torch.equal(got.col_indices(), expected.col_indices()), case
+        assert_within_budget(got.values(), expected.values())
+
+
+class Scorer(nn.Module):
+    """A trunk of one layer in front of a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(12, 16)
+        self.head = LSRHead(16, 29)
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.trunk(inputs), mask)
+        return scores
+
+
+def a_parallelized_module_trains_like_the_whole_one(rank: Rank, output: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(4, 7, 12, generator=generator).to(rank.device)
+    mask = torch.ones(4, 7, device=rank.device)
+    mask[1, 4:] = 0
+    whole = Scorer().to(rank.device)
+    sharded: Any = copy.deepcopy(whole)
+    style = (
+        VocabularyParallel()
+        if output == "sharded"
+        else VocabularyParallel(output_layouts=Replicate(), use_local_output=True)
+    )
+    parallelize_module(sharded, mesh_of(rank), {"head": style})
+    assert sharded.head.weight.to_local().size(0) < 29 and sharded.head.vocab_size == 29
+    for model in (whole, sharded):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scores = model(inputs, mask)
+            assert isinstance(scores, DTensor) == (model is sharded and output == "sharded")
+            (scores.square().sum() / 4).backward()
+            optimizer.step()
+    expected = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        got = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        # Adam divides by the gradient's size: entries whose gradient is rounding only would differ by a step
+        assert relative_error(got, expected[name].double()) < 1e-4, name
+
+
+def plain_shards_add_up(rank: Rank) -> None:
+    """Without DTensor: each rank calls the head with its slice, and sums dhidden itself."""
+    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 22, layout="right", device=rank.device))
+    width = -(-22 // rank.size)
+    columns = slice(rank.rank * width, min((rank.rank + 1) * width, 22))
+    part = LSRHeadInputs(
+        inputs.hidden,
+        inputs.weight[columns],
+        inputs.bias[columns],
+        inputs.attention_mask,
+        None,
+        inputs.dscores[:, columns],
+    )
+    results, truth = lsr_head_results(part), lsr_head_truth(inputs)
+    torch.distributed.all_reduce(results["dhidden"])
+    assert_within_budget(results["scores"], truth["scores"][:, columns])
+    assert_within_budget(results["dhidden"], truth["dhidden"], kind="gradient_bound")
+    assert_within_budget(results["dweight"], truth["dweight"][columns], kind="gradient_bound")
+
+
+def errors_name_argument_and_remedy(rank: Rank) -> list[str]:
+    """The texts of the errors, in the order of the attempts."""
+    mesh = mesh_of(rank)
+    other = init_device_mesh(rank.device.type, (1, rank.size))
+    inputs = lsr_head_inputs(2, 3, 8, 6, device=rank.device)
+    hidden, weight, bias = sharded_leaves(inputs, mesh)
+    assert bias is not None
+    attempts: list[tuple[Any, Any, Any]] = [
+        (inputs.hidden, weight, bias),
+        (hidden, inputs.weight, None),
+        (hidden, distribute_tensor(inputs.weight, mesh, [Shard(1)]), None),
+        (hidden, weight, inputs.bias),
+        (hidden, weight, distribute_tensor(inputs.bias, mesh, [Replicate()])),
+        (distribute_tensor(inputs.hidden, mesh, [Shard(0)]), weight, bias),
+        (DTensor.from_local(inputs.hidden, other, [Replicate(), Replicate()], run_check=False), weight, bias),
+        (hidden.detach().bfloat16(), weight, bias),
+    ]
+    texts: list[str] = []
+    for attempt in attempts:
+        try:
+            lsr_head(*attempt)
+        except (ValueError, TypeError) as error:
+            texts.append(str(error))
+        else:
+            texts.append("")
+    return texts
+
+
+def a_style_refuses_other_modules(rank: Rank) -> str:
+    try:
+        parallelize_module(nn.Linear(4, 4), mesh_of(rank), VocabularyParallel())
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def fsdp_around_tensor_parallelism(rank: Rank, dp: int) -> None:
+    """Two dimensions: rows over dp with FSDP2, vocabulary over tp; one step equals one process with all rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(rank.device.type, (dp, rank.size // dp), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(6, 7, 12, generator=generator).to(rank.device)
+    mask = torch.ones(6, 7, device=rank.device)
+    whole = Scorer().to(rank.device)
+    model = copy.deepcopy(whole)
+    parallelize_module(model, mesh["tp"], {"head": VocabularyParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    whole(inputs, mask).square().sum(dim=1).mean().backward()
+    rows, first = 6 // dp, 6 // dp * mesh["dp"].get_local_rank()
+    mine = slice(first, first + rows)
+    model(inputs[mine], mask[mine]).full_tensor().square().sum(dim=1).mean().backward()
+    for name, parameter in model.named_parameters():
+        assert_within_budget(
+            parameter.grad.full_tensor(),
+            dict(whole.named_parameters())[name].grad.double(),
+            kind="gradient_bound",
+            name=name,
+        )
+
+
+@pytest.mark.parametrize(
+    ("job", "args"),
+    [
+        (equals_the_truth, [CASES]),
+        (equals_the_truth, [[{"size": (4, 6, 16, vocab), "dtype": torch.float64} for vocab in (29, 4, 2, 1)]]),
+        (equals_the_truth, [[{"size": (4, 6, 16, 4), "layout": "packed"}, {"size": (4, 6, 16, 2)}]]),
+        (equals_the_truth, [[{"size": (2, 5, 16, 30522), "layout": "right"}]]),  # of BERT
+        (repeats_in_every_bit, []),
+        (works_on_a_mesh_of_two_dimensions, []),
+        (gives_only_the_gradients_that_are_asked_for, []),
+        (works_under_autocast, []),
+        (a_main_grad_shard_takes_the_weight_gradient, []),
+        (compiles_in_one_graph, ["aot_eager"]),
+        (a_parallelized_module_compiles, ["aot_eager"]),
+        (
+            sparse_rows_equal_one_device,
+            [[{"vocab": 53} | given for given in ({}, {"top_k": 3}, {"top_k": 100, "min_weight": 0.3})]],
+        ),
+        (sparse_rows_equal_one_device, [[{"vocab": 4, "top_k": 2}, {"vocab": 4}, {"vocab": 29}]]),  # without columns
+        (a_parallelized_module_trains_like_the_whole_one, ["sharded"]),
+        (a_parallelized_module_trains_like_the_whole_one, ["gathered"]),
+        (plain_shards_add_up, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ranks(ranks: Ranks, job: Callable[..., None], args: list[Any]) -> None:
+    ranks.run(job, *args)
 
 
 def test_two_ranks_of_the_cpu_share_a_vocabulary_too(two_ranks: Ranks) -> None:
-    two_ranks.run(jobs.equals_the_truth, CASES[:2])
-
-
-def test_uneven_shards_and_fewer_rows_than_ranks_are_within_budget(ranks: Ranks) -> None:
-    sizes = [(4, 6, 16, vocab) for vocab in (29, 4, 2, 1)]
-    ranks.run(jobs.equals_the_truth, [{"size": size, "dtype": torch.float64} for size in sizes])
-    ranks.run(jobs.equals_the_truth, [{"size": sizes[1], "layout": "packed"}, {"size": sizes[2]}])
-
-
-def test_a_bert_vocabulary_divides_over_the_ranks(ranks: Ranks) -> None:
-    ranks.run(jobs.equals_the_truth, [{"size": (2, 5, 16, 30522), "layout": "right"}])
+    two_ranks.run(equals_the_truth, CASES[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_of_hidden_are_rounded_once_as_on_one_device(ranks: Ranks, dtype: torch.dtype) -> None:
-    for errors in ranks.run(jobs.equals_one_device, (6, 20, 32, 600), dtype):
+    for errors in ranks.run(equals_one_device, (6, 20, 32, 600), dtype):
         for name, (sharded, whole) in errors.items():
             # partial sums are added in fp32: rounding once more would add 40% in bf16
             assert sharded <= 1.05 * whole + (1e-6 if dtype == torch.float32 else 1e-5), (name, sharded, whole)
@@ -53,62 +378,19 @@ def test_gradients_of_hidden_are_rounded_once_as_on_one_device(ranks: Ranks, dty
 
 @pytest.mark.gpu
 def test_kernels_on_two_gpus_are_as_exact_as_on_one_at_a_real_size(two_gpus: Ranks) -> None:
-    for errors in two_gpus.run(jobs.equals_one_device, (8, 128, 768, 30522), torch.bfloat16):
+    for errors in two_gpus.run(equals_one_device, (8, 128, 768, 30522), torch.bfloat16):
         for name, (sharded, whole) in errors.items():
             assert sharded <= 1.05 * whole + 1e-5, (name, sharded, whole)
 
 
 @pytest.mark.gpu
 def test_the_default_compiler_takes_the_sharded_head(two_gpus: Ranks) -> None:
-    two_gpus.run(jobs.compiles_in_one_graph, "inductor")
-
-
-def test_two_runs_agree_in_every_bit(ranks: Ranks) -> None:
-    ranks.run(jobs.repeats_in_every_bit)
+    two_gpus.run(compiles_in_one_graph, "inductor")
 
 
 def test_the_benchmark_measures_what_it_has_checked(ranks: Ranks) -> None:
-    for names in ranks.run(jobs.benchmark_rows):
+    for names in ranks.run(benchmark_rows):
         assert "whole, forward + backward" in names and "shared, forward + backward" in names
-
-
-def test_other_dimensions_of_the_mesh_may_replicate(ranks: Ranks) -> None:
-    ranks.run(jobs.works_on_a_mesh_of_two_dimensions)
-
-
-def test_frozen_parts_get_no_gradient_and_inference_keeps_no_graph(ranks: Ranks) -> None:
-    ranks.run(jobs.gives_only_the_gradients_that_are_asked_for)
-
-
-def test_autocast_keeps_the_gradients_in_the_dtype_of_the_parameters(ranks: Ranks) -> None:
-    ranks.run(jobs.works_under_autocast)
-
-
-def test_a_sharded_main_grad_takes_the_gradient_of_the_weight(ranks: Ranks) -> None:
-    ranks.run(jobs.a_main_grad_shard_takes_the_weight_gradient)
-
-
-def test_a_sharded_head_compiles_in_one_graph(ranks: Ranks) -> None:
-    ranks.run(jobs.compiles_in_one_graph, "aot_eager")
-    ranks.run(jobs.a_parallelized_module_compiles, "aot_eager")
-
-
-def test_sparse_rows_are_whole_and_equal_on_every_rank(ranks: Ranks) -> None:
-    cases = [{"vocab": 53}, {"vocab": 53, "top_k": 3}, {"vocab": 53, "top_k": 100, "min_weight": 0.3}]
-    ranks.run(jobs.sparse_rows_equal_one_device, cases)
-
-
-def test_sparse_rows_of_ranks_without_columns(ranks: Ranks) -> None:
-    ranks.run(jobs.sparse_rows_equal_one_device, [{"vocab": 4, "top_k": 2}, {"vocab": 4}, {"vocab": 29}])
-
-
-@pytest.mark.parametrize("output", ["sharded", "gathered"])
-def test_a_parallelized_module_trains_like_the_whole_one(ranks: Ranks, output: str) -> None:
-    ranks.run(jobs.a_parallelized_module_trains_like_the_whole_one, output)
-
-
-def test_plain_shards_add_up_when_the_caller_sums_the_gradient_of_hidden(ranks: Ranks) -> None:
-    ranks.run(jobs.plain_shards_add_up)
 
 
 def test_errors_name_the_argument_and_the_remedy(ranks: Ranks) -> None:
@@ -122,17 +404,15 @@ def test_errors_name_the_argument_and_the_remedy(ranks: Ranks) -> None:
         ("hidden must lie on the mesh of weight", "redistribute"),
         ("weight must have the dtype of hidden (bfloat16)", "autocast"),
     ]
-    for texts in ranks.run(jobs.errors_name_argument_and_remedy):
+    for texts in ranks.run(errors_name_argument_and_remedy):
         for text, (problem, remedy) in zip(texts, expected, strict=True):
             assert problem in text and remedy in text, text
 
 
 def test_the_style_is_for_heads_only(ranks: Ranks) -> None:
-    assert all(
-        "must be applied to a tilefold.nn.LSRHead" in text for text in ranks.run(jobs.a_style_refuses_other_modules)
-    )
+    assert all("must be applied to a tilefold.nn.LSRHead" in text for text in ranks.run(a_style_refuses_other_modules))
 
 
 def test_fsdp_over_rows_goes_with_a_vocabulary_over_columns(ranks: Ranks) -> None:
-    ranks.run(jobs.fsdp_around_tensor_parallelism, 1)
-    ranks.run(jobs.fsdp_around_tensor_parallelism, ranks.size)
+    ranks.run(fsdp_around_tensor_parallelism, 1)
+    ranks.run(fsdp_around_tensor_parallelism, ranks.size)

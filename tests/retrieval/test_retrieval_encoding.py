@@ -15,6 +15,7 @@ import torch
 from tests import programs
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.retrieval import (
+    SparseVectorWriter,
     dense_run,
     encode_collection,
     encode_queries,
@@ -153,30 +154,16 @@ def test_a_stream_stores_token_vectors_as_a_plain_model_does(
         torch.testing.assert_close(one.rows(i), other.rows(i), rtol=0, atol=2 / 127)
 
 
-def test_queries_get_the_query_prompt(splade: Any) -> None:
+def test_queries_get_the_query_prompt_and_are_thinned(splade: Any) -> None:
     vectors = encode_queries(splade, TEXTS, top_k=50)
     expected = splade.encode_query(list(TEXTS.values()), convert_to_sparse_tensor=False, max_active_dims=50)
     torch.testing.assert_close(dense(vectors), expected, rtol=BUDGET, atol=BUDGET)
     assert int(np.diff(vectors.indptr).max()) == 50
     document = splade.encode_document("a cat sleeps", convert_to_sparse_tensor=False)
     assert not torch.allclose(dense(vectors)[0], document)
-
-
-def test_top_k_and_min_weight_thin_the_vectors(splade: Any) -> None:
-    full = encode_queries(splade, TEXTS, top_k=100)
-    threshold = float(np.median(full.data))
-    thin = encode_queries(splade, TEXTS, top_k=100, min_weight=threshold)
-    assert thin.data.min() > threshold
-    assert thin.indices.size == int((full.data > threshold).sum())
-
-
-def test_what_is_reported_is_written_or_kept(fast: Any, tmp_path: Path) -> None:
-    def look(done: int, total: int) -> None:
-        manifest = read_manifest(tmp_path)
-        partial = manifest.partial.get("shard")
-        assert done // 8 <= len(manifest.shards) and (done % 8 == 0 or partial == len(manifest.shards) or done < total)
-
-    encode_collection(fast, MANY, tmp_path, progress=look, **OPTIONS)
+    threshold = float(np.median(vectors.data))
+    thin = encode_queries(splade, TEXTS, top_k=50, min_weight=threshold)
+    assert thin.data.min() > threshold and thin.indices.size == int((vectors.data > threshold).sum())
 
 
 @pytest.mark.parametrize("at", [1, 3, 5])
@@ -226,14 +213,6 @@ def test_what_is_done_is_kept_by_time_before_it_is_reported(way: Way, tmp_path: 
     assert manifest.n_documents >= seen // 8 * 8 and bool(manifest.partial) is (minutes == 0)
     if minutes == 0:
         assert manifest.n_documents == seen // 8 * 8 and manifest.partial["shard"] == len(manifest.shards)
-
-
-def test_a_damaged_shard_is_encoded_again(splade: Any, tmp_path: Path) -> None:
-    encode_collection(splade, TEXTS, tmp_path, shard_size=3, top_k=20)
-    before = read_vectors(tmp_path)
-    (tmp_path / "part-00001.parquet").write_bytes(b"torn")
-    encode_collection(splade, TEXTS, tmp_path, shard_size=3, top_k=20)
-    assert np.array_equal(read_vectors(tmp_path).data, before.data)
 
 
 @pytest.mark.parametrize(
@@ -356,8 +335,6 @@ def test_a_batch_that_the_device_refuses_is_encoded_in_parts(
 
 
 def test_an_error_of_the_writer_ends_everything(fast: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.retrieval.vectors import SparseVectorWriter
-
     write = SparseVectorWriter.write_shard
 
     def full(self: Any, number: int, *rest: Any) -> None:

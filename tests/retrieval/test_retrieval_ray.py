@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,9 @@ def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path
     assert not again.has_shard(2)
     held.ask(held.worker(), 2)
     again.receive([2])
+    with pytest.raises(DataError, match="expected 10 texts, got 8 rows and 1 errors"):
+        again.finish(10)
+    assert not read_manifest(held.folder).complete
     again.finish(len(TEXTS))
     (held.folder / "here.shared.tmp").unlink()
     assert ray_killed.same_files(held.folder, alone)
@@ -161,24 +164,17 @@ def test_other_settings_are_refused_when_only_receipts_are_there(held: Held, spl
     assert not list(held.folder.glob("*.receipt.json"))
 
 
-def test_a_folder_that_is_not_shared_is_named(held: Held, tmp_path: Path) -> None:
-    (problem,) = held.ask(held.worker(beacon="elsewhere.shared.tmp"), 0)
-    assert f"{held.folder}: is not the folder of the command on the machine" in problem
-    assert "that all machines share" in problem
-    assert not list(held.folder.glob("part-*"))
-
-
-def test_another_model_on_a_machine_is_refused(held: Held) -> None:
+def test_a_machine_that_does_not_have_what_the_command_has_is_told(held: Held) -> None:
     identity = held.writer.identified(held.writer.manifest) | {"model_fingerprint": "0" * 64}
-    (problem,) = held.ask(held.worker(identity=identity), 0)
-    assert "would encode something else (model_fingerprint: another model, or other weights)" in problem
-
-
-def test_a_model_that_cannot_be_loaded_is_told(held: Held) -> None:
-    def load() -> Any:
-        raise OSError("no such model")
-
-    assert held.ask(held.worker(load=load), 0) == ["OSError: no such model"]
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"beacon": "elsewhere.shared.tmp"}, f"{held.folder}: is not the folder of the command on the machine"),
+        ({"beacon": "elsewhere.shared.tmp"}, "that all machines share"),
+        ({"identity": identity}, "would encode something else (model_fingerprint: another model, or other weights)"),
+        ({"load": lambda: Path("no such model").read_bytes()}, "FileNotFoundError: [Errno 2] No such file"),
+    )
+    for other, message in cases:
+        (problem,) = held.ask(held.worker(**other), 0)
+        assert message in problem and not list(held.folder.glob("part-*"))
 
 
 def test_texts_that_end_their_worker_every_time_end_the_command(held: Held) -> None:
@@ -193,8 +189,8 @@ def test_when_every_text_of_a_shard_fails_the_model_is_at_fault(splade: Any, tmp
     texts: dict[str, Any] = dict.fromkeys(map(str, range(40)), 5)
     held = Held(splade, tmp_path / "v", HeldTexts(texts))
     assert held.ask(held.worker(), 0) == [""], "two texts may be wrong"
-    survey = HeldTexts(texts).survey(20)
-    (problem,) = held.worker()({"ranges": [[survey.ranges[1]]]})["problem"]
+    held.survey = HeldTexts(texts).survey(20)
+    (problem,) = held.ask(held.worker(), 1)
     assert "all 20 of shard 1 failed, '20' first (expected a string, got int)" in problem
 
 
@@ -220,9 +216,13 @@ def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> N
     assert [len(part) for part in parts] == [2, 2, 2, 1]
     assert {name: text for part in parts for name, text in part.items()} == texts
     assert [len(part.rows) for part in survey.ranges] == [1, 2, 1, 1]
+    with (table / "b.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write('{"_id": "d1", "text": "again"}\n')
+    with pytest.raises(DataError, match=r"b.jsonl:5: '_id' 'd1' was given before"):
+        StoredTexts(table).survey(2)
 
 
-def test_parquet_and_saved_datasets_are_read_by_ranges(table: Path, tmp_path: Path) -> None:
+def test_parquet_and_saved_datasets_are_read_by_ranges(tmp_path: Path) -> None:
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -242,13 +242,6 @@ def test_a_table_that_changes_while_it_is_encoded_is_refused(table: Path, splade
     assert held.ask(held.worker(), 0, 1) == ["", ""]
     (problem,) = held.ask(held.worker(), 2)
     assert "b.jsonl: from row 2 on, the 2 rows are not those that were read at the beginning" in problem
-
-
-def test_ids_that_are_repeated_in_a_table_are_named(table: Path) -> None:
-    with (table / "b.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write('{"_id": "d1", "text": "again"}\n')
-    with pytest.raises(DataError, match=r"b.jsonl:5: '_id' 'd1' was given before"):
-        StoredTexts(table).survey(2)
 
 
 def refused(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
@@ -282,18 +275,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_texts_and_rows_must_add_up(held: Held) -> None:
-    held.ask(held.worker(), 0, 1, 2, 3, 4)
-    held.writer.receive(range(5))
-    with pytest.raises(DataError, match="expected 10 texts, got 8 rows and 1 errors"):
-        held.writer.finish(10)
-    assert not read_manifest(held.folder).complete
-    assert held.writer.finish(9).n_texts == 9
-
-
-@pytest.mark.parametrize(
-    "wrong", [lambda: RayCluster(workers=0), lambda: RayCluster(worker_cpus=0), lambda: RayCluster(worker_gpus=-1)]
-)
-def test_sizes_of_a_cluster_are_checked(wrong: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"worker_cpus": 0}, {"worker_gpus": -1}])
+def test_sizes_of_a_cluster_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected at least"):
-        wrong()
+        RayCluster(**wrong)

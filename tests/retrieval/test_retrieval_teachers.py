@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,26 +113,26 @@ def test_equal_texts_are_scored_alike(tmp_path: Path) -> None:
     collection = small_collection()
     twin = collection.documents["d0"]
     collection.documents["twin"] = r.Document("twin", twin.title, twin.text)
-    own = TrainingRows(
-        ["q0", "q1"], ["d0", "d1", "twin"], np.array([0, 3, 5]), np.array([0, 1, 2, 1, 2], np.int32),
-        np.array([1, 0, 0, 1, 0], bool), np.zeros(5, np.int32), np.full(5, np.nan, np.float32),
-    )  # fmt: skip
+    own = made({"q0": ["d0", "d1", "twin"], "q1": ["d1", "twin"]})
     teacher = Teacher("bm25", "bm25", r.BM25Index.build(collection.contents()))
     scores = score_rows(teacher, own, collection, tmp_path)
     assert scores[0] == scores[2] > scores[1] >= 0
 
 
-def made(**scores: list[float]) -> tuple[TrainingRows, dict[str, Any]]:
-    """Two queries with three rows and with one."""
-    rows = TrainingRows(
-        ["a", "b"], ["x", "y", "z"], np.array([0, 3, 4]), np.array([0, 1, 2, 0], np.int32),
-        np.array([1, 0, 0, 1], bool), np.zeros(4, np.int32), np.full(4, np.nan, np.float32),
-    )  # fmt: skip
-    return rows, {name: np.array(values, np.float32) for name, values in scores.items()}
+def made(rows: Mapping[str, list[str]]) -> TrainingRows:
+    """Query -> documents, the first of which is relevant; nothing was retrieved."""
+    names = sorted({name for group in rows.values() for name in group})
+    counts = np.cumsum([0, *map(len, rows.values())])
+    document = np.array([names.index(name) for group in rows.values() for name in group], np.int32)
+    relevant = np.isin(np.arange(len(document)), counts)
+    nothing = np.zeros(len(document), np.int32), np.full(len(document), np.nan, np.float32)
+    return TrainingRows(list(rows), names, counts, document, relevant, *nothing)
 
 
 def test_the_ensemble_is_the_sum_by_hand() -> None:
-    rows, given = made(one=[5, 3, 1, 9], two=[-1, -1, -2, 0])
+    rows = made({"a": ["x", "y", "z"], "b": ["x"]})
+    scores = {"one": [5, 3, 1, 9], "two": [-1, -1, -2, 0]}
+    given = {name: np.array(values, np.float32) for name, values in scores.items()}
     # one: (s - 1) / (4 + 1e-6); two: (s + 2) / (1 + 1e-6); a query with one row has 0
     expected = [30 * (4 / 4.000001 + 1 / 1.000001) / 2, 30 * (2 / 4.000001 + 1 / 1.000001) / 2, 0, 0]
     np.testing.assert_allclose(ensemble(rows, given), expected, rtol=1e-6)
@@ -150,12 +151,8 @@ def test_the_ensemble_is_the_sum_by_hand() -> None:
         with pytest.raises(ValueError, match=message):
             ensemble(rows, given, **options)
     with pytest.raises(ValueError, match="expected scores that differ"):
-        ensemble(rows, made(one=[1, 1, 1, 1])[1], like="one")
-    names = [f"d{i}" for i in range(7)]
-    seven = TrainingRows(
-        ["a"], names, np.array([0, 7]), np.arange(7, dtype=np.int32), np.arange(7) == 0, np.zeros(7, np.int32),
-        np.full(7, np.nan, np.float32),
-    )  # fmt: skip
+        ensemble(rows, {"one": np.ones(4, np.float32)}, like="one")
+    seven = made({"a": [f"d{i}" for i in range(7)]})
     equal = {name: np.full(7, value, np.float32) for name, value in (("one", 1e-3), ("two", 0.2), ("three", 0.1))}
     with pytest.raises(ValueError, match="expected scores that differ"):  # their deviation is a rounding, and not 0
         ensemble(seven, equal, normalization="none", like="one")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ TEXTS = {
     "d3": "sparse retrieval weighs the words of a vocabulary",
     "d4": "trees grow slowly",
 }
-
-Make = Callable[..., TokenVectors]
 
 
 def unit(n: int, seed: int) -> torch.Tensor:
@@ -81,15 +78,10 @@ def test_reranking_a_store_gives_the_maxsim_of_the_stored_vectors(tmp_path: Path
         assert list(found[query].values()) == sorted(found[query].values(), reverse=True)
     in_memory = rerank(run, queries, TokenVectors.concatenate(parts))
     assert {q: pytest.approx(scores, abs=1e-5) for q, scores in in_memory.items()} == found
-
-
-def test_a_mean_is_the_sum_over_the_tokens_of_the_query(tmp_path: Path) -> None:
-    documents, queries = make([3, 5]), make([4, 2], prefix="q", seed=9)
-    run = {query: {"d0": 1.0, "d1": 2.0} for query in queries.ids}
-    total, mean = rerank(run, queries, documents), rerank(run, queries, documents, reduction="mean")
+    mean = rerank(run, queries, store, reduction="mean")
     for at, query in enumerate(queries.ids):
         tokens = len(queries.rows(at))
-        assert mean[query] == pytest.approx({name: score / tokens for name, score in total[query].items()}, rel=1e-5)
+        assert mean[query] == pytest.approx({name: score / tokens for name, score in found[query].items()}, rel=1e-5)
 
 
 def test_candidates_below_the_depth_and_without_vectors_follow_in_their_first_order(tmp_path: Path) -> None:
@@ -149,20 +141,20 @@ def test_equal_scores_keep_the_order_of_the_candidates() -> None:
 
 def test_what_cannot_be_reranked_is_an_error(tmp_path: Path) -> None:
     documents, queries = make([3, 2]), make([4], prefix="q")
-    with pytest.raises(DataError, match=r"no token vectors of candidate 'x' \(1 of 2 candidates"):
-        rerank({"q0": {"d0": 1.0, "x": 2.0}}, queries, documents)
     wider = TokenVectors.pack(["q0"], [torch.ones(2, 24)], 24, "fp16")
-    with pytest.raises(ValueError, match=r"queries' dimension 24, got 16.*same model"):
-        rerank({"q0": {"d0": 1.0}}, wider, documents)
-    with pytest.raises(ValueError, match="depth: expected at least 1"):
-        rerank({"q0": {"d0": 1.0}}, queries, documents, depth=0)
-    with pytest.raises(ValueError, match="tail: expected one of keep, drop, got 'cut'"):
-        rerank({"q0": {"d0": 1.0}}, queries, documents, tail="cut")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got int8"):
-        rerank({"q0": {"d0": 1.0}}, make([4], "int8", "q"), documents)
+    one = TokenVectors(["d0"], torch.tensor([0, 1]), torch.ones(1, D))
     poisoned = TokenVectors(["q0"], torch.tensor([0, 1]), torch.full((1, D), math.nan))
-    with pytest.raises(DataError, match="expected finite token vectors"):
-        rerank({"q0": {"d0": 1.0}}, poisoned, TokenVectors(["d0"], torch.tensor([0, 1]), torch.ones(1, D)))
+    calls: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (queries, documents.take([1]), {}, r"no token vectors of candidate 'd0' \(1 of 1 candidates"),
+        (wider, documents, {}, r"queries' dimension 24, got 16.*same model"),
+        (queries, documents, {"depth": 0}, "depth: expected at least 1"),
+        (queries, documents, {"tail": "cut"}, "tail: expected one of keep, drop, got 'cut'"),
+        (make([4], "int8", "q"), documents, {}, "got int8"),
+        (poisoned, one, {}, "expected finite token vectors"),
+    ]
+    for asked, stored, options, message in calls:
+        with pytest.raises(ValueError, match=message):
+            rerank({"q0": {"d0": 1.0}}, asked, stored, **options)
 
 
 @pytest.mark.gpu
@@ -223,17 +215,20 @@ def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
     assert len(store.shard(0)) == 2  # another shard is whole
     with pytest.raises(DataError, match=r"part-00001.safetensors: damaged; its checksum"):
         store.shard(1)
-    cut = copy("cut")
-    (cut / "part-00000.safetensors").write_bytes(b"torn")
-    with pytest.raises(DataError, match=r"part-00000.safetensors: expected a shard of token vectors"):
-        open_tokens(cut)
-    gone = copy("gone")
-    (gone / "part-00000.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"part-00000.safetensors: listed in the manifest"):
-        open_tokens(gone)
+    (copy("cut") / "part-00000.safetensors").write_bytes(b"torn")
+    (copy("gone") / "part-00000.safetensors").unlink()
     (copy("bare") / "manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"manifest.json"):
-        open_tokens(tmp_path / "bare")
+    tensors = load_file(tmp_path / "t/part-00000.safetensors")
+    del tensors["ids"]
+    save_file(tensors, copy("headless") / "part-00000.safetensors")
+    for name, error, message in (
+        ("cut", DataError, "part-00000.safetensors: expected a shard of token vectors"),
+        ("gone", FileNotFoundError, "part-00000.safetensors: listed in the manifest"),
+        ("bare", FileNotFoundError, "manifest.json"),
+        ("headless", DataError, "expected a tensor 'ids'"),
+    ):
+        with pytest.raises(error, match=message):
+            open_tokens(tmp_path / name)
     unfinished = copy("unfinished")
     for change, message in (
         ({"complete": False}, "unfinished run"),
@@ -245,11 +240,6 @@ def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
         edit(unfinished / "manifest.json", **change)
         with pytest.raises(DataError, match=message):
             open_tokens(unfinished).shard(0)
-    tensors = load_file(tmp_path / "t/part-00000.safetensors")
-    headless = copy("headless") / "part-00000.safetensors"
-    save_file({name: tensor for name, tensor in tensors.items() if name != "ids"}, headless)
-    with pytest.raises(DataError, match="expected a tensor 'ids'"):
-        open_tokens(headless.parent)
 
 
 def test_sparse_and_token_vectors_are_told_apart(tmp_path: Path, make_vectors: Any) -> None:
@@ -257,17 +247,16 @@ def test_sparse_and_token_vectors_are_told_apart(tmp_path: Path, make_vectors: A
 
     store_of([make([3])], tmp_path / "t")
     write_vectors(make_vectors(3), tmp_path / "s")
-    with pytest.raises(DataError, match=r"expected sparse vectors, got token vectors.*--rerank"):
-        read_vectors(tmp_path / "t")
-    with pytest.raises(DataError, match="expected token vectors of a multi-vector model, got sparse"):
-        open_tokens(tmp_path / "s")
-    with pytest.raises(DataError, match="got token vectors"):
-        SparseVectorWriter(tmp_path / "t", vocab_size=500)
-    with pytest.raises(DataError, match="got sparse"):
-        TokenVectorWriter(tmp_path / "s", TokenManifest(D, "fp16"))
+    for call, message in (
+        (lambda: read_vectors(tmp_path / "t"), r"expected sparse vectors, got token vectors.*--rerank"),
+        (lambda: open_tokens(tmp_path / "s"), "expected token vectors of a multi-vector model, got sparse"),
+        (lambda: SparseVectorWriter(tmp_path / "t", vocab_size=500), "got token vectors"),
+        (lambda: TokenVectorWriter(tmp_path / "s", TokenManifest(D, "fp16")), "got sparse"),
+        (lambda: store_of([make([3], "int8")], tmp_path / "n"), r"expected D=16 in torch.float16"),
+    ):
+        with pytest.raises(DataError, match=message):
+            call()
     assert len(open_tokens(tmp_path / "t")) == 1
-    with pytest.raises(DataError, match=r"expected D=16 in torch.float16"):
-        TokenVectorWriter(tmp_path / "n", TokenManifest(D, "fp16")).write_shard(0, make([3], "int8"))
 
 
 def test_encoded_documents_and_queries_score_as_the_model_scores_them(late: Any, tmp_path: Path) -> None:
