@@ -6,12 +6,12 @@ whole; documents that were not reported are absent, old or new, and never anythi
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from tilefold.retrieval.qdrant import Documents, Layout, QdrantCollection
 
 DOCUMENTS, BATCH, VOCABULARY, KILLS = 240, 20, 300, 3
 LAYOUT = Layout(VOCABULARY)
+FORK = multiprocessing.get_context("fork")
 
 
 def vectors(seed: int) -> SparseVectors:
@@ -64,38 +65,29 @@ def check(folder: Path, reported: int, before: SparseVectors | None, after: Spar
         assert len(collection) == len(rows)
 
 
-def run(task: Callable[[], None]) -> int:
-    """The process id of a child that does `task`."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        task()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def finished(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def finished(work: Callable[..., None], *args: object) -> None:
+    """Do `work` in a process of its own, to its end."""
+    child = FORK.Process(target=work, args=args)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 def killed(folder: Path, work: Callable[..., None], reports: int, pause: float) -> int:
     """Do `work` in a process killed `pause` seconds after so many reports; how many documents it reported."""
-    read, write = os.pipe()
-    pid = run(lambda: work(folder, lambda done, _: os.write(write, done.to_bytes(4, "big"))))
-    os.close(write)
-    told = b""
-    while len(told) < 4 * reports and (part := os.read(read, 4)):
-        told += part
-    time.sleep(pause)
-    os.kill(pid, signal.SIGKILL)
-    finished(pid)
-    while part := os.read(read, 1 << 16):
-        told += part
-    os.close(read)
-    return int.from_bytes(told[-4:], "big") if told else 0
+    here, there = FORK.Pipe(duplex=False)
+    child, told = FORK.Process(target=work, args=(folder, lambda done, _: there.send(done))), [0]
+    child.start()
+    there.close()
+    with suppress(EOFError):
+        while len(told) <= reports:
+            told.append(here.recv())
+        time.sleep(pause)
+        child.kill()
+        while True:
+            told.append(here.recv())
+    child.join()
+    return told[-1]
 
 
 def rounds(
@@ -104,9 +96,9 @@ def rounds(
     """Do `work` in processes that are killed, checked after each, and then to its end."""
     for number in range(KILLS):
         reported = killed(folder, work, number % 3 + moments.randrange(2), moments.uniform(0.0, 0.15))
-        assert finished(run(lambda: check(folder, reported, before, after))) == 0  # noqa: B023
-    assert finished(run(lambda: work(folder, lambda done, total: None))) == 0
-    assert finished(run(lambda: check(folder, DOCUMENTS, before, after))) == 0
+        finished(check, folder, reported, before, after)
+    finished(work, folder, lambda done, total: None)
+    finished(check, folder, DOCUMENTS, before, after)
 
 
 def main() -> None:

@@ -169,22 +169,13 @@ def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
     with way(splade), tallied() as tally:
         encode_queries(splade, TEXTS, batch_size=4)
         assert tally.lines() == [f"10 of {len(TEXTS)} queries were cut at {LIMIT} tokens"]
+    modules = [Transformer(splade[0].tokenizer.name_or_path), Pooling(32)]
+    dense = SentenceTransformer(modules=modules, prompts={"query": "find: ", "document": ""}, device="cpu")
     with tallied() as tally:
         encode_queries(splade, {"q": TEXTS["n200"]})
-    assert tally.lines() == [f"1 of 1 queries was cut at {LIMIT} tokens"]
-
-
-def test_dense_texts_are_told(splade: Any) -> None:
-    modules = [Transformer(splade[0].tokenizer.name_or_path), Pooling(32)]
-    model = SentenceTransformer(modules=modules, prompts={"query": "find: ", "document": ""}, device="cpu")
-    with tallied() as tally:
-        encode_dense(model, TEXTS, kind="document", batch_size=4)
-        encode_dense(model, TEXTS, kind="query", batch_size=4)
-    said = (
-        f"{CUT} of {len(TEXTS)} documents were cut at {LIMIT} tokens",
-        f"10 of {len(TEXTS)} queries were cut at {LIMIT} tokens",
-    )
-    assert tuple(tally.lines()) == said
+        encode_dense(dense, TEXTS, kind="document", batch_size=4)
+    said = f"{CUT} of {len(TEXTS)} documents were cut at {LIMIT} tokens"
+    assert sorted(tally.lines()) == [f"1 of 1 queries was cut at {LIMIT} tokens", said]
 
 
 def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.manifests import edit, sum_terms
+from tests.refusals import refused
 from tilefold._files import sha256_file
 from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval._ranking import top_positive
@@ -181,13 +182,12 @@ def test_arrays_that_do_not_fit_are_refused(make_vectors: Make, tmp_path: Path) 
         shutil.copytree(tmp_path / "index", folder)
         np.save(folder / name, values)
         with_checksums(folder)
-        with pytest.raises(DataError, match=message):
-            load_index(folder)
+        refused(DataError, message, load_index, folder)
     np.save(tmp_path / "index" / "documents.npy", np.full(offsets[-1], 1 << 30, np.int32))
     sum_terms(tmp_path / "index")
     with_checksums(tmp_path / "index")
-    with pytest.raises(DataError, match="damaged; the postings of term"):
-        load_index(tmp_path / "index").search(documents, 3)  # out of range, and never written to
+    wrong = load_index(tmp_path / "index")  # with documents out of range, which are never written to
+    refused(DataError, "damaged; the postings of term", wrong.search, documents, 3)
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=20))
@@ -197,7 +197,5 @@ def test_ids_are_stored_and_read_one_by_one(tmp_path_factory: pytest.TempPathFac
     save_ids(ids, folder)
     stored = StoredIds.load(folder, len(ids))
     assert list(stored) == ids == [stored[at] for at in range(len(ids))]
-    with pytest.raises(IndexError, match="at: expected a position"):
-        stored[len(ids)]
-    with pytest.raises(DataError, match="expected the ids of"):
-        StoredIds.load(folder, len(ids) + 1)
+    refused(IndexError, "at: expected a position", lambda: stored[len(ids)])
+    refused(DataError, "expected the ids of", StoredIds.load, folder, len(ids) + 1)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.refusals import refused
 from tilefold.retrieval import SparseVectors, write_vectors
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.export import export_opensearch, export_vespa
@@ -103,8 +104,7 @@ def test_terms_that_would_become_one_are_refused(export: Any, tmp_path: Path) ->
         (["\ud800", "y", "z", "u"], DataError, r"half a surrogate pair, got '\\ud800' \(term 0\)"),
         (["x", "y"], VocabularyMismatchError, "one for each of the 4 terms of the vectors, got 2"),
     ):
-        with pytest.raises(kind, match=message):
-            export(vectors, tmp_path / "out", tokens)
+        refused(kind, message, export, vectors, tmp_path / "out", tokens)
     assert not (tmp_path / "out").exists()
     export(vectors, tmp_path / "out", ["x", "y", "z", "y"])  # no document has either y
 
@@ -117,8 +117,7 @@ def test_other_files_are_never_replaced_and_an_earlier_export_is(
     export(make_vectors(3), tmp_path / "out")
     assert len(read_back(tmp_path / "out")) == 3
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="nothing was overwritten"):
-        export(make_vectors(5), tmp_path / "out")
+    refused(FileExistsError, "nothing was overwritten", export, make_vectors(5), tmp_path / "out")
     with pytest.raises(DataError, match="vectors: expected at least one document, got 0 rows"):
         export(SparseVectors.from_rows({}, 5), tmp_path / "new")
     write_vectors(make_vectors(3), tmp_path / "queries", kind="query")
@@ -135,8 +134,7 @@ def test_texts_go_along(export: Any, make_vectors: Make, tmp_path: Path) -> None
         ({"d0": ""}, "texts: expected one per document, got no text for 'd1'"),
         ({"d0": "\ud800", "d1": ""}, "half a surrogate pair in that of 'd0'"),
     ):
-        with pytest.raises(DataError, match=message):
-            export(vectors, tmp_path / "other", texts=texts)
+        refused(DataError, message, export, vectors, tmp_path / "other", texts=texts)
     assert not (tmp_path / "other").exists()
 
 
@@ -157,11 +155,9 @@ def test_opensearch_refuses_what_lucene_cannot_keep(tmp_path: Path) -> None:
         (long, None, "no id with more than 512 bytes"),
         (one, ["x" * 40_000, "y"], "more than 32766 bytes"),
     ):
-        with pytest.raises(DataError, match=message):
-            export_opensearch(vectors, tmp_path / "out", tokens)
+        refused(DataError, message, export_opensearch, vectors, tmp_path / "out", tokens)
     for wrong in ({"field": "a.b"}, {"field": "text"}, {"dots": "_"}, {"field_type": "knn"}, {"part_bytes": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
-            export_opensearch(one, tmp_path / "out", **wrong)  # type: ignore[arg-type]
+        refused(ValueError, f"{next(iter(wrong))}: expected", export_opensearch, one, tmp_path / "out", **wrong)
 
 
 def test_opensearch_files_are_no_longer_than_asked_and_begin_with_an_action(make_vectors: Make, tmp_path: Path) -> None:
@@ -218,5 +214,4 @@ def test_vespa_refuses_control_characters(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no text with the control character '\\x07', got one for 'a'"):
         export_vespa(vectors, tmp_path / "out", texts={"a": "ding\a"})
     for wrong in ({"document": "my-doc"}, {"namespace": "a:b"}, {"field": "id"}, {"field": "9"}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
-            export_vespa(vectors, tmp_path / "out", **wrong)
+        refused(ValueError, f"{next(iter(wrong))}: expected", export_vespa, vectors, tmp_path / "out", **wrong)

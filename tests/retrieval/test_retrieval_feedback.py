@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.recipes.small import small_collection
+from tests.refusals import refused
 from tilefold.retrieval import (
     BM25Index,
     SparseVectors,
@@ -139,8 +140,7 @@ def test_interpolation_goes_before_feedback_after_it_or_both() -> None:
         assert with_feedback(first, again, 9, second, Interpolation(place, 0.3)) == result
         assert seen.pop() == basis
     assert with_feedback(first, again, 9) == after and seen == [first]
-    with pytest.raises(ValueError, match="both or neither"):
-        with_feedback(first, again, 9, second)
+    refused(ValueError, "both or neither", with_feedback, first, again, 9, second)
 
 
 def test_vectors_of_bm25_score_as_its_search_does_and_take_feedback() -> None:
@@ -175,8 +175,7 @@ def test_vectors_of_bm25_score_as_its_search_does_and_take_feedback() -> None:
     ],
 )
 def test_wrong_options_are_refused(kind: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind(**options)
+    refused(ValueError, message, kind, **options)
 
 
 def test_vectors_that_do_not_fit_and_sums_that_overflow_are_refused() -> None:
@@ -187,8 +186,7 @@ def test_vectors_that_do_not_fit_and_sums_that_overflow_are_refused() -> None:
     ones = torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"documents: expected \[2, 2\], got \(1, 2\)"):
         expand_dense(ones, ["q"], ones, ["a", "b"], RUN, Feedback())
-    with pytest.raises(ValueError, match="top_terms: expected None"):
-        expand_dense(ones, ["q"], ones, ["a"], {}, Feedback(top_terms=3))
+    refused(ValueError, "top_terms: expected None", expand_dense, ones, ["q"], ones, ["a"], {}, Feedback(top_terms=3))
     for feedback in (Feedback("rocchio", 2, alpha=1e39), Feedback("rocchio", 2, beta=1e300)):
         with pytest.raises(DataError, match=r"alpha, beta, gamma: expected weights .* give smaller ones"):
             expand_sparse(QUERIES, DOCUMENTS, RUN, feedback)

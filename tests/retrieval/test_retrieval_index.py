@@ -12,6 +12,7 @@ import pytest
 import seismic
 
 from tests.manifests import edit
+from tests.refusals import refused
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, hits_to_run, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
@@ -43,24 +44,20 @@ def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, 
     assert manifest["backend"] == backend and "tilefold" in manifest["versions"]
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     (tmp_path / "index" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="nothing was overwritten"):
-        index.save(tmp_path / "index")
+    refused(FileExistsError, "nothing was overwritten", index.save, tmp_path / "index")
 
 
 @pytest.mark.parametrize("backend", ALL)
 def test_what_no_index_can_be_asked_or_made_of_is_refused(backend: str, make_vectors: Make) -> None:
     index = build_index(make_vectors(20), backend)
-    with pytest.raises(VocabularyMismatchError, match="500 terms, got one with 600"):
-        index.search(make_vectors(2, vocab_size=600), 3)
+    refused(VocabularyMismatchError, "500 terms, got one with 600", index.search, make_vectors(2, vocab_size=600), 3)
     queries = make_vectors(2)
     queries.fingerprint = "0" * 64
-    with pytest.raises(VocabularyMismatchError, match=r"got one of the same size \(fingerprint 0{12}\)"):
-        index.search(queries, 3)
+    refused(VocabularyMismatchError, r"got one of the same size \(fingerprint 0{12}\)", index.search, queries, 3)
     queries.fingerprint = None  # unknown is not different
     assert len(index.search(queries, 3)) == 2
     for k in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="k: expected an integer of at least 1"):
-            index.search(queries, k)  # type: ignore[arg-type]
+        refused(ValueError, "k: expected an integer of at least 1", index.search, queries, k)
     for rows in ({}, {"a": {}, "b": {1: 0.0}}):
         with pytest.raises(ValueError, match=f"at least one vector with a positive weight, got {len(rows)} vector"):
             build_index(SparseVectors.from_rows(rows, 5), backend)
@@ -80,33 +77,24 @@ def test_what_no_index_can_be_asked_or_made_of_is_refused(backend: str, make_vec
 def test_unknown_backends_wrong_options_and_large_weights_are_refused(
     backend: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_index(SparseVectors.from_rows({"a": {0: 7e4}}, 5), backend, **options)
+    refused(ValueError, message, build_index, SparseVectors.from_rows({"a": {0: 7e4}}, 5), backend, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_missing_or_damaged_index_is_named(backend: str, make_vectors: Make, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"index.json: no such file.*tilefold index"):
-        load_index(tmp_path / "nowhere")
+    refused(FileNotFoundError, r"index.json: no such file.*tilefold index", load_index, tmp_path / "nowhere")
+    (tmp_path / "index.json").write_text('{"backend": "exact"}')
+    refused(DataError, "expected an index of schema 1, got wrong n_documents", load_index, tmp_path)
     build_index(make_vectors(50), backend).save(tmp_path / "index")
+    if backend == "exact":
+        refused(DataError, "expected an index of backend 'seismic', got 'exact'", SeismicIndex.load, tmp_path / "index")
     for file in sorted((tmp_path / "index").iterdir()):
         copy = tmp_path / f"without-{file.name}"
         shutil.copytree(tmp_path / "index", copy)
         (copy / file.name).unlink()
-        with pytest.raises(FileNotFoundError, match=file.name):
-            load_index(copy)
+        refused(FileNotFoundError, file.name, load_index, copy)
         (copy / file.name).write_bytes(file.read_bytes()[:-20])
-        with pytest.raises(DataError, match=file.name):
-            load_index(copy)
-
-
-def test_an_index_without_its_marker_file_is_not_an_index(make_vectors: Make, tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_text('{"backend": "exact"}')
-    with pytest.raises(DataError, match="expected an index of schema 1, got wrong n_documents"):
-        load_index(tmp_path)
-    build_index(make_vectors(3)).save(tmp_path / "index")
-    with pytest.raises(DataError, match="expected an index of backend 'seismic', got 'exact'"):
-        SeismicIndex.load(tmp_path / "index")
+        refused(DataError, file.name, load_index, copy)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +116,9 @@ def test_options_of_another_type_in_an_edited_manifest_are_named(
     index.save(tmp_path / "index")
     manifest = tmp_path / "index" / "index.json"
     edit(manifest, options=json.loads(manifest.read_text())["options"] | changes)
-    with pytest.raises(DataError, match=message):
-        load_index(tmp_path / "index")
+    refused(DataError, message, load_index, tmp_path / "index")
     edit(manifest, n_documents=True)
-    with pytest.raises(DataError, match="wrong n_documents: expected int, got True"):
-        load_index(tmp_path / "index")
+    refused(DataError, "wrong n_documents: expected int, got True", load_index, tmp_path / "index")
 
 
 def test_seismic_finds_nearly_all_that_exact_search_finds_and_more_on_request(make_vectors: Make) -> None:
@@ -194,8 +180,7 @@ def test_seismic_without_the_fast_loader_gives_the_same_index(
 
 def test_a_missing_backend_package_says_how_to_install_it(make_vectors: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "seismic", None)
-    with pytest.raises(MissingPackageError, match=r"pip install pyseismic-lsr"):
-        build_index(make_vectors(3), "seismic")
+    refused(MissingPackageError, r"pip install pyseismic-lsr", build_index, make_vectors(3), "seismic")
 
 
 def test_seismic_chooses_by_the_collection_what_is_not_given(make_vectors: Make, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.manifests import edit, sum_terms
+from tests.refusals import refused
 from tilefold._files import DiskFullError, sha256_file
 from tilefold.retrieval import (
     BM25Index,
@@ -113,8 +114,7 @@ def test_a_changed_character_of_a_manifest_is_noticed(kind: str, copied: Any) ->
     text = file.read_text(encoding="utf-8")
     at = re.search(r'"(texts_sha256|fingerprint)": "(.)', text).end(2)  # type: ignore[union-attr]
     file.write_text(text[: at - 1] + ("0" if text[at - 1] != "0" else "1") + text[at:], encoding="utf-8")
-    with pytest.raises(DataError, match=rf"{file.name}: damaged, or edited: its checksum is not that of the rest"):
-        use(kind, folder)
+    refused(DataError, rf"{file.name}: damaged, or edited: its checksum is not that of the rest", use, kind, folder)
     file.write_text(text, encoding="utf-8")
     edit(file)  # as an earlier tilefold wrote it, without
     use(kind, folder)
@@ -125,8 +125,7 @@ def test_a_changed_character_of_a_manifest_is_noticed(kind: str, copied: Any) ->
 def test_a_manifest_that_is_no_json_object_is_named(kind: str, text: str, copied: Any) -> None:
     folder = copied(kind)
     (folder / MANIFESTS[kind]).write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(DataError, match=rf"{MANIFESTS[kind]}: expected a JSON object"):
-        use(kind, folder)
+    refused(DataError, rf"{MANIFESTS[kind]}: expected a JSON object", use, kind, folder)
 
 
 @pytest.mark.parametrize("kind", ["vectors", "tokens"])
@@ -146,8 +145,7 @@ def test_a_manifest_that_does_not_agree_with_itself_is_refused(kind: str, copied
     ):
         file.write_bytes(whole)
         edit(file, **changes)
-        with pytest.raises(DataError, match=rf"manifest.json: .*{message}"):
-            reader(folder)
+        refused(DataError, rf"manifest.json: .*{message}", reader, folder)
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf, -1.0])
@@ -158,8 +156,7 @@ def test_weights_that_are_none_are_refused_whatever_the_checksums_say(weight: fl
     np.save(exact / "weights.npy", weights)
     sum_terms(exact)
     replace_array(exact, "weights.npy", weights)
-    with pytest.raises(DataError, match=rf"damaged; the postings of term .* at least 0, got {weight}"):
-        use("exact", exact)
+    refused(DataError, rf"damaged; the postings of term .* at least 0, got {weight}", use, "exact", exact)
     data = np.load(bm25 / "data.csc.index.npy")
     data[3] = weight
     replace_array(bm25, "data.csc.index.npy", data)
@@ -200,8 +197,7 @@ def test_arrays_and_words_of_bm25_that_are_not_its_own_are_refused(
     else:
         values[at] = value
     replace_array(folder, file, values)
-    with pytest.raises(DataError, match=rf"bm25: could not be read \({message}"):
-        BM25Index.load(folder)
+    refused(DataError, rf"bm25: could not be read \({message}", BM25Index.load, folder)
 
 
 def test_a_seismic_index_that_fails_while_it_searches_is_named(copied: Any) -> None:
@@ -209,8 +205,7 @@ def test_a_seismic_index_that_fails_while_it_searches_is_named(copied: Any) -> N
     terms = np.load(folder / "terms.npy")
     for wrong in (terms[::-1], terms[:-1], terms + 300, terms.astype(np.float32)):
         replace_array(folder, "terms.npy", np.ascontiguousarray(wrong))
-        with pytest.raises(DataError, match=r"seismic: could not be read \(.*terms"):
-            load_index(folder)
+        refused(DataError, r"seismic: could not be read \(.*terms", load_index, folder)
     replace_array(folder, "terms.npy", terms)
     index = load_index(folder)
 
@@ -230,8 +225,7 @@ def test_a_seismic_index_that_fails_while_it_searches_is_named(copied: Any) -> N
     query = SparseVectors.from_rows({"q": {int(terms[0]): 1.0}}, 300, "f" * 64)
     for engine, message in ((Broken(), "Seismic failed: index out"), (Elsewhere(), r"in \[0, 40\), got 4711")):
         index._engine = engine  # type: ignore[attr-defined]
-        with pytest.raises(DataError, match=rf"seismic: could not be searched \(.*{message}.*tilefold index"):
-            index.search(query, 3)
+        refused(DataError, rf"seismic: could not be searched \(.*{message}.*tilefold index", index.search, query, 3)
     built = build_index(query, "seismic")
     built._engine = Broken()  # type: ignore[attr-defined]
     for queries in (query, SparseVectors.from_rows({"a": {int(terms[0]): 1.0}, "b": {int(terms[0]): 1.0}}, 300)):
@@ -248,9 +242,8 @@ def shard_files(folder: Path) -> list[Path]:
 def test_every_changed_byte_and_cut_file_of_an_embedded_collection_is_noticed(copied: Any, tmp_path: Path) -> None:
     folder, moments = copied("qdrant"), random.Random(7)  # noqa: S311
 
-    def refused(name: str) -> None:
-        with pytest.raises(DataError, match=rf"{name}: damaged; .* in checksums.json \(1 of \d+ files\)"):
-            load_index(folder)
+    def damaged(name: str) -> None:
+        refused(DataError, rf"{name}: damaged; .* in checksums.json \(1 of \d+ files\)", load_index, folder)
 
     files = shard_files(folder)
     assert len(files) >= 12
@@ -259,21 +252,20 @@ def test_every_changed_byte_and_cut_file_of_an_embedded_collection_is_noticed(co
         at = int(moments.choice(np.flatnonzero(content).tolist()))
         former = int(content[at])
         content[at] = former ^ moments.choice([1, 16, 255])
-        refused(file.name)
+        damaged(file.name)
         content[at] = former
         del content
     for file in (files[0], files[-1]):
         shutil.move(file, tmp_path / "aside")
-        refused(file.name)
+        damaged(file.name)
         whole = (tmp_path / "aside").read_bytes()
         file.write_bytes(whole[: moments.randrange(len(whole))])
-        refused(file.name)
+        damaged(file.name)
         shutil.move(tmp_path / "aside", file)
     use("qdrant", folder)  # as it was
     file = folder / "checksums.json"
     file.write_text(file.read_text(encoding="utf-8").replace('"bytes": 16', '"bytes": 17'), encoding="utf-8")
-    with pytest.raises(DataError, match=r"checksums.json: damaged, or edited"):
-        load_index(folder)
+    refused(DataError, r"checksums.json: damaged, or edited", load_index, folder)
 
 
 def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_gets_them(copied: Any) -> None:
@@ -322,8 +314,7 @@ if {changed}:
     with page.open("r+b") as stream:
         stream.seek(int(np.flatnonzero(np.frombuffer(page.read_bytes(), np.uint8))[5]))
         stream.write(b"\xaa")
-    with pytest.raises(DataError, match=rf"{page.name}: damaged"):
-        load_index(folder)
+    refused(DataError, rf"{page.name}: damaged", load_index, folder)
 
 
 def test_a_closed_collection_is_let_go_in_silence_while_python_takes_its_modules_apart(
@@ -353,8 +344,7 @@ def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(cop
                 assert len(collection) == count
         with shard_files(place)[-1].open("r+b") as stream:
             stream.truncate(4096)
-        with pytest.raises(DataError, match=r"damaged; its checksum is not the one in checksums.json"):
-            load_index(place)
+        refused(DataError, r"damaged; its checksum is not the one in checksums.json", load_index, place)
 
 
 @pytest.mark.parametrize("free", [[0], [100, 100, 63], [1000, 1000, 1000, 64]], ids=["create", "batch", "optimize"])

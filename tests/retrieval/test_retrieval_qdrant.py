@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.manifests import edit
+from tests.refusals import refused
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold._files import InUseError
 from tilefold.retrieval import SparseVectors, build_index, hits_to_run, load_index, reciprocal_rank_fusion
@@ -197,11 +198,9 @@ def test_filters_tell_booleans_from_numbers_and_find_fields_with_odd_names(place
     assert {(name, value): collection.count({name: value}) for name, value in counts} == counts
     assert collection.count({"n": True}) == 0
     for wrong in ("my field", 'q"', "$", "", "a..b", ".a"):
-        with pytest.raises(ValueError, match=r"where: expected names of fields, with quotes"):
-            collection.count({wrong: 1})
+        refused(ValueError, r"where: expected names of fields, with quotes", collection.count, {wrong: 1})
     for value in (2**63, "\ud800"):
-        with pytest.raises(ValueError, match=r"where: expected Unicode or an integer of 64 bits for 'n'"):
-            collection.count({"n": value})
+        refused(ValueError, r"where: expected Unicode or an integer of 64 bits for 'n'", collection.count, {"n": value})
 
 
 def test_one_id_instead_of_a_list_deletes_nothing(place: Open) -> None:
@@ -210,10 +209,8 @@ def test_one_id_instead_of_a_list_deletes_nothing(place: Open) -> None:
     collection.upsert(Documents(rows.ids, rows))
     for wrong in ("a7", [7]):
         for call in (collection.delete, collection.present, collection.payloads, collection.vectors):
-            with pytest.raises(TypeError, match=r"ids: expected a list of texts, .* Pass \[id\]"):
-                call(wrong)
-    with pytest.raises(DataError, match="half a surrogate pair"):
-        collection.delete(["\ud800"])
+            refused(TypeError, r"ids: expected a list of texts, .* Pass \[id\]", call, wrong)
+    refused(DataError, "half a surrogate pair", collection.delete, ["\ud800"])
     assert len(collection) == 3
     assert collection.delete(("a7", "a7")) == 1
 
@@ -238,8 +235,7 @@ def test_a_collection_knows_what_made_it_and_refuses_the_rest(place: Open, make_
     for wrong in (make_vectors(2, vocab_size=600), SparseVectors.from_rows({"a": {1: 1.0}}, 500, "0" * 64)):
         with pytest.raises(VocabularyMismatchError, match="Encode both with the same model"):
             collection.upsert(Documents(wrong.ids, wrong))
-        with pytest.raises(VocabularyMismatchError, match="Encode both with the same model"):
-            collection.search(wrong, 3)
+        refused(VocabularyMismatchError, "Encode both with the same model", collection.search, wrong, 3)
     assert len(collection) == 20 and collection.provenance == vectors.provenance
     other.provenance = Provenance("m" * 64)
     collection.upsert(Documents(other.ids, other))
@@ -250,8 +246,7 @@ def test_a_collection_knows_what_made_it_and_refuses_the_rest(place: Open, make_
     collection.close()
     with pytest.raises(VocabularyMismatchError, match=r"layout: expected the vocabulary of .* \(500, .*got \(600"):
         place(Layout(600, "f" * 64))
-    with pytest.raises(DataError, match=r"layout: expected dense=None as in .*, got 16"):
-        place(ALL)
+    refused(DataError, r"layout: expected dense=None as in .*, got 16", place, ALL)
 
 
 def test_bad_input_is_refused_before_anything_is_written(place: Open, make_vectors: Make) -> None:
@@ -277,12 +272,10 @@ def test_bad_input_is_refused_before_anything_is_written(place: Open, make_vecto
         ({"fusion": "rrf", "where": {}}, "where: expected at least one condition, got an empty filter"),
     ]
     for options, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            collection.search(queries, **options)
+        refused(ValueError, message, collection.search, queries, **options)
     with pytest.raises(ValueError, match="fusion: expected several kinds of vectors to fuse, got sparse"):
         collection.search(vectors, fusion="rrf")
-    with pytest.raises(ValueError, match="batch_size: expected an integer of at least 1, got 0"):
-        collection.upsert(good, batch_size=0)
+    refused(ValueError, "batch_size: expected an integer of at least 1, got 0", collection.upsert, good, batch_size=0)
     assert len(collection) == 0
 
 
@@ -313,8 +306,7 @@ def test_documents_that_cannot_be_stored_are_named(make_vectors: Make) -> None:
         ("fields: expected a name and one of keyword", lambda: Layout(dense=3, fields={"a": "geo"})),
     ]
     for message, call in cases:
-        with pytest.raises(ValueError, match=message):
-            call()
+        refused(ValueError, message, call)
 
 
 def test_half_precision_costs_half_the_digits(make_vectors: Make, tmp_path: Path) -> None:
@@ -334,13 +326,11 @@ def test_an_embedded_collection_is_open_once_and_the_second_try_does_it_no_harm(
         with pytest.raises(InUseError, match="open elsewhere, and an embedded one can be open once at a time"):
             QdrantCollection.embedded(tmp_path / "c")
         collection.upsert(Documents(vectors.ids[20:], vectors.take(range(20, 30))))
-    with pytest.raises(RuntimeError, match="the collection is closed"):
-        len(collection)
+    refused(RuntimeError, "the collection is closed", len, collection)
     with QdrantCollection.embedded(tmp_path / "c") as collection:
         assert len(collection) == 30
         collection.drop()
-    with pytest.raises(FileNotFoundError, match=r"no collection there. Give a layout"):
-        QdrantCollection.embedded(tmp_path / "c")
+    refused(FileNotFoundError, r"no collection there. Give a layout", QdrantCollection.embedded, tmp_path / "c")
 
 
 def test_a_damaged_collection_is_named(make_vectors: Make, tmp_path: Path) -> None:
@@ -359,13 +349,10 @@ def test_a_damaged_collection_is_named(make_vectors: Make, tmp_path: Path) -> No
     for message, damage in changes:
         record.write_text(text)
         damage()
-        with pytest.raises(DataError, match=message):
-            load_index(folder)
-    with pytest.raises(DataError, match=r"Qdrant failed: .*Build the index again"):
-        QdrantCollection.embedded(folder, verify=False)
+        refused(DataError, message, load_index, folder)
+    refused(DataError, r"Qdrant failed: .*Build the index again", QdrantCollection.embedded, folder, verify=False)
     record.unlink()
-    with pytest.raises(FileNotFoundError, match=r"collection.json|no collection there"):
-        load_index(folder)
+    refused(FileNotFoundError, r"collection.json|no collection there", load_index, folder)
 
 
 def test_an_index_in_a_folder_replaces_an_earlier_one_when_it_is_complete(make_vectors: Make, tmp_path: Path) -> None:
@@ -392,8 +379,7 @@ def test_an_index_in_a_folder_replaces_an_earlier_one_when_it_is_complete(make_v
     assert again.n_documents == 49
     again.close()  # type: ignore[attr-defined]
     (tmp_path / "index" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="nothing was overwritten"):
-        build_index(vectors, "qdrant", folder=tmp_path / "index")
+    refused(FileExistsError, "nothing was overwritten", build_index, vectors, "qdrant", folder=tmp_path / "index")
 
 
 def test_an_index_on_a_server_is_a_folder_with_its_address(
@@ -417,15 +403,13 @@ def test_an_index_on_a_server_is_a_folder_with_its_address(
     with pytest.raises(VocabularyMismatchError):
         build_index(make_vectors(5, vocab_size=700), "qdrant", url=http.url, collection="papers")
     build_index(make_vectors(5, vocab_size=700), "qdrant", url=http.url, collection="papers", overwrite=True)
-    with pytest.raises(DataError, match="got one of another vocabulary"):
-        load_index(tmp_path / "index")
+    refused(DataError, "got one of another vocabulary", load_index, tmp_path / "index")
     http.client.create_collection("theirs", {})
     with pytest.raises(DataError, match=r"a collection that tilefold made, .*nothing was changed"):
         build_index(vectors, "qdrant", url=http.url, collection="theirs", overwrite=True)
     assert http.client.collection_exists("theirs")
     http.client.delete_collection("papers")
-    with pytest.raises(FileNotFoundError, match="there is no such collection"):
-        load_index(tmp_path / "index")
+    refused(FileNotFoundError, "there is no such collection", load_index, tmp_path / "index")
     http.stop()
 
 
@@ -456,5 +440,4 @@ def test_a_missing_package_says_how_to_install_it(
         ("qdrant_client", "qdrant-client", {"url": "http://localhost", "collection": "a"}),
     ):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-        with pytest.raises(MissingPackageError, match=f"pip install {package}"):
-            build_index(make_vectors(3), "qdrant", **options)
+        refused(MissingPackageError, f"pip install {package}", build_index, make_vectors(3), "qdrant", **options)

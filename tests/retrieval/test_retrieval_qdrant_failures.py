@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.processes import ROOT, environment
+from tests.refusals import refused
 from tests.retrieval.qdrant_killed import BATCH, OLD
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, load_index
@@ -101,8 +102,7 @@ def test_what_is_no_qdrant_server_is_said_to_be_none(http: OverHttp) -> None:
         (404, FileNotFoundError, "no such collection, or no Qdrant server"),
     ):
         http.fault = lambda method, path: status  # noqa: B023
-        with pytest.raises(kind, match=message):
-            QdrantCollection.server(http.url, "papers", SPARSE)
+        refused(kind, message, QdrantCollection.server, http.url, "papers", SPARSE)
 
 
 def test_of_two_that_make_a_collection_the_second_takes_what_the_first_made(http: OverHttp) -> None:
@@ -126,8 +126,7 @@ def test_a_busy_server_is_asked_again(http: OverHttp, make_vectors: Make) -> Non
     assert len(collection) == 20
     collection = QdrantCollection.server(http.url, "papers", patience=0)
     http.fault = lambda method, path: 503
-    with pytest.raises(UnreachableError, match=r"after 0.\d s"):
-        collection.search(vectors.take([0]), 3)
+    refused(UnreachableError, r"after 0.\d s", collection.search, vectors.take([0]), 3)
 
 
 def test_a_build_that_lost_its_server_goes_on_where_it_was(http: OverHttp, make_vectors: Make) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.recipes.small import small_collection, small_masked_lm
+from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes import ColbertRecipe
 from tilefold.recipes.colbert import load_base_model
@@ -89,8 +90,7 @@ def test_parts_that_do_not_belong_together_are_refused(parts: dict[str, Any], tm
         ({"tokens": r.open_tokens(tmp_path / "tokens")}, "tokens: .* holds token vectors of other documents"),
         ({"late": other}, "model: makes vectors of dimension 8, and .* of dimension 16"),
     ):
-        with pytest.raises(DataError, match=message):
-            r.Searcher(**{**parts, **changed})
+        refused(DataError, message, r.Searcher, **{**parts, **changed})
     assert r.Searcher(**{**parts, "model": other, "late": None}, other_model=True)
     for name in ("model", "vectors"):
         with pytest.raises(ValueError, match=f"{name}: does nothing here.* a BM25 index"):
@@ -107,8 +107,7 @@ def test_a_request_needs_what_the_searcher_has(parts: dict[str, Any]) -> None:
         (r.SearchRequest(fusion=r.Fusion()), "second: expected a BM25 index or a run"),
         (r.SearchRequest(reranking=r.Reranking()), "reranking: expected a searcher with a late-interaction model"),
     ):
-        with pytest.raises(ValueError, match=message):
-            bare.search("csv", request)
+        refused(ValueError, message, bare.search, "csv", request)
 
 
 def test_special_tokens_match_everywhere_and_are_no_matched_terms(splade: Any) -> None:
@@ -137,5 +136,4 @@ def test_what_is_no_part_of_a_search_is_named(parts: dict[str, Any]) -> None:
         (ValueError, "k: expected an integer of at least 1, got '3'", lambda: r.SearchRequest("3")),
     ]
     for kind, message, call in wrong:
-        with pytest.raises(kind, match=f"^{message}"):
-            call()
+        refused(kind, f"^{message}", call)

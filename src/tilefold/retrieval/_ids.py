@@ -10,13 +10,7 @@ from tilefold.retrieval._files import is_unicode
 def check_text_ids(what: str, ids: Collection[object]) -> None:
     """Raise an error for the first of `ids` that is not text, or that files and C libraries would read as another one.
 
-    Args:
-        what: the argument that holds them.
-        ids: looked at as one string, since a run has millions.
-
-    Raises:
-        TypeError: an id is not a string.
-        ValueError: an id has a zero byte, or half a surrogate pair.
+    `what` is the argument that holds them. They are looked at as one string, since a run has millions.
     """
     try:
         whole = "".join(ids)  # type: ignore[arg-type]
@@ -28,7 +22,7 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
 
 
 def no_string(what: str, name: object) -> TypeError:
-    """The error for an id that is not a string."""
+    """Error for an id that is not a string."""
     return TypeError(
         f"{what}: expected strings as ids, as they are in files and indexes, got {name!r} ({type(name).__name__}). "
         f"Turn ids into strings: str({name!r})."

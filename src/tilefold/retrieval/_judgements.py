@@ -19,6 +19,7 @@ Judgement = tuple[str, str, str, int]  # where, query, document, grade
 
 _SUFFIXES = (*TEXT, ".qrels", ".trec", *ROWS)
 _COLUMNS = tuple(JUDGEMENTS)
+_NAMED = f"Fix that line; names of columns are {', '.join(_COLUMNS)}."
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,7 @@ class Known:
 
 
 def read_splits(folder: Path, known: Known, wanted: Sequence[str] | None = None) -> dict[str, Qrels]:
-    """Split -> query id -> document id -> grade, of the files in `folder`; ``test-00000-of-00002`` is a part.
-
-    Only the splits `wanted` are read, if all of them are there; else all, so that an error can name them.
-    """
+    """Split -> judgements in `folder`: the `wanted` splits, or all where one of those is missing."""
     splits: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         suffix = max((end for end in _SUFFIXES if file.name.endswith(end)), key=len, default=None)
@@ -116,7 +114,4 @@ def _judgement(fields: list[str], where: str) -> Judgement:
     try:
         return where, fields[0], fields[1], int(fields[2])
     except ValueError:
-        raise DataError(
-            f"{where}: expected an integer grade, got {fields[2]!r}. Fix that line; names of columns are "
-            f"{', '.join(_COLUMNS)}."
-        ) from None
+        raise DataError(f"{where}: expected an integer grade, got {fields[2]!r}. {_NAMED}") from None

@@ -47,8 +47,7 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
 def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
     """Positions, ascending, that hold the `k` highest positive scores: in large arrays, few more.
 
-    The `k`-th best score is not below the `k`-th best of the largest of each block, and only blocks whose largest
-    reaches that are looked into.
+    The `k`-th best is not below the `k`-th best of the largest of each block: only blocks that reach it are read.
     """
     for width in _BLOCKS:
         blocks = scores.size // width

@@ -208,8 +208,7 @@ def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> 
     """Column -> field of a line."""
     if len(fields) != len(columns):
         raise DataError(
-            f"{where}: expected {len(columns)} fields as in the first line, which names them, got {len(fields)}. Fix "
-            "that line."
+            f"{where}: expected {len(columns)} fields as in the first line, which names them, got {len(fields)}."
         )
     return {column: field for column, field in zip(columns, fields, strict=True) if column}
 
@@ -236,11 +235,7 @@ def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
 
 
 def query_of_line(line: str, number: int) -> tuple[str, str]:
-    """Id and text of a query: ``id<tab>text``, or a text with the number of its line.
-
-    Raises:
-        DataError: a first line that names columns, or may do so.
-    """
+    """Id and text of a query: ``id<tab>text``, or a text with its line's number; no names of columns."""
     if number == 1 and text_columns(line.strip().split("\t"), "line 1"):
         raise DataError(f"line 1: expected a query, got names of columns, {line.strip()!r}. Leave that line out.")
     name, tab, text = line.strip().partition("\t")

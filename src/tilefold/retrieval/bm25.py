@@ -68,11 +68,8 @@ class BM25Options:
 class Tokenizer:
     """Lower-cased words of at least two characters, without stop words, stemmed.
 
-    Runs of a script that is written without spaces give overlapping pairs of characters instead of words.
-
-    Raises:
-        ValueError: a language that Snowball does not stem.
-        MissingPackageError: bm25s or PyStemmer is not installed.
+    Runs of a script that is written without spaces give overlapping pairs of characters instead of words. A language
+    that Snowball does not stem is a ``ValueError``.
     """
 
     def __init__(self, options: BM25Options) -> None:
@@ -109,10 +106,7 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
 
 @contextmanager
 def _without_jax() -> Iterator[None]:
-    """Import as if JAX were absent: bm25s starts JAX at import if it is installed, which takes 75% of a GPU's memory.
-
-    The scores here come from numpy. A JAX that was already imported is left as it is.
-    """
+    """Import as if JAX were absent, which bm25s starts if it is installed, and which takes 75% of a GPU's memory."""
     hide = "jax" not in sys.modules
     if hide:
         sys.modules["jax"] = None  # type: ignore[assignment]
@@ -188,10 +182,7 @@ class BM25Index:
         return run
 
     def document_vectors(self) -> SparseVectors:
-        """BM25's weight of each word in each document, over the index's own vocabulary of V words.
-
-        The inner product with a vector of :meth:`query_vectors` is the BM25 score.
-        """
+        """BM25's weight of each word in each document: the inner product with :meth:`query_vectors` is the score."""
         data, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         words = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
         order = np.lexsort((words, documents))
@@ -216,11 +207,7 @@ class BM25Index:
 
     @classmethod
     def load(cls, path: str | Path) -> BM25Index:
-        """Read an index that :meth:`save` wrote; its arrays are memory-mapped.
-
-        Raises:
-            FileNotFoundError, DataError: no index there, a damaged one, or one of another backend.
-        """
+        """Read an index that :meth:`save` wrote, its arrays memory-mapped; errors as of ``load_index``."""
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)
         bm25s = _package()
@@ -235,7 +222,7 @@ class BM25Index:
 
 
 def _check_arrays(engine: Any, n_documents: int) -> None:
-    """Raise ``DataError`` unless an engine that was loaded holds weights of words of its vocabulary in documents."""
+    """Raise ``DataError`` unless a loaded engine holds weights of words of its vocabulary in documents."""
     data, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
     kinds = data.dtype.kind, documents.dtype.kind, offsets.dtype.kind
     if kinds != ("f", "i", "i") or data.shape != documents.shape or data.ndim != 1 or offsets.ndim != 1:

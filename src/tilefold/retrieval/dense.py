@@ -35,8 +35,7 @@ def dense_run(
     Args:
         model: a ``SentenceTransformer``; its ``encode_document``, ``encode_query`` and ``similarity`` are used,
             so prompts and cosine or dot product are those that the model was trained with.
-        documents: id -> contents.
-        queries: id -> text.
+        documents, queries: id -> contents or text, at least one each.
         k: documents per query; all of them when there are fewer.
         batch_size: texts encoded at a time.
         query_chunk: queries scored at a time, which bounds the scores in memory to ``[query_chunk, N]``.
@@ -64,11 +63,7 @@ def encode_dense(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
 ) -> torch.Tensor:
-    """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its device.
-
-    Raises:
-        ValueError: no text, or an unknown kind.
-    """
+    """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its device."""
     if kind not in ("document", "query"):
         raise ValueError(f"kind: expected 'document' or 'query', got {kind!r}.")
     if not texts:

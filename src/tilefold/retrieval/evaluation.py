@@ -115,18 +115,17 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
     except TypeError:
         wrong = next(grade for grade in grades.values() if not hasattr(grade, "__index__"))
         raise TypeError(f"qrels: expected integer grades for query {query_id!r}, got {wrong!r}. Round them.") from None
-    if max(map(abs, found.values())) > MAX_GRADE:
+    if abs(worst := max(found.values(), key=abs)) > MAX_GRADE:
         raise ValueError(
-            f"qrels: expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got "
-            f"{max(found.values(), key=abs)}. Map them to a few levels."
+            f"qrels: expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got {worst}. Map them."
         )
     return found
 
 
 def _countable(grades: dict[str, int], scores: dict[str, float]) -> dict[str, int]:
-    """Grades of which at least one is not negative: trec_eval writes outside of its table of grades otherwise.
+    """Grades of which one is not negative, if need be of a document that nothing retrieved.
 
-    The document that is added is not relevant, and nothing retrieved it, so that no measure changes.
+    trec_eval writes outside of its table of grades otherwise.
     """
     if max(grades.values()) >= 0:
         return grades
@@ -134,11 +133,7 @@ def _countable(grades: dict[str, int], scores: dict[str, float]) -> dict[str, in
 
 
 def check_measures(measures: Sequence[str]) -> int:
-    """Raise an error for unknown measures; returns the deepest cut-off, 0 if there is none.
-
-    Raises:
-        ValueError: an unknown measure, or a cut-off or another parameter that it does not have.
-    """
+    """Deepest cut-off of measures, 0 if there is none; a ``ValueError`` for an unknown one or wrong parameters."""
     return max(int(measure.params.get("cutoff", 0)) for measure in _parsed(measures))
 
 
@@ -202,25 +197,21 @@ def read_trec_run(path: str | Path) -> Run:
         DataError: a line without 6 fields, a score that is not a finite number, a document given twice for a
             query; the message names file and line.
     """
-    run: Run = {}
+    run, remedy = Run(), "Fix that line, or remove it if it names columns."
     for number, line in numbered_lines(_existing(path)):
         fields = line.split()
         if not fields:
             continue
         if len(fields) != 6:
             raise DataError(
-                f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}. "
-                "Fix that line, or remove it if it names columns."
+                f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}. {remedy}"
             )
         query_id, _, document_id, _, text, _ = fields
         score = math.nan
         with suppress(ValueError):
             score = float(text)
         if not math.isfinite(score):
-            raise DataError(
-                f"{path}:{number}: expected a finite score, got {text!r}. Fix that line, or remove it if it "
-                "names columns."
-            )
+            raise DataError(f"{path}:{number}: expected a finite score, got {text!r}. {remedy}")
         scores = run.setdefault(query_id, {})
         if document_id in scores:
             raise DataError(f"{path}:{number}: document {document_id!r} was already given for query {query_id!r}.")
@@ -248,8 +239,7 @@ def active_terms(vectors: SparseVectors) -> float:
 def flops(queries: SparseVectors, documents: SparseVectors) -> float:
     """Expected number of terms that a query and a document share: the FLOPS measure of arXiv 2004.05665.
 
-    ``sum over terms v of P(query has v) * P(document has v)``: the multiplications that one score costs in an
-    inverted index, on average over all pairs.
+    ``sum over terms v of P(query has v) * P(document has v)``: the multiplications of a score in an inverted index.
     """
     check_same_vocabulary(queries, documents, "queries", "documents")
     if not len(queries) or not len(documents):

@@ -273,10 +273,7 @@ def _text_of(texts: Mapping[str, str], name: str) -> str:
 def _name_terms(
     documents: _Documents, tokens: Sequence[str] | None, complaint: Callable[[str], str | None], remedy: str
 ) -> list[str]:
-    """Name of each term of the vocabulary: its token, or its number without tokens.
-
-    Names of terms that are used are refused where `complaint` says why, or where another term has the same name.
-    """
+    """Name of each term: its token, or its number; refused by `complaint`, and where two have the same one."""
     used = documents.used
     if tokens is None:
         return [str(term) for term in range(used.size)]

@@ -1,9 +1,4 @@
-"""Pseudo relevance feedback: a query moved towards the documents that it found, sparse or dense.
-
-Average (Vector-PRF, arXiv 2108.11044): ``q' = mean(q, d_1, .., d_k)``. Rocchio: ``q' = alpha * q + beta * mean(d_1, ..,
-d_k) - gamma * mean(the last m)``. Beside a second ranking there are three places to interpolate (arXiv 2205.00235):
-before feedback, so that the fused ranking chooses its documents; after it; or both. Formulas are those of Pyserini.
-"""
+"""Pseudo relevance feedback (arXiv 2108.11044, 2205.00235): a query moved towards the documents that it found."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``pydocs``: a retrieval collection from the documentation of the installed Python.
-
-Python sources are parsed, never imported; of the modules written in C, a fixed list without side effects is imported.
-"""
+"""``pydocs``: a retrieval collection from the documentation of the installed Python."""
 
 from __future__ import annotations
 
@@ -58,13 +55,9 @@ def cache_key() -> str:
 def build_pydocs() -> Collection:
     """Build the collection in a few seconds; the same every time for one Python installation.
 
-    Returns:
-        A collection with the splits ``train`` and ``test`` (400 queries, or a quarter of them all when there
-        are fewer than 1,600). Documents have at least 8 words. Identical texts appear once; a summary line
-        that opens more than one docstring stays in its documents and is not a query.
-
-    Raises:
-        RuntimeError: this Python has no library sources (a stripped or zipped installation).
+    Its splits are ``train`` and ``test`` (400 queries, or a quarter of them all when there are fewer than 1,600).
+    Documents have at least 8 words. Identical texts appear once; a summary line that opens more than one docstring
+    stays in its documents and is not a query. A Python without library sources is a ``RuntimeError``.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
@@ -76,10 +69,7 @@ def build_pydocs() -> Collection:
             seen.add(key)
     queries = _held_out(texts)
     if not queries:
-        raise RuntimeError(
-            f"pydocs: no documented Python sources under {root}. "
-            "Use a Python with its library sources, or a BEIR folder."
-        )
+        raise RuntimeError(f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR folder.")
     documents = {
         name: Document(name, name, _split(text)[1] if name in queries else text) for name, text in texts.items()
     }

@@ -136,9 +136,7 @@ class Reranking:
 class Reranker:
     """A late-interaction model, and the token vectors of documents by it or the texts that it encodes.
 
-    Raises:
-        ValueError: `tokens` of queries.
-        DataError: `tokens` of other documents than those of `made_of`, or by another model.
+    `tokens` of queries are a ``ValueError``; of other documents than `made_of`, or by another model, a ``DataError``.
     """
 
     model: Model
@@ -176,11 +174,7 @@ class Reranker:
         encoded: TokenVectors | None = None,
         candidates: TokenVectors | None = None,
     ) -> tuple[Run, Run]:
-        """`run` ordered by MaxSim, and the same mixed with the first scores where `reranking` has a weight.
-
-        Queries without a document are left out. `encoded` and `candidates` are token vectors of the queries and of the
-        documents, if they are encoded already; without, a candidate that `documents` lack is a MissingDocumentError.
-        """
+        """`run` ordered by MaxSim, and mixed with the first scores; `encoded` queries, `candidates` spare encoding."""
         run = {query: scores for query, scores in run.items() if scores}
         if not run:
             return run, run

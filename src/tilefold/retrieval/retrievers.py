@@ -25,11 +25,7 @@ __all__ = ["DenseRetriever", "SparseRetriever", "WordsRetriever", "check_model",
 
 @dataclass(frozen=True)
 class SparseRetriever:
-    """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it.
-
-    Raises:
-        DataError: `vectors` are not those that the index was built from.
-    """
+    """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it."""
 
     index: SparseIndex
     model: Model | None = None  # a SparseEncoder; None where vectors of queries are given
@@ -148,10 +144,7 @@ def open_index(path: str | Path) -> SparseIndex | BM25Index:
 
 
 def check_model(made_by: Provenance, model: Model, name: str = "this", index: str = "the index") -> bool:
-    """Whether a ``SparseEncoder`` is known to have made an index; ``DataError`` where another one did.
-
-    `name` and `index` are what the two are called in messages.
-    """
+    """Whether a ``SparseEncoder`` is known to have made an index; a ``DataError`` where another one did."""
     from tilefold.retrieval.encoding import model_fingerprint
 
     if made_by.model_fingerprint is None:

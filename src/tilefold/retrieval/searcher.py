@@ -189,10 +189,7 @@ class Searcher:
         return found
 
     def rank(self, queries: Mapping[str, str], request: SearchRequest, vectors: Any = None) -> Ranking:
-        """The candidates of each query (id -> text): of the index, after feedback, fused with the second ranking.
-
-        `vectors` are those of the queries, if they are encoded already.
-        """
+        """The candidates of each query (id -> text; or `vectors`): of the index, after feedback, fused."""
         feedback, mix, depth, names = request.feedback, request.interpolation, request.candidates, list(queries)
         own: Run
         retriever: Any = self.retriever
@@ -265,10 +262,7 @@ class Searcher:
 
 
 def matched_terms(query: Any, document: Any, without: Collection[int] = ()) -> list[tuple[int, float]]:
-    """``(term, query weight * document weight)`` of two rows of ``SparseVectors``, largest first, equal ones by term.
-
-    Terms `without` which it is, such as special tokens, match in every text.
-    """
+    """``(term, query weight * document weight)`` of two rows but for some terms, largest first, equal by term."""
     asked = dict(zip(*(part.tolist() for part in query), strict=True))
     stored = dict(zip(*(part.tolist() for part in document), strict=True))
     shared = stored.keys() & (asked.keys() - set(without))

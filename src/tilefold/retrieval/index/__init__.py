@@ -28,8 +28,8 @@ def build_index(vectors: SparseVectors, backend: str = "exact", **options: Any) 
     Args:
         vectors: the documents.
         backend: ``"exact"``, ``"seismic"`` or ``"qdrant"``.
-        options: options of the backend; ``exact`` has none, ``seismic`` those of
-            :class:`tilefold.retrieval.index.seismic.SeismicOptions`, ``qdrant`` those of
+        options: of the backend: ``exact`` has none, others those of
+            :class:`tilefold.retrieval.index.seismic.SeismicOptions` and
             :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`.
 
     Raises:

@@ -225,10 +225,9 @@ def save_ids(ids: Iterable[str], folder: Path) -> None:
 class ExactIndex:
     """Term-at-a-time exact inner products: the ground truth for approximate backends.
 
-    For every term the postings are the documents, ascending, and their weights; a query adds the postings of
-    its terms, ascending, to one float32 score per document. Results do not depend on batch, threads or packages; equal
-    scores are in document order. Time grows with the postings read and the number of documents. Disk holds 8 bytes per
-    weight; memory, what the queries of a loaded index have read of that, and 4 bytes per document.
+    A query adds the postings of its terms, ascending, to one float32 score per document. Results do not depend on
+    batch, threads or packages; equal scores are in document order. Time grows with the postings read and the number of
+    documents. Disk holds 8 bytes per weight; memory, what queries have read of that, and 4 bytes per document.
     """
 
     backend: ClassVar[str] = "exact"
@@ -242,11 +241,7 @@ class ExactIndex:
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> ExactIndex:
-        """Transpose `vectors`; there are no options. Zero weights are dropped.
-
-        Raises:
-            ValueError: no vector has a positive weight, or options are given.
-        """
+        """Transpose `vectors`, without zero weights; a ``ValueError`` without a positive one, or with options."""
         if options:
             raise ValueError(f"options: the exact index has none, got {', '.join(sorted(options))}.")
         check_buildable(vectors)
@@ -255,10 +250,7 @@ class ExactIndex:
     def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]:
         """See :class:`SparseIndex`. Products that underflow float32 to 0 count as no shared term.
 
-        Raises:
-            ValueError: ``k < 1``.
-            VocabularyMismatchError: the queries are over another vocabulary.
-            DataError: the index was loaded, and a part of it that is read for the first time is damaged.
+        A part of a loaded index that is read for the first time and is damaged is a ``DataError``.
         """
         check_search(self, queries, k)
         scores = np.empty(self.n_documents, np.float32)
@@ -284,9 +276,6 @@ class ExactIndex:
         """Open an index that :meth:`save` wrote; its arrays are memory-mapped.
 
         The postings of a term are read, and compared with their checksum, when a query asks for them.
-
-        Raises:
-            FileNotFoundError, DataError: no index there, or a damaged one.
         """
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend, unread=_LARGE)
@@ -315,7 +304,6 @@ def _array(file: Path, dtype: Any, size: int) -> npt.NDArray[Any]:
         raise DataError(f"{file}: expected an array of an exact index, got ({error}). {REMEDY}") from error
     if values.shape != (size,) or values.dtype != np.dtype(dtype):
         raise DataError(
-            f"{file}: expected {size} numbers of {np.dtype(dtype)}, got {values.dtype} of shape {values.shape}. "
-            + REMEDY
+            f"{file}: expected {size} numbers of {np.dtype(dtype)}, got {values.dtype} of shape {values.shape}. {REMEDY}"
         )
     return values

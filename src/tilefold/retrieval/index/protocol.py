@@ -60,9 +60,10 @@ class Described(Protocol):
 class SparseIndex(Described, Protocol):
     """A searchable set of sparse vectors.
 
-    ``search`` returns for each query at most `k` documents by inner product, best first; documents
-    that share no term with the query are not returned, and an empty query finds nothing. ``save`` writes a
-    directory atomically; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    ``search`` returns for each query at most `k` documents by inner product, best first; documents that share no term
+    with the query are not returned, and an empty query finds nothing. It raises ``ValueError`` for ``k < 1``, and
+    ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes a directory atomically, and
+    replaces only an earlier index of the backend; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
     """
 
     @classmethod
@@ -133,10 +134,7 @@ def saved_index(
 ) -> Iterator[Path]:
     """An empty folder for the files of an index, which replaces the earlier one at `path` when its manifest is there.
 
-    Args:
-        own_names: files that an earlier index of the backend may have, beside the manifest and the ids.
-        package: whose version the manifest has, as it decides what is in the files.
-        ids: of the documents, where they are kept as JSON.
+    `own_names` are the files of the backend beside the manifest and the ids, and `package` decides what is in them.
     """
     own_names = [MANIFEST_NAME, *own_names, *([] if ids is None else [IDS_NAME])]
     with atomic_directory(Path(path), own_names=own_names) as folder:
@@ -147,12 +145,7 @@ def saved_index(
 
 
 def read_description(path: str | Path) -> dict[str, Any]:
-    """The ``index.json`` of the index at `path`, without a look at its other files.
-
-    Raises:
-        FileNotFoundError: no index there.
-        DataError: not an index.
-    """
+    """The ``index.json`` of the index at `path`, without a look at its other files."""
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
     wrong = next(
@@ -171,17 +164,11 @@ def read_description(path: str | Path) -> dict[str, Any]:
 
 
 def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = ()) -> dict[str, Any]:
-    """The ``index.json`` of the index at `path`, after its files but those `unread` were compared with their checksums.
-
-    Raises:
-        FileNotFoundError: no index there, or one of its files is missing.
-        DataError: not an index, of another backend than `backend`, or one of its files is damaged.
-    """
+    """The ``index.json`` at `path`, after its files but those `unread` were compared with their checksums."""
     manifest = read_description(path)
     if manifest["backend"] != backend:
         raise DataError(
-            f"{path}: expected an index of backend {backend!r}, got {manifest['backend']!r}. "
-            "Load it with the class of that backend."
+            f"{path}: expected an index of backend {backend!r}, got {manifest['backend']!r}. Load it as such."
         )
     for name, digest in manifest["files"].items():
         part = Path(path) / name

@@ -160,13 +160,7 @@ class QdrantIndex:
         return cls(QdrantCollection.embedded(folder, verify=False), folder=folder)  # just written
 
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; of the documents whose payload matches `where` if that is given.
-
-        Raises:
-            ValueError: ``k < 1``.
-            VocabularyMismatchError: the queries are over another vocabulary.
-            UnreachableError: the server did not answer.
-        """
+        """See :class:`SparseIndex`; of the documents whose payload matches `where` if that is given."""
         check_search(self, queries, k)
         return self.collection.search(queries, int(k), where=where)
 
@@ -189,8 +183,7 @@ class QdrantIndex:
         """Open an index that :meth:`save` or :meth:`build` wrote.
 
         Raises:
-            FileNotFoundError: no index there, or the server has no such collection.
-            DataError: a damaged one, of another backend, or one whose build is not finished.
+            FileNotFoundError, DataError: no index there, a damaged one, or one whose build is not finished.
             InUseError: an embedded one that is open elsewhere.
             UnreachableError, PermissionError: the server did not answer, or refused the key.
         """

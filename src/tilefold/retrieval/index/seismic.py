@@ -138,12 +138,7 @@ class SeismicIndex:
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> SeismicIndex:
-        """Build the index; `options` as in :class:`SeismicOptions`.
-
-        Raises:
-            MissingPackageError: pyseismic-lsr is not installed.
-            ValueError: no vector has a positive weight, a weight is above 65504, or an option is wrong.
-        """
+        """Build the index; a ``ValueError`` for a weight above 65504 or a wrong option of :class:`SeismicOptions`."""
         chosen = SeismicOptions.parse(options)
         seismic = _package()
         check_buildable(vectors)
@@ -175,10 +170,6 @@ class SeismicIndex:
         """See :class:`SparseIndex`; `query_cut` and `heap_factor` default to those of the build.
 
         Fewer than `k` documents may come back although more share a term with the query.
-
-        Raises:
-            ValueError: ``k < 1`` or a wrong option.
-            VocabularyMismatchError: the queries are over another vocabulary.
         """
         check_search(self, queries, k)
         changed: dict[str, Any] = {"query_cut": query_cut, "heap_factor": heap_factor}
@@ -229,7 +220,7 @@ class SeismicIndex:
             raise DataError(f"{self._folder}: could not be searched ({error}). {REMEDY}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the index as a directory; only an earlier Seismic index is replaced."""
+        """Write the index as a directory."""
         with saved_index(path, self, (_TERMS, _FILE), _PACKAGE, asdict(self.options), self._ids) as folder:
             with _quiet():
                 self._engine.save(str(folder / _STEM))
@@ -237,11 +228,9 @@ class SeismicIndex:
 
     @classmethod
     def load(cls, path: str | Path) -> SeismicIndex:
-        """Read an index that :meth:`save` wrote, after checking that its files are the ones saved.
+        """Read an index that :meth:`save` wrote.
 
-        Raises:
-            FileNotFoundError, DataError: no index there, a damaged one, or one of a version of pyseismic-lsr
-                whose files the installed version cannot read.
+        A ``DataError`` also for one of a version of pyseismic-lsr whose files the installed version cannot read.
         """
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)

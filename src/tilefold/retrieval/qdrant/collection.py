@@ -113,17 +113,14 @@ class QdrantCollection:
 
     @property
     def layout(self) -> Layout:
-        """Vectors and fields of the collection."""
         return self._record.layout
 
     @property
     def place(self) -> str:
-        """Location, for messages."""
         return self._engine.place
 
     @property
     def complete(self) -> bool:
-        """Whether no :meth:`build` is unfinished."""
         return self._record.complete
 
     @property
@@ -146,11 +143,7 @@ class QdrantCollection:
         self._engine.close()
 
     def add(self, documents: Documents, *, progress: Progress | None = None) -> None:
-        """Add documents that are not there yet; as :meth:`upsert`.
-
-        Raises:
-            DataError: an id that is there; nothing was added.
-        """
+        """Add documents as :meth:`upsert` does; a ``DataError``, and nothing is added, where an id is there already."""
         documents.check(self.layout, self.place)
         present = self.present(documents.ids)
         there = [name for name in documents.ids if name in present]
@@ -177,11 +170,7 @@ class QdrantCollection:
         self._put(documents, batch_size, progress, resume=False)
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents; how many of the `ids` there were.
-
-        Raises:
-            TypeError: one text instead of several, whose letters may be ids too.
-        """
+        """Delete documents; how many of the `ids` there were. One text instead of a list is a ``TypeError``."""
         there = sorted(self.present(ids))
         if there:
             self._changed()
@@ -230,9 +219,7 @@ class QdrantCollection:
         self._put(documents, batch_size, progress, resume=True)
         self._engine.optimize()
         if (found := len(self)) != len(documents):
-            raise DataError(
-                f"{self.place}: expected {len(documents)} documents, got {found}. Is somebody else writing?"
-            )
+            raise DataError(f"{self.place}: expected {len(documents)} documents, got {found}. Does another write?")
         self._write(replace(self._record, complete=True))
 
     def drop(self) -> None:
@@ -326,9 +313,7 @@ class QdrantCollection:
             (answer,) = self._engine.query([stage._replace(limit=11 * k + 1000)], where)
         for name, score in answer:
             if not math.isfinite(score):
-                raise DataError(
-                    f"{self.place}: expected finite scores, got {score} for {name!r}: its vectors are damaged. {REMEDY}"
-                )
+                raise DataError(f"{self.place}: expected finite scores, got {score} for {name!r}. {REMEDY}")
         hits = [Hit(name, score) for name, score in answer if score > 0 or not sparse]
         return sorted(hits, key=lambda hit: (-hit.score, hit.id))[:k]
 
@@ -346,9 +331,7 @@ class QdrantCollection:
     def _changed(self) -> None:
         """Say, before single documents change, that the collection is no longer that of some texts."""
         if not self.complete:
-            raise DataError(
-                f"{self.place}: its build is not finished. Finish it (the same tilefold index), or drop it."
-            )
+            raise DataError(f"{self.place}: its build is not finished. Finish it (tilefold index), or drop it.")
         changed = replace(self._record, texts_sha256=None, vectors_sha256=None)
         if self._record != changed:
             self._write(changed)

@@ -99,11 +99,7 @@ class Queries:
         return list(self._sizes)
 
     def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless a collection of this layout can answer.
-
-        Raises:
-            VocabularyMismatchError, DataError: another vocabulary, or other kinds or lengths of vectors.
-        """
+        """Raise ``VocabularyMismatchError`` or ``DataError`` unless a collection of this layout can answer."""
         what = "documents" if isinstance(self, Documents) else "queries"
         if self.sparse is not None and layout.vocab_size is not None:
             check_same_vocabulary(layout, self.sparse, place, what)
@@ -155,7 +151,7 @@ class Documents(Queries):
         self.models = {**self.models, **({SPARSE: made_by} if made_by else {})}
 
     def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless the documents have vectors of this layout and nothing else.
+        """Raise an error unless the documents have all vectors of this layout and nothing else.
 
         Raises:
             VocabularyMismatchError, DataError: another vocabulary, other kinds or lengths of vectors, another model,
@@ -170,8 +166,7 @@ class Documents(Queries):
         heaviest = 0.0 if self.sparse is None else float(self.sparse.data.max(initial=0.0))
         if layout.weights == "float16" and heaviest > _LARGEST_HALF:
             raise DataError(
-                f"documents: float16 keeps weights up to {_LARGEST_HALF:.0f}, got {heaviest:g}. "
-                "Scale the vectors down, or use weights='float32'."
+                f"documents: float16 keeps weights up to {_LARGEST_HALF:.0f}, got {heaviest:g}. Scale them."
             )
         if self.tokens is not None and len(self):
             lengths = self.tokens.offsets.diff()

@@ -48,11 +48,6 @@ class EdgeEngine(Engine):
 
     Its files are compared with their checksums before the engine opens them, unless ``verify=False``. Where there are
     none, which is warned of, they are made when it is closed.
-
-    Raises:
-        MissingPackageError: qdrant-edge-py is not installed.
-        InUseError: the folder is open in a process, this one included.
-        DataError: what is there cannot be read.
     """
 
     prefetch, at_once = "prefetches", 64

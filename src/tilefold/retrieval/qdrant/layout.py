@@ -89,9 +89,7 @@ class Layout:
         for name in ("dense", "tokens", "weights", "distance"):
             own, got = getattr(self, name), getattr(other, name)
             if own != got:
-                raise DataError(
-                    f"layout: expected {name}={own!r} as in {place}, got {got!r}. Choose another collection."
-                )
+                raise DataError(f"layout: expected {name}={own!r} as in {place}, got {got!r}. Choose another.")
         check_models(self.models, other.models, place)
 
 

@@ -59,9 +59,7 @@ class ServerEngine(Engine):
         self.place = f"collection {name!r} at {self.url}"
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
         if self._key is not None and not _KEY.fullmatch(self._key):
-            raise ValueError(
-                f"api_key: expected printable ASCII without spaces (or in {KEY_VARIABLE}), got other text."
-            )
+            raise ValueError(f"api_key: expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.")
         parts = urlsplit(self.url)
         if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
             warnings.warn(f"{self.url}: the API key is sent without encryption. Use https.", stacklevel=3)
@@ -89,9 +87,7 @@ class ServerEngine(Engine):
             value = json.loads(metadata[_META])
         except (TypeError, ValueError, RecursionError) as error:
             got = f"{metadata[_META]!r:.80} ({error})"
-            raise DataError(
-                f"{self.place}: expected the record of a collection, got {got}. Choose another name."
-            ) from error
+            raise DataError(f"{self.place}: expected a record, got {got}. Choose another name.") from error
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
     def create(self, record: Record) -> None:
