@@ -303,7 +303,6 @@ def _array(file: Path, dtype: Any, size: int) -> npt.NDArray[Any]:
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{file}: expected an array of an exact index, got ({error}). {REMEDY}") from error
     if values.shape != (size,) or values.dtype != np.dtype(dtype):
-        raise DataError(
-            f"{file}: expected {size} numbers of {np.dtype(dtype)}, got {values.dtype} of shape {values.shape}. {REMEDY}"
-        )
+        got = f"{values.dtype} of shape {values.shape}"
+        raise DataError(f"{file}: expected {size} numbers of {np.dtype(dtype)}, got {got}. {REMEDY}")
     return values
