@@ -1,4 +1,4 @@
-"""Every recipe by name: two steps on the CPU, saved, loaded by sentence-transformers, encoded and searched."""
+"""Every recipe by name: its row in the docs; two steps on the CPU, saved, loaded by sentence-transformers, searched."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ STOCK = (
     "causal-splade",
     "colbert",
 )
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 SMALL: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "max_length": 24, "bf16": False, "save_steps": 100}
 
 
@@ -150,3 +151,19 @@ def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:
         schedule.on_step_begin(None, state, None)
         seen.append((loss.query_regularizer_weight, loss.document_regularizer_weight))
     assert seen == [pytest.approx(pair) for pair in ((0, 0), (0.1, 0.0125), (0.4, 0.05), (0.4, 0.2))]
+
+
+def test_the_page_of_recipes_says_of_each_what_the_catalogue_says() -> None:
+    for entry in RECIPES.values():
+        paper = f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})" if entry.paper else ""
+        cells = (f"`{entry.name}`", entry.summary, ", ".join(entry.needs), paper, entry.published, entry.publishes)
+        assert f"| {' | '.join(cells)} |" in PAGE, "write the row anew from the catalogue"
+
+
+def test_a_recipe_is_got_by_name_and_says_what_it_needs() -> None:
+    asking = {name for name, entry in RECIPES.items() if "scores" in entry.needs}
+    assert asking == {"splade-pp", "splade-v3", "efficient-splade", "inference-free", "splate"}
+    assert get_recipe("splade-v3").needs == ("pairs", "negatives", "scores")
+    assert get_recipe("splade-doc", seed=3).seed == 3
+    with pytest.raises(ValueError, match="recipe must be one of splade, "):
+        get_recipe("spladee")

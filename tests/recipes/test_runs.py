@@ -1,27 +1,100 @@
-"""What training says and keeps: checkpoints by time, settings that change nothing, other processes, losses."""
+"""Training runs of every kind: what they leave and keep, how they go on, and on what they run."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import MultiVectorEncoder, SparseEncoder
+from torch import nn
 
+from tests import programs
+from tests.cli.program import run_cli
+from tests.processes import ROOT
 from tests.retrieval.test_retrieval_interruptions import HOLD
 from tilefold._files import InUseError
-from tilefold.recipes import TrainingError
-from tilefold.recipes.loading import newest_step
-from tilefold.recipes.splade import SpladeRecipe, train
+from tilefold.integrations.transformers import runs_entmax, unregister
+from tilefold.recipes import ColbertRecipe, SpladeRecipe, TrainingError, _training, get_recipe, train
+from tilefold.recipes.loading import load_saved, newest_step
 from tilefold.retrieval.collection import Collection
+
+RUN_AND_HANG = """
+import sys, time
+from tests.recipes.small import small_collection
+from tilefold.recipes import SpladeRecipe, train
+def hang(step, steps, loss):
+    if step == 5:
+        print("at step 5", flush=True)
+        time.sleep(600)
+recipe = SpladeRecipe(base_model=sys.argv[1], max_steps=6, batch_size=4, max_length=24, save_steps=2, bf16=False)
+train(recipe, small_collection(), sys.argv[2], progress=hang)
+"""
+SMALL: dict[str, Any] = {"max_steps": 4, "batch_size": 4, "max_length": 24, "save_steps": 2, "bf16": False}
+OWN: dict[str, dict[str, Any]] = {
+    "splade": {},
+    "colbert": {"dimension": 16},
+    "entmax": {"attention": "entmax", "alpha": 1.8, "anneal_alpha": 0.5},
+}
+
+
+def recipe_of(kind: str, masked_lm: str) -> Any:
+    return (ColbertRecipe if kind == "colbert" else SpladeRecipe)(masked_lm, **SMALL | OWN[kind])
 
 
 @pytest.fixture
 def recipe(masked_lm: str) -> SpladeRecipe:
-    return SpladeRecipe(base_model=masked_lm, max_steps=4, batch_size=4, max_length=16, save_steps=100, bf16=False)
+    return recipe_of("splade", masked_lm)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def trained(masked_lm: str, collection: Collection, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a whole run of a kind."""
+    made: dict[str, Path] = {}
+
+    def run(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind) / "m"
+            seen: list[tuple[int, int]] = []
+            result = train(
+                recipe_of(kind, masked_lm),
+                collection,
+                made[kind],
+                progress=lambda step, steps, _: seen.append((step, steps)),
+            )
+            assert (result.steps, result.reused, result.resumed_from, result.fused) == (4, False, 0, True)
+            assert seen == [(step, 4) for step in range(1, 5)]
+            assert [path.name for path in made[kind].parent.iterdir()] == ["m"]
+            unregister()
+        return made[kind]
+
+    return run
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.rglob("model.safetensors")
+    return {f"{file.parent.name}.{name}": value for file in files for name, value in load_file(file).items()}
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    left, right = ({name.partition(".")[2]: value for name, value in weights(path).items()} for path in (one, other))
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
 
 
 def stop_at(wanted: int) -> Any:
@@ -32,32 +105,126 @@ def stop_at(wanted: int) -> Any:
     return progress
 
 
+def test_training_leaves_a_stock_model_that_changed(trained: Any, masked_lm: str) -> None:
+    sparse = SparseEncoder(str(trained("splade")), device="cpu")
+    assert (sparse.max_seq_length, type(sparse[0].model).__name__) == (24, "BertForMaskedLM")
+    before, after = load_file(Path(masked_lm) / "model.safetensors"), load_file(trained("splade") / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    late = MultiVectorEncoder(str(trained("colbert")), device="cpu", local_files_only=True)
+    assert [type(module).__name__ for module in late] == ["Transformer", "Dense", "MultiVectorMask", "Normalize"]
+    assert (late[0].document_length, late[0].query_length, late.get_embedding_dimension()) == (24, 32, 16)
+    start = recipe_of("colbert", masked_lm).start([]).cpu().state_dict()
+    assert all(not torch.equal(start[name], value) for name, value in late.state_dict().items() if "linear" in name)
+    (vectors,) = late.encode_document(["one, two!"])
+    assert vectors.shape == (4, 16)  # punctuation has no vector
+    assert vectors.norm(dim=1).tolist() == pytest.approx([1.0] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["colbert", "entmax"])
+def test_an_interrupted_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
+    trained: Any, kind: str, masked_lm: str, collection: Collection, tmp_path: Path
+) -> None:
+    recipe = recipe_of(kind, masked_lm)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, collection, tmp_path / "m", progress=stop_at(3))
+    assert not (tmp_path / "m").exists()
+    assert config(tmp_path / "m.training/checkpoint-2").get("entmax_alpha") == (1.8 if kind == "entmax" else None)
+    with pytest.raises(ValueError, match=r"interrupted run with other settings.*seed"):
+        train(replace(recipe, seed=9), collection, tmp_path / "m")
+    unregister()
+    steps: list[int] = []
+    result = train(recipe, collection, tmp_path / "m", progress=lambda step, *_: steps.append(step))
+    assert (result.resumed_from, steps) == (2, [3, 4])
+    assert_equal(trained(kind), tmp_path / "m")
+    assert train(recipe, collection, tmp_path / "m").reused
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
+    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
+) -> None:
+    recipe = replace(recipe, max_steps=6)
+    command = ("-c", RUN_AND_HANG, recipe.base_model, tmp_path / "killed")
+    with programs.start(*command, stdout=programs.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stdout.readline() == "at step 5\n"
+        process.kill()
+    assert not (tmp_path / "killed").exists()
+    half = tmp_path / "killed.training" / "checkpoint-5"  # as if it had died while writing
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    steps: list[int] = []
+    result = train(recipe, collection, tmp_path / "killed", progress=lambda step, *_: steps.append(step))
+    assert (result.resumed_from, steps) == (4, [5, 6])
+    train(recipe, collection, tmp_path / "whole")
+    assert_equal(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["splade", "colbert"])
+def test_fused_and_plain_training_end_with_nearly_the_same_weights(
+    trained: Any, kind: str, masked_lm: str, collection: Collection, tmp_path: Path
+) -> None:
+    recipe = recipe_of(kind, masked_lm)
+    train(replace(recipe, fused=False), collection, tmp_path / "m")
+    fused, plain = weights(trained(kind)), weights(tmp_path / "m")
+    # Adam divides a gradient by its size: where that is rounding noise, every step may differ by 2 * lr
+    assert max((fused[name] - plain[name]).abs().max().item() for name in fused) <= 8 * recipe.learning_rate * 1.01
+
+
+def test_frozen_layers_and_embeddings_keep_their_weights_and_the_rest_learns(
+    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
+) -> None:
+    train(replace(recipe, frozen_layers=1), collection, tmp_path / "m")
+    before, after = (load_file(Path(path) / "model.safetensors") for path in (recipe.base_model, tmp_path / "m"))
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if "embeddings" in name or ".layer.0." in name} <= kept
+    assert {name for name in before if ".layer.1." in name and name.endswith("dense.weight")} & kept == set()
+    with pytest.raises(ValueError, match="frozen_layers must not exceed the model's 2 layers, got 3"):
+        train(replace(recipe, frozen_layers=3), collection, tmp_path / "other")
+
+
+def test_training_with_grouped_batches_gives_the_same_weights_again(
+    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        train(replace(recipe, group_by_length=True), collection, tmp_path / name)
+    assert_equal(tmp_path / "a", tmp_path / "b")
+
+
 def test_checkpoints_are_made_by_time_and_what_changes_no_model_may_change(
     recipe: SpladeRecipe, collection: Collection, tmp_path: Path
 ) -> None:
-    often = dataclasses.replace(recipe, save_minutes=0.0)
     with pytest.raises(KeyboardInterrupt):
-        train(often, collection, tmp_path / "m", progress=stop_at(3))
+        train(replace(recipe, save_steps=100, save_minutes=0.0), collection, tmp_path / "m", progress=stop_at(3))
     assert newest_step(tmp_path / "m") == 2
+    other = replace(recipe, learning_rate=1e-3)
     with pytest.raises(ValueError, match=r"differs in learning_rate\); .* with resume=False"):
-        train(dataclasses.replace(recipe, learning_rate=1e-3), collection, tmp_path / "m")
-    resumed = train(dataclasses.replace(recipe, save_steps=7), collection, tmp_path / "m")
+        train(other, collection, tmp_path / "m")
+    shutil.copytree(tmp_path / "m.training", tmp_path / "fresh.training")
+    assert train(other, collection, tmp_path / "fresh", resume=False).resumed_from == 0
+    resumed = train(replace(recipe, save_steps=7), collection, tmp_path / "m")
     assert (resumed.resumed_from, resumed.steps) == (2, 4)
     assert train(recipe, collection, tmp_path / "m").reused
     assert newest_step(tmp_path / "m") is None
 
 
-def test_settings_may_change_until_there_is_a_checkpoint(
+def test_settings_may_change_until_there_is_a_checkpoint_and_a_finished_run_is_reused(
     recipe: SpladeRecipe, collection: Collection, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(recipe, collection, tmp_path / "m", progress=stop_at(1))
-    result = train(dataclasses.replace(recipe, max_steps=1), collection, tmp_path / "m")
-    assert (result.steps, result.resumed_from) == (1, 0)
-    assert not (tmp_path / "m.training").exists()
+    recipe = replace(recipe, max_steps=1)
+    result = train(recipe, collection, tmp_path / "m")
+    left = tmp_path / "m.training"
+    assert (result.steps, result.resumed_from, left.exists()) == (1, 0, False)
+    left.mkdir()  # as if it had died before it cleared away its checkpoints
+    (left / "tilefold_training.json").write_text((tmp_path / "m/tilefold_training.json").read_text())
+    assert train(recipe, collection, tmp_path / "m").reused
+    assert not left.exists()
+    with pytest.raises(FileExistsError, match="differs in seed"):
+        train(replace(recipe, seed=1), collection, tmp_path / "m")
+    assert not train(replace(recipe, seed=1), collection, tmp_path / "m", overwrite=True).reused
 
 
-def test_a_run_that_another_process_trains_is_refused(
+def test_what_another_process_trains_or_tilefold_did_not_make_is_left_alone(
     recipe: SpladeRecipe, collection: Collection, tmp_path: Path
 ) -> None:
     with subprocess.Popen(
@@ -70,13 +237,20 @@ def test_a_run_that_another_process_trains_is_refused(
         with pytest.raises(InUseError, match="another process is writing there"):
             train(recipe, collection, tmp_path / "m")
         process.kill()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="no model that tilefold trained"):
+        train(recipe, collection, tmp_path, overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_loss_that_is_not_finite_stops_the_training(
+def test_a_loss_that_is_not_finite_stops_the_training_and_one_that_explodes_is_seen(
     recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
 
+    good = train(replace(recipe, learning_rate=1e-6), collection, tmp_path / "good")
+    assert good.first_ranking_loss is not None and not good.exploded
+    assert train(replace(recipe, learning_rate=10.0, max_steps=12), collection, tmp_path / "bad").exploded
     forward = SpladeLoss.forward
 
     def diverging(self: Any, *args: Any, **options: Any) -> Any:
@@ -87,12 +261,142 @@ def test_a_loss_that_is_not_finite_stops_the_training(
         train(recipe, collection, tmp_path / "m")
 
 
-def test_an_exploding_loss_is_seen_and_a_batch_needs_negatives(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
+def test_pairs_are_needed_and_more_than_one(recipe: SpladeRecipe, collection: Collection, tmp_path: Path) -> None:
+    for qrels, told in (
+        ({"test": collection.qrels["test"]}, "'bare' has no pairs in its 'train' split"),
+        ({"train": {"q0": {"d0": 1}}}, "has a single pair"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            train(recipe, replace(collection, name="bare", qrels=qrels), tmp_path / "m")
+    with pytest.raises(ValueError, match="negatives must be left out for a SpladeRecipe, which reads none"):
+        train(replace(recipe, max_steps=0), collection, tmp_path / "m", negatives="mined.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+# attention
+
+
+def test_the_program_encodes_with_the_attention_of_a_checkpoint_or_not_at_all(
+    trained: Any, collection: Collection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = train(dataclasses.replace(recipe, learning_rate=1e-6), collection, tmp_path / "good")
-    assert good.first_ranking_loss is not None and not good.exploded
-    assert train(dataclasses.replace(recipe, learning_rate=10.0, max_steps=12), collection, tmp_path / "bad").exploded
-    alone = dataclasses.replace(collection, qrels={"train": {"q0": {"d0": 1}}})
-    with pytest.raises(ValueError, match="has a single pair"):
-        train(recipe, alone, tmp_path / "alone")
+    folder = shutil.copytree(trained("entmax"), tmp_path / "entmax")
+    saved = config(folder)
+    assert (saved["attn_implementation"], saved["entmax_alpha"]) == ("entmax", 1.8)
+    unregister()
+    with pytest.raises(ValueError, match="is not supported"):  # plain sentence-transformers
+        SparseEncoder(str(folder), device="cpu")
+    collection.save_beir(tmp_path / "data")
+    command = ("encode", "--model", folder, "--data", tmp_path / "data", "--output", tmp_path / "vectors", "--json")
+    assert run_cli(*command) == 0
+    assert json.loads(capsys.readouterr().out)["n"] == 16
+    model = load_saved(str(folder), "sparse")
+    assert runs_entmax(model) and model[0].model.config.entmax_alpha == 1.8
+    del saved["attn_implementation"]  # as if it had been saved by something else
+    (folder / "config.json").write_text(json.dumps(saved))
+    assert run_cli(*command) == 1
+    assert "must run entmax attention where its configuration has entmax_alpha" in capsys.readouterr().err
+    assert run_cli("train", "--output", tmp_path / "m", "--attention", "sparse") == 2
+    assert "attention must be 'softmax', 'entmax' or None, got 'sparse'" in capsys.readouterr().err
+
+
+def test_a_base_model_keeps_its_attention_unless_another_is_asked_for(
+    trained: Any, collection: Collection, tmp_path: Path
+) -> None:
+    recipe = SpladeRecipe(base_model=str(trained("entmax")), **SMALL | {"max_steps": 1})
+    train(recipe, collection, tmp_path / "same")
+    assert config(tmp_path / "same")["entmax_alpha"] == 1.8
+    train(replace(recipe, attention="softmax"), collection, tmp_path / "softmax")
+    assert {"attn_implementation", "entmax_alpha"} & set(config(tmp_path / "softmax")) == set()
+
+
+# processors, processes and CUDA graphs
+
+
+def test_a_processor_held_to_avx2_trains_in_fp32() -> None:
+    program = "from tilefold.recipes.splade import supports_bf16; print(supports_bf16())"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIBLE_DEVICES": ""}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_of_two_gpus_is_used_and_the_other_is_named(
+    recipe: SpladeRecipe, fused: bool, collection: Collection, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """On the CPU, where the Trainer takes as many devices as torch counts GPUs, unless it is told to use the CPU."""
+    settings = _training._settings
+    monkeypatch.setattr(_training, "_settings", lambda job: settings(job) | {"use_cpu": False})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    class Wrapped(nn.DataParallel[Any]):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("the Trainer took DataParallel")
+
+    monkeypatch.setattr(nn, "DataParallel", Wrapped)
+    result = train(replace(recipe, max_steps=2, fused=fused), collection, tmp_path / "model")
+    assert (result.steps, result.reused) == (2, False)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("tilefold")]
+    assert len(said) == 1 and "2 GPUs are visible and one is used, cuda:0" in said[0]
+    assert said[0].endswith("torchrun --nproc-per-node 2 SCRIPT")
+
+
+def test_a_process_of_several_is_refused_before_it_touches_a_folder(
+    recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"recipes train in one process, got WORLD_SIZE=2; .*docs/scale-out.md"):
+        train(recipe, collection, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert train(replace(recipe, max_steps=1), collection, tmp_path / "model").steps == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_graphs_need_a_gpu_and_one_encoder(
+    recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"graphs must be False without a GPU of CUDA, got True; leave --graphs out"):
+        train(replace(recipe, graphs=True), collection, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
+    two = get_recipe("splade-doc", base_model=recipe.base_model, **SMALL, graphs=True)
+    with pytest.raises(ValueError, match="graphs must be False for a model of several encoders"):
+        train(two, collection, tmp_path / "m")
+
+
+def test_runs_from_before_graphs_go_on_without_them_and_are_refused_with_them(
+    trained: Any, masked_lm: str, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(trained("splade"), tmp_path / "m")
+    record = json.loads((folder / "tilefold_training.json").read_text())
+    del record["settings"]["recipe"]["graphs"]
+    (folder / "tilefold_training.json").write_text(json.dumps(record))
+    recipe = recipe_of("splade", masked_lm)
+    assert train(recipe, collection, folder).reused
+    monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
+    with pytest.raises(FileExistsError, match="differs in graphs"):
+        train(replace(recipe, graphs=True), collection, folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SpladeRecipe, ColbertRecipe])
+def test_a_run_with_graphs_is_interrupted_and_goes_on(
+    kind: Any, masked_lm: str, collection: Collection, tmp_path: Path
+) -> None:
+    shutil.copytree(masked_lm, tmp_path / "base")  # without dropout, which graphs draw from other random numbers
+    still = config(tmp_path / "base") | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(still))
+    recipe = kind(
+        base_model=str(tmp_path / "base"), max_steps=8, batch_size=4, max_length=16, save_steps=4, graphs=True
+    )
+    plain = replace(recipe, graphs=False)
+    for asked, folder in ((recipe, "m"), (plain, "plain")):
+        with pytest.raises(KeyboardInterrupt):
+            train(asked, collection, tmp_path / folder, progress=stop_at(6))
+    with pytest.raises(ValueError, match="differs in graphs"):
+        train(plain, collection, tmp_path / "m")
+    resumed, expected = train(recipe, collection, tmp_path / "m"), train(plain, collection, tmp_path / "plain")
+    for found in (resumed, expected):
+        assert (found.resumed_from, found.steps) == (4, 8)
+    assert not any("graphs" in warning for warning in resumed.warnings)  # other warnings: a tiny model learns nothing
+    assert resumed.loss is not None and resumed.loss == pytest.approx(expected.loss, rel=0.05)  # of the same steps

@@ -1,4 +1,4 @@
-"""Examples from pairs, mined negatives and teacher scores, and what is said where they are missing."""
+"""Examples from pairs, mined negatives and teacher scores, what is said where they are missing, and their batches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from datasets import Dataset
 
 from tilefold.recipes import LsrRecipe, get_recipe
-from tilefold.recipes.training_data import make_examples
+from tilefold.recipes.training_data import length_grouped_batches, make_examples
 from tilefold.retrieval.collection import Collection
 
 
@@ -72,19 +74,11 @@ def test_labels_are_the_teachers_scores_of_the_positive_and_the_negatives(collec
     assert columns["label"] == [[30.0, score_of[columns["negative_1"][0]], score_of[columns["negative_2"][0]]]]
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("splade-v3", "mined negatives with teachers' scores"),
-        ("inference-free", "mined negatives with teachers' scores"),
-    ],
-)
-def test_missing_data_are_named_with_the_commands_that_make_them(
-    name: str, what: str, collection: Collection, mined: Path
-) -> None:
-    for file, text in ((None, f"the recipe '{name}' needs {what}"), (mined, "has no teachers' scores")):
+def test_missing_data_are_named_with_the_commands_that_make_them(collection: Collection, mined: Path) -> None:
+    needed = "the recipe 'splade-v3' needs mined negatives with teachers' scores"
+    for file, text in ((None, needed), (mined, "has no teachers' scores")):
         with pytest.raises(ValueError, match=text) as told:
-            make_examples(get_recipe(name), collection, file)
+            make_examples(get_recipe("splade-v3"), collection, file)
         assert "tilefold mine --data small --index INDEX --output negatives.parquet" in str(told.value)
         assert "tilefold score negatives.parquet --data small --teacher MODEL" in str(told.value)
         assert str(told.value).endswith("negatives=scores.parquet")
@@ -96,8 +90,17 @@ def test_rows_of_no_training_query_are_refused(collection: Collection, tmp_path:
         make_examples(LsrRecipe(negatives=1), collection, file)
 
 
-def test_a_recipe_says_what_it_needs() -> None:
-    assert LsrRecipe(loss={"kl": 1.0}, negatives=8).needs == ("pairs", "negatives", "scores")
-    assert get_recipe("splade-doc", seed=3).seed == 3
-    with pytest.raises(ValueError, match="recipe must be one of splade, "):
-        get_recipe("spladee")
+def test_batches_grouped_by_length_hold_every_pair_once_and_no_text_twice() -> None:
+    texts = [f"{'word ' * (7 * i % 23)}{i}" for i in range(50)]
+    texts[41] = texts[3]
+    dataset = Dataset.from_dict({"query": [f"q{i}" for i in range(50)], "document": texts})
+    sampler = length_grouped_batches(dataset, 4, drop_last=False, generator=torch.Generator(), seed=5)
+    batches = list(sampler)
+    assert sorted(row for batch in batches for row in batch) == list(range(50))
+    assert batches == list(sampler), "an epoch has one order, so that a killed run can go on"
+    assert not any({3, 41} <= set(batch) for batch in batches)
+    sampler.set_epoch(1)
+    assert batches != list(sampler)
+    padded = sum(len(batch) * max(len(texts[row]) for row in batch) for batch in batches)
+    random = sum(4 * max(map(len, texts[start : start + 4])) for start in range(0, 50, 4))
+    assert padded < 0.8 * random
