@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     BertConfig,
@@ -16,8 +18,18 @@ from transformers import (
     RobertaModel,
 )
 
+from tilefold.integrations.transformers import register, unregister
+
+NAMES = ["bert", "roberta", "modernbert", "gpt2"]
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
                          "vocab_size": 99, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register()
+    yield
+    unregister()
 
 
 def model(name: str, implementation: str = "entmax", **changes: Any) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.integrations.rounding_noise import exact_and_allowed
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder
+from tilefold.integrations.transformers import one_gpu
 
 TEXTS = [
     "the quick brown fox",
@@ -40,7 +41,7 @@ needs_all_causal_logits = pytest.mark.skipif(
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
-def five_steps(folder: Path, **options: Any) -> SparseEncoderTrainingArguments:
+def five_steps(folder: Path, kind: Any = SparseEncoderTrainingArguments, **options: Any) -> Any:
     """Arguments of a short training run on the CPU that logs the loss of each step; ``options`` take their place."""
     settings: dict[str, Any] = {
         "max_steps": 5,
@@ -55,7 +56,7 @@ def five_steps(folder: Path, **options: Any) -> SparseEncoderTrainingArguments:
         "seed": 3,
         "dataloader_pin_memory": False,
     }
-    return SparseEncoderTrainingArguments(str(folder), **settings | options)
+    return one_gpu(kind)(str(folder), **settings | options)
 
 
 def build_minilm_splade(folder: Path) -> None:

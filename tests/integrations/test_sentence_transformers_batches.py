@@ -86,29 +86,23 @@ def test_a_multi_vector_model_trains_on_a_stream(tmp_path: Path) -> None:
     from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
     from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
 
-    rows = Dataset.from_dict({"query": QUERIES, "answer": POSITIVES, "negative": NEGATIVES})
+    rows = Dataset.from_dict({"query": QUERIES, "answer": POSITIVES, "negative": NEGATIVES}).to_iterable_dataset()
+    arguments = five_steps(tmp_path, MultiVectorEncoderTrainingArguments, max_steps=2, per_device_train_batch_size=3)
     results = []
     for fused in (False, True):
         model = without_dropout(build_colbert())
         if fused:
             accelerate(model)
-        given = {name: value for name, value in five_steps(tmp_path).to_dict().items() if name in
-                 ("learning_rate", "logging_steps", "save_strategy", "report_to", "use_cpu", "seed")}  # fmt: skip
-        arguments = MultiVectorEncoderTrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=3, disable_tqdm=True, **given
-        )
-        trainer = MultiVectorEncoderTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=rows.to_iterable_dataset(),
-            loss=MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores),
-        )
+        loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)
+        trainer = MultiVectorEncoderTrainer(model=model, args=arguments, train_dataset=rows, loss=loss)
         trainer.train()
         results.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(results[1]) == 2 and results[1] == pytest.approx(results[0], rel=1e-4)
 
 
-def test_packed_features_that_somebody_cut_are_refused(tiny: SparseEncoder) -> None:
+def test_packed_features_that_somebody_cut_are_refused_and_trainers_that_cut_collate_nothing_ahead(
+    tiny: SparseEncoder, tmp_path: Path
+) -> None:
     model = copy.deepcopy(tiny)
     accelerate(model)
     with packed_inputs():
@@ -116,36 +110,26 @@ def test_packed_features_that_somebody_cut_are_refused(tiny: SparseEncoder) -> N
     cut = {key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in whole.items()}
     with pytest.raises(ValueError, match="must hold all offsets of their sequences, got 0 sequences"):
         model(cut)
-
-
-def test_a_trainer_whose_batches_are_cut_collates_nothing_ahead(tiny: SparseEncoder, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny)
-    accelerate(model)
     arguments = five_steps(tmp_path, accelerator_config={"dispatch_batches": True})
     trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=splade_loss(model))
     with pytest.raises(ValueError, match="dispatch_batches must not be True"):
         collate_ahead(trainer)
 
 
-def test_a_mask_with_holes_runs_padded_as_in_the_stock_model(tiny: SparseEncoder) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_masks_with_holes_and_captures_in_a_graph_run_padded_as_in_the_stock_model(
+    captured: bool, tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = copy.deepcopy(tiny).eval()
     features = model.preprocess(TEXTS)
-    features["attention_mask"][1, 3] = 0
+    if not captured:
+        features["attention_mask"][1, 3] = 0
     expected = model(dict(features))["sentence_embedding"]
     accelerate(model)
     runs = forwards_of(model)
-    assert_close(model(dict(features))["sentence_embedding"], expected, 1e-5)
-    assert runs == [len(TEXTS)]
-
-
-def test_a_model_that_is_captured_in_a_graph_runs_padded(tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(tiny).eval()
-    accelerate(model)
-    features = model.preprocess(TEXTS)
-    expected = model(dict(features))["sentence_embedding"]
-    runs = forwards_of(model)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if captured:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert_close(model(dict(features))["sentence_embedding"], expected, 1e-5)
     assert runs == [len(TEXTS)]
 
@@ -260,31 +244,23 @@ def without_special_tokens(model: Any) -> Any:
     return model
 
 
-def test_texts_without_tokens_have_rows_of_zeros_and_gradients(tokenizer_folder: Path) -> None:
-    model = without_special_tokens(without_dropout(build_tiny_splade("roberta", tokenizer_folder)))
-    texts = ["fox fox", " ", "", "a"]
-    full = model.encode(["fox fox", "a"]).to_dense()
-    accelerate(model)
-    for rows in (
-        model.encode(texts, batch_size=2).to_dense(),
-        torch.cat([model.encode(texts[i]).to_dense()[None] for i in range(4)]),
-        encode_sparse(model, texts, batch_size=1).to_dense(),
-        encode_sparse(model, texts * 9).to_dense()[:4],
-    ):
-        assert_close(rows[[0, 3]], full, 1e-5)
-        assert not rows[1:3].any()
-    columns = [model.preprocess(column) for column in (["", " "], ["a list", "b"])]
-    value, gradients = gradients_of(model, splade_loss(model), columns)
-    assert 0 < value < float("inf") and all(gradient.isfinite().all() for gradient in gradients.values())
-
-
 @pytest.mark.filterwarnings("ignore:MPNetForMaskedLM runs on padded")
-def test_texts_without_tokens_have_rows_of_zeros_in_a_padded_network(tokenizer_folder: Path) -> None:
-    model = without_special_tokens(build_tiny_splade("mpnet", tokenizer_folder))
+@pytest.mark.parametrize("kind", ["roberta", "mpnet"])  # packed, padded
+def test_texts_without_tokens_have_rows_of_zeros_and_gradients(kind: str, tokenizer_folder: Path) -> None:
+    model = without_special_tokens(without_dropout(build_tiny_splade(kind, tokenizer_folder)))
     texts = ["fox fox", " ", "", "a"]
     full = model.encode(["fox fox", "a"]).to_dense()
     accelerate(model)
-    for rows in (model.encode(texts, batch_size=2).to_dense(), encode_sparse(model, texts, batch_size=1).to_dense()):
+    found = [model.encode(texts, batch_size=2).to_dense(), encode_sparse(model, texts, batch_size=1).to_dense()]
+    if kind == "roberta":
+        found += [
+            torch.stack([model.encode(text).to_dense() for text in texts]),
+            encode_sparse(model, texts * 9).to_dense()[:4],
+        ]
+        columns = [model.preprocess(column) for column in (["", " "], ["a list", "b"])]
+        value, gradients = gradients_of(model, splade_loss(model), columns)
+        assert 0 < value < float("inf") and all(gradient.isfinite().all() for gradient in gradients.values())
+    for rows in found:
         assert_close(rows[[0, 3]], full, 1e-5)
         assert not rows[1:3].any()
 

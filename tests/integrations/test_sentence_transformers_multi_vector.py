@@ -22,7 +22,7 @@ from tests.integrations.multi_vector_models import (
     problem,
     results,
 )
-from tests.integrations.splade_models import FP32_BUDGET, assert_close
+from tests.integrations.splade_models import FP32_BUDGET, assert_close, five_steps
 from tilefold.integrations.sentence_transformers import multi_vector
 
 scoring = pytest.importorskip("sentence_transformers.multi_vector_encoder.scoring")
@@ -234,11 +234,10 @@ def test_a_training_run_with_four_losses_has_the_same_losses_step_by_step(model:
             "margins": losses.MultiVectorMarginMSELoss(trained, similarity_fct=pairwise),
             "teacher": losses.MultiVectorDistillKLDivLoss(trained, similarity_fct=kd),
         }
-        arguments = MultiVectorEncoderTrainingArguments(
-            output_dir=str(tmp_path), num_train_epochs=1, per_device_train_batch_size=2, learning_rate=1e-4,
-            logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=3,
-            dataloader_pin_memory=False, multi_dataset_batch_sampler="round_robin",
-        )  # fmt: skip
+        how = {"max_steps": 8, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
+        arguments = five_steps(
+            tmp_path, MultiVectorEncoderTrainingArguments, **how, multi_dataset_batch_sampler="round_robin"
+        )
         trainer = MultiVectorEncoderTrainer(model=trained, args=arguments, train_dataset=data, loss=by_name)
         trainer.train()
         curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

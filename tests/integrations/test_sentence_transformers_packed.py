@@ -16,8 +16,9 @@ import sentence_transformers
 import torch
 from datasets import Dataset
 from packaging.version import Version
-from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from sentence_transformers.base.modules import Router
+from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
 from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SparseMultipleNegativesRankingLoss, SpladeLoss
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
@@ -105,46 +106,35 @@ def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folde
     assert pairs["token_type_ids"].any() and pairs["cu_seq_lens_q"].tolist()[1] == pairs["max_length_q"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_those_of_the_padded_run(kind: str, tokenizer_folder: Path) -> None:
-    stock = without_dropout(build_tiny_splade(kind, tokenizer_folder))
-    packed = copy.deepcopy(stock)
-    assert accelerate(packed).padded == {}
-    results = []
-    for model in (stock, packed):
-        columns = [model.preprocess(list(PAIRS[name])) for name in ("anchor", "positive")]
-        results.append(gradients_of(model, splade_loss(model), columns))
-    assert "cu_seq_lens_q" in columns[1]
-    assert_same(results[1], results[0])
-
-
-@pytest.mark.parametrize("options", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
-def test_cached_losses_cut_packed_batches(options: dict[str, int], tiny: SparseEncoder) -> None:
-    stock, packed = copy.deepcopy(tiny), copy.deepcopy(tiny)
-    accelerate(packed)
-    results = []
-    for model in (stock, packed):
-        columns = [model.preprocess(list(PAIRS[name])) for name in ("anchor", "positive")]
-        results.append(gradients_of(model, splade_loss(model, cached=True, **options), columns))
-    assert_same(results[1], results[0])
-
-
-def test_both_routes_of_a_router_are_packed(tokenizer_folder: Path) -> None:
+def router_of(folder: Path) -> SparseEncoder:
     router = Router.for_query_document(
-        query_modules=[tiny_transformer("distilbert", tokenizer_folder), SpladePooling()],
-        document_modules=[tiny_transformer("bert", tokenizer_folder), SpladePooling("sum")],
+        query_modules=[tiny_transformer("distilbert", folder), SpladePooling()],
+        document_modules=[tiny_transformer("bert", folder), SpladePooling("sum")],
     )
-    stock = without_dropout(SparseEncoder(modules=[router], device="cpu"))
+    return without_dropout(SparseEncoder(modules=[router], device="cpu"))
+
+
+CACHED = [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in [*KINDS, "router"]), *(("bert", options) for options in CACHED)]
+)
+def test_loss_and_gradients_are_those_of_the_padded_run(
+    kind: str, options: dict[str, int], tokenizer_folder: Path
+) -> None:
+    routed = kind == "router"
+    stock = router_of(tokenizer_folder) if routed else without_dropout(build_tiny_splade(kind, tokenizer_folder))
     packed = copy.deepcopy(stock)
     assert accelerate(packed).padded == {}
     results = []
     for model in (stock, packed):
         columns = [
-            model.preprocess(list(PAIRS[name]), task=task)
+            model.preprocess(list(PAIRS[name]), **({"task": task} if routed else {}))
             for name, task in (("anchor", "query"), ("positive", "document"))
         ]
-        results.append(gradients_of(model, splade_loss(model), columns))
-    assert "cu_seq_lens_q" in columns[0] and columns[0]["task"] == "query"
+        results.append(gradients_of(model, splade_loss(model, cached=bool(options), **options), columns))
+    assert options or ("cu_seq_lens_q" in columns[0] and columns[0].get("task", "query") == "query")
     assert_same(results[1], results[0])
 
 
@@ -211,8 +201,7 @@ def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(tiny: Spars
     accelerate(model)
     loss = splade_loss(model)
     loss.register_forward_hook(lambda _, __, out: {name: value * float("nan") for name, value in out.items()})
-    options: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True}
-    arguments = SparseEncoderTrainingArguments(str(tmp_path), max_steps=1, disable_tqdm=True, **options)
+    arguments = five_steps(tmp_path, max_steps=1, logging_nan_inf_filter=True)
     trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=loss)
     collate_ahead(trainer)
     trainer.train()
@@ -225,10 +214,12 @@ def test_a_training_run_has_the_losses_of_the_stock_one(
     options: dict[str, Any], tiny: SparseEncoder, tmp_path: Path
 ) -> None:
     expected = train(copy.deepcopy(tiny), tmp_path / "stock", ahead=False, **options)
-    packed = copy.deepcopy(tiny)
-    accelerate(packed)
-    got = train(packed, tmp_path / "packed", ahead=True, **options)
-    assert len(got) == 6 and got == pytest.approx(expected, rel=1e-4)
+    runs = []
+    for name in ("packed", *(() if options else ("again",))):
+        packed = copy.deepcopy(tiny)
+        accelerate(packed)
+        runs.append(train(packed, tmp_path / name, ahead=True, **options))
+    assert len(runs[0]) == 6 and runs[0] == pytest.approx(expected, rel=1e-4) and runs[-1] == runs[0]
     packed.save_pretrained(str(tmp_path / "saved"))
     assert "tilefold" not in (tmp_path / "saved" / "config.json").read_text()
     again = SparseEncoder(str(tmp_path / "saved"), device="cpu")
@@ -265,20 +256,6 @@ def test_the_loss_curve_of_texts_of_one_length_is_that_of_the_stock_model_with_i
         assert (rows[1] - rows[0]).abs().max() < 1e-3 * rows[0].max()
 
 
-def columns_of(model: Any, *columns: list[str]) -> tuple[list[dict[str, Any]], Any]:
-    """Features of joined columns, as the trainer's collator and loader make them, and the collator."""
-    from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
-
-    collator = AheadCollator(SparseEncoderDataCollator(preprocess_fn=model.preprocess), join=True)
-    rows = [dict(zip("abc", row, strict=False)) for row in zip(*columns, strict=True)]
-    batch = collator(rows).to("cpu")
-    names = [name for name in "abc" if f"{name}_input_ids" in batch]
-    return [
-        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
-        for name in names
-    ], collator
-
-
 def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> None:
     stock, packed = copy.deepcopy(tiny), copy.deepcopy(tiny)
     accelerate(packed)
@@ -286,7 +263,10 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
     expected = gradients_of(stock, splade_loss(stock), [stock.preprocess(column) for column in texts])
     runs = []
     packed[0].model.bert.register_forward_hook(lambda *_: runs.append(1))
-    columns, _ = columns_of(packed, *texts)
+    # as the trainer's collator and loader make them
+    collator = AheadCollator(SparseEncoderDataCollator(preprocess_fn=packed.preprocess), join=True)
+    batch = collator([dict(zip("abc", row, strict=True)) for row in zip(*texts, strict=True)]).to("cpu")
+    columns = [{key[2:]: value for key, value in batch.items() if key.startswith(f"{name}_")} for name in "abc"]
     assert_same(gradients_of(packed, splade_loss(packed), [dict(column) for column in columns]), expected)
     assert len(runs) == 1
     # again, in another mode, one column alone, and in parts
@@ -302,25 +282,12 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
 
 
 def test_columns_of_several_encoders_are_not_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
-    router = Router.for_query_document(
-        query_modules=[tiny_transformer("distilbert", tokenizer_folder), SpladePooling()],
-        document_modules=[tiny_transformer("bert", tokenizer_folder), SpladePooling()],
-    )
-    stock = without_dropout(SparseEncoder(modules=[router], device="cpu"))
+    stock = router_of(tokenizer_folder)
     packed = copy.deepcopy(stock)
     accelerate(packed)
     options = {"router_mapping": {"anchor": "query", "positive": "document"}}
     expected = train(stock, tmp_path / "stock", ahead=False, **options)
     assert train(packed, tmp_path / "packed", ahead=True, **options) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_run_is_repeatable(tiny: SparseEncoder, tmp_path: Path) -> None:
-    runs = []
-    for name in ("first", "second"):
-        model = copy.deepcopy(tiny)
-        accelerate(model)
-        runs.append(train(model, tmp_path / name, ahead=True))
-    assert runs[0] == runs[1]
 
 
 def test_batches_are_made_in_a_thread_and_their_errors_come_out() -> None:

@@ -47,10 +47,6 @@ def test_other_model_classes_are_refused(tokenizer_folder: Path) -> None:
         restore("naver/splade-v3")
 
 
-def test_an_unknown_implementation_is_refused(tiny_folder: Path) -> None:
-    refuses(SparseEncoder(str(tiny_folder), device="cpu"), ValueError, "impl must be one of 'auto'", impl="cuda")
-
-
 def test_a_sparse_autoencoder_has_no_head_to_fuse(tokenizer_folder: Path) -> None:
     trunk = tiny_transformer("bert", tokenizer_folder).model.base_model
     trunk.save_pretrained(str(tokenizer_folder.parent / "trunk"))
@@ -62,13 +58,6 @@ def test_a_sparse_autoencoder_has_no_head_to_fuse(tokenizer_folder: Path) -> Non
     refuses(model, ValueError, "SpladePooling after a Transformer.*got Transformer, Pooling, SparseAutoEncoder")
     model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
     refuses(model, ValueError, 'model must have an LM head.*transformer_task="fill-mask"')
-
-
-def test_a_module_between_the_head_and_the_pooling_is_refused(tokenizer_folder: Path) -> None:
-    transformer = tiny_transformer("bert", tokenizer_folder)
-    between = Normalize(module_input_name="token_embeddings")
-    model = SparseEncoder(modules=[transformer, between, SpladePooling()], device="cpu")
-    refuses(model, ValueError, "directly follow a Transformer, got Transformer -> Normalize -> SpladePooling")
 
 
 @needs_all_causal_logits
@@ -83,14 +72,9 @@ def test_a_causal_model_that_keeps_one_token_of_logits_is_refused(tokenizer_fold
     refuses(model, ValueError, '"logits_to_keep": 0.*needs sentence-transformers 6.2')
 
 
-def test_layers_that_are_no_plain_linear_are_refused(tiny_folder: Path) -> None:
+def test_heads_that_are_hooked_replaced_or_no_plain_linear_are_refused(tiny_folder: Path) -> None:
     model = SparseEncoder(str(tiny_folder), device="cpu")
-    model.transformers_model.set_output_embeddings(Odd(32, VOCABULARY))
-    refuses(model, ValueError, "the LM head must be a torch.nn.Linear.*got .*Odd; keep the LM head out of quantisation")
-
-
-def test_hooks_and_replaced_forwards_on_the_head_are_refused(tiny_folder: Path) -> None:
-    model = SparseEncoder(str(tiny_folder), device="cpu")
+    refuses(model, ValueError, "impl must be one of 'auto'", impl="cuda")
     head = model.transformers_model.get_output_embeddings()
     hook = head.register_forward_hook(lambda *_: None)
     refuses(model, ValueError, "must have no hooks")
@@ -98,32 +82,25 @@ def test_hooks_and_replaced_forwards_on_the_head_are_refused(tiny_folder: Path) 
     head.forward = lambda hidden: hidden
     with pytest.raises(ValueError, match="without device_map"):
         accelerate(model)
+    model.transformers_model.set_output_embeddings(Odd(32, VOCABULARY))
+    refuses(model, ValueError, "the LM head must be a torch.nn.Linear.*got .*Odd; keep the LM head out of quantisation")
 
 
-def test_a_pooling_subclass_with_its_own_forward_is_refused(tokenizer_folder: Path) -> None:
+def test_poolings_and_routes_that_do_not_fit_are_refused(tokenizer_folder: Path) -> None:
     class Halved(SpladePooling):
         def forward(self, features: dict[str, Any]) -> dict[str, Any]:
             return super().forward(features)
 
-    model = build_tiny_splade("bert", tokenizer_folder, Halved())
-    refuses(model, ValueError, "SpladePooling must run its own forward, got Halved")
-
-
-def test_routes_that_share_a_head_without_pooling_it_are_refused(tokenizer_folder: Path) -> None:
-    transformer = tiny_transformer("bert", tokenizer_folder)
-    router = Router.for_query_document(
-        query_modules=[transformer, Pooling(VOCABULARY)], document_modules=[transformer, SpladePooling()]
-    )
-    refuses(SparseEncoder(modules=[router], device="cpu"), ValueError, "must feed SpladePooling on every route")
-
-
-def test_one_pooling_after_two_models_is_refused(tokenizer_folder: Path) -> None:
-    router = Router.for_query_document(
-        query_modules=[tiny_transformer("bert", tokenizer_folder)],
-        document_modules=[tiny_transformer("distilbert", tokenizer_folder)],
-    )
-    model = SparseEncoder(modules=[router, SpladePooling()], device="cpu")
-    refuses(model, ValueError, "give each route its own SpladePooling")
+    transformer, other = (tiny_transformer(kind, tokenizer_folder) for kind in ("bert", "distilbert"))
+    between = Normalize(module_input_name="token_embeddings")
+    unpooled = Router.for_query_document([transformer, Pooling(VOCABULARY)], [transformer, SpladePooling()])
+    for modules, message in (
+        ([transformer, Halved()], "SpladePooling must run its own forward, got Halved"),
+        ([transformer, between, SpladePooling()], "directly follow a Transformer, got Transformer -> Normalize -> Spl"),
+        ([unpooled], "must feed SpladePooling on every route"),
+        ([Router.for_query_document([transformer], [other]), SpladePooling()], "give each route its own SpladePooling"),
+    ):
+        refuses(SparseEncoder(modules=modules, device="cpu"), ValueError, message)
 
 
 def test_a_model_that_cannot_run_where_it_lies_says_so_and_can_skip_the_check(tiny_folder: Path) -> None:

@@ -44,17 +44,12 @@ def test_both_routes_score_as_stock(kind: str, heads: int, tokenizer_folder: Pat
         expected = getattr(stock, encode)(TEXTS).to_dense()
         assert (expected > 0).any()
         assert_close(getattr(fused, encode)(TEXTS).to_dense(), expected, 1e-5)
+        few = getattr(stock, encode)(TEXTS, max_active_dims=3).to_dense()
+        for model in (stock, fused):
+            rows = encode_sparse(model, TEXTS, task=encode.removeprefix("encode_"), top_k=3)
+            assert_close(rows.to_dense(), few, 1e-5)
     restore(fused)
     assert torch.equal(fused.encode_document(TEXTS).to_dense(), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("task", ["query", "document"])
-def test_each_route_is_encoded_to_sparse_rows(kind: str, task: str, tokenizer_folder: Path) -> None:
-    model = build(kind, tokenizer_folder)
-    expected = getattr(model, f"encode_{task}")(TEXTS, max_active_dims=3).to_dense()
-    got = encode_sparse(model, TEXTS, task=task, top_k=3)
-    assert_close(got.to_dense(), expected, 1e-5)
 
 
 def test_an_accelerated_router_saves_and_loads_as_stock(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from safetensors.torch import load_file
-from transformers import AutoModel, BertForMaskedLM, BertModel, DistilBertModel, PreTrainedModel
+from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, DistilBertModel, PreTrainedModel
 
 from tests import programs
-from tests.integrations.entmax_models import batch, model, output
+from tests.integrations.entmax_models import NAMES, batch, model, output, registered  # noqa: F401
 from tilefold.integrations.transformers import (
     learn_alpha,
     load_alpha,
-    register,
     set_alpha,
-    unregister,
     use_entmax,
     use_softmax,
 )
-
-NAMES = ["bert", "roberta", "modernbert", "gpt2"]
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    yield
-    unregister()
 
 
 def saved(made: Any, folder: Path) -> dict[str, Any]:
@@ -62,16 +48,13 @@ def test_a_checkpoint_runs_the_attention_and_the_alphas_that_it_was_saved_with(n
     assert torch.equal(output(loaded, tokens, mask), output(stock, tokens, mask))
 
 
-def test_a_model_that_was_loaded_by_hand_is_remembered_once_it_ran(tmp_path: Path) -> None:
+def test_a_model_that_was_loaded_by_hand_is_remembered_once_it_ran_and_followed_everywhere(tmp_path: Path) -> None:
     made = model("bert")
     output(made, *batch())
     assert saved(made, tmp_path)["attn_implementation"] == "entmax"
-
-
-def test_without_tilefold_such_a_checkpoint_raises_instead_of_running_softmax(tmp_path: Path) -> None:
-    made = model("bert", "sdpa")
-    use_entmax(made)
-    made.save_pretrained(str(tmp_path))
+    for asked, runs in (({}, "entmax"), ({"attn_implementation": "sdpa"}, "sdpa")):
+        assert AutoModel.from_pretrained(str(tmp_path), **asked).config._attn_implementation == runs
+    # without tilefold it raises instead of running softmax
     code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
     done = programs.run("-c", code, tmp_path)
     assert done.returncode != 0 and 'attn_implementation="entmax"` is not supported' in done.stderr
@@ -139,70 +122,39 @@ def test_a_model_whose_attention_cannot_be_chosen_is_refused() -> None:
         use_entmax(Fixed._from_config(small, attn_implementation="sdpa"))
 
 
-@pytest.fixture(scope="module")
-def encoder_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny BERT with a real tokenizer, as a folder."""
-    from transformers import BertConfig
-
-    from tests.integrations.splade_models import make_tokenizer_folder
-
-    folder = tmp_path_factory.mktemp("parts")
-    make_tokenizer_folder(folder)
-    torch.manual_seed(0)
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
-    BertModel(config).save_pretrained(str(folder))
-    return folder
+TEXTS = ["a list of files", "read json", "threads and locks that wait for each other, one after the other"]
 
 
-def encoder(folder: Path) -> Any:
+@pytest.mark.parametrize("learned", [False, True])
+def test_sentence_transformers_save_and_load_the_attention(
+    learned: bool, tokenizer_folder: Path, tmp_path: Path
+) -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    transformer = Transformer(str(folder), max_seq_length=32)
-    return SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu").eval()
-
-
-TEXTS = ["a list of files", "read json", "threads and locks that wait for each other, one after the other"]
-
-
-def test_sentence_transformers_save_and_load_the_attention(encoder_parts: Path, tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
-    made = encoder(encoder_parts)
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+    BertModel(config).save_pretrained(str(tmp_path / "parts"))
+    shutil.copytree(tokenizer_folder, tmp_path / "parts", dirs_exist_ok=True)
+    transformer = Transformer(str(tmp_path / "parts"), max_seq_length=32)
+    made = SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu").eval()
     before = made.encode(TEXTS)
-    use_entmax(made, [1.3, 2.0])
-    vectors = made.encode(TEXTS)
-    assert abs(vectors - before).max() > 1e-4
-    made.save_pretrained(str(tmp_path))
-    loaded = SentenceTransformer(str(tmp_path), device="cpu")
-    assert (loaded.encode(TEXTS) == vectors).all()
-    assert loaded[0].model.config.entmax_alpha == [1.3, 2.0]
-
-
-def test_sentence_transformers_save_and_load_learned_alphas(encoder_parts: Path, tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
-    made = encoder(encoder_parts)
-    use_entmax(made, learn=True)
+    use_entmax(made, 1.5 if learned else [1.3, 2.0], learn=learned)
     for name, parameter in made.named_parameters():
         if name.endswith("theta"):
             parameter.data.add_(torch.tensor([0.5, -0.5]))
     vectors = made.encode(TEXTS)
-    made.save_pretrained(str(tmp_path))
-    named = json.loads((tmp_path / "modules.json").read_text())[0]["type"]
-    assert named == "tilefold.integrations.sentence_transformers.entmax.EntmaxTransformer"
-    assert any(key.endswith("entmax_alpha.theta") for key in load_file(tmp_path / "model.safetensors"))
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        SentenceTransformer(str(tmp_path), device="cpu")
-    loaded = SentenceTransformer(str(tmp_path), device="cpu", trust_remote_code=True)
+    assert abs(vectors - before).max() > 1e-4
+    folder = tmp_path / "saved"
+    made.save_pretrained(str(folder))
+    if learned:
+        named = json.loads((folder / "modules.json").read_text())[0]["type"]
+        assert named == "tilefold.integrations.sentence_transformers.entmax.EntmaxTransformer"
+        assert any(key.endswith("entmax_alpha.theta") for key in load_file(folder / "model.safetensors"))
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            SentenceTransformer(str(folder), device="cpu")
+    loaded = SentenceTransformer(str(folder), device="cpu", **({"trust_remote_code": True} if learned else {}))
     assert (loaded.encode(TEXTS) == vectors).all()
     assert isinstance(loaded[0].model, PreTrainedModel)
-
-
-def test_auto_classes_follow_the_checkpoint_and_an_explicit_choice(tmp_path: Path) -> None:
-    made = model("bert")
-    use_entmax(made)
-    made.save_pretrained(str(tmp_path))
-    assert AutoModel.from_pretrained(str(tmp_path)).config._attn_implementation == "entmax"
-    assert AutoModel.from_pretrained(str(tmp_path), attn_implementation="sdpa").config._attn_implementation == "sdpa"
+    assert loaded[0].model.config.entmax_alpha == ("learned" if learned else [1.3, 2.0])

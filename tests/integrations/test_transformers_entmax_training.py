@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="the trainers need accelerate")
 pytest.importorskip("datasets", reason="datasets is not installed")
 
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
-from tests.integrations.entmax_models import batch, model, output
+from tests.integrations.entmax_models import NAMES, batch, model, output, registered  # noqa: F401
 from tilefold.integrations.transformers import (
     AlphaSchedule,
     learn_alpha,
     record_sparsity,
-    register,
     set_alpha,
-    unregister,
     use_entmax,
 )
 from tilefold.ops import entmax, entmax_attention
 
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    yield
-    unregister()
 
 
 class Watch(TrainerCallback):
@@ -164,7 +153,7 @@ def test_learned_alphas_train_under_sentence_transformers_and_go_on_from_a_check
     assert torch.equal(run(tmp_path / "resumed", str(tmp_path / "whole/checkpoint-2")), whole)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gpt2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_recorded_sparsity_is_that_of_the_weights_without_padding(name: str, monkeypatch: Any) -> None:
     made = model(name, entmax_alpha=[1.5, 2.0])
     tokens, mask = batch()
