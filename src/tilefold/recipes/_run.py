@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,19 +22,14 @@ RECORD = "tilefold_training.json"
 WHOLE = "tilefold_whole.json"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    path: Path
-    step: int
-
-
 class TrainingRun:
     """The folders of a run: ``<output_dir>`` when done, ``<output_dir>.training`` until then."""
 
     def __init__(self, output_dir: Path, recipe: dict[str, Any], data: str) -> None:
         self.output_dir, self.work_dir = output_dir, work_folder(output_dir)
-        self.recipe, self.data = recipe, data
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
+        self.checkpoint: Path | None = None
+        self.resumed_from = 0
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
         """The result of a finished run in this folder, if it has the same recipe and data."""
@@ -59,25 +53,25 @@ class TrainingRun:
             "choose another one, or replace it with --overwrite (overwrite=True)."
         )
 
-    def open(self, *, resume: bool) -> Checkpoint | None:
-        """Prepare the work folder; return its newest complete checkpoint, or ``None`` for a new run."""
+    def open(self, *, resume: bool) -> None:
+        """Prepare the work folder, and find its newest complete checkpoint."""
         self._lock = hold_folder(self.work_dir)
         left = read_json(self.work_dir / RECORD)
-        checkpoint = self._newest_checkpoint() if resume and left is not None else None
-        if checkpoint is not None and left is not None:
+        found = _complete_checkpoints(self.work_dir) if resume else {}
+        if found and left is not None:
             if not self._same(left):
                 raise ValueError(
                     f"{self.work_dir} holds an interrupted run with other settings ({self._difference(left)}); go on "
                     "with the same settings, or discard it with resume=False (with --fresh on the command line)."
                 )
-            return checkpoint
+            self.resumed_from, self.checkpoint = max(found.items())
         for entry in self.work_dir.iterdir():
-            if entry.is_dir():
+            if entry.is_dir() and entry not in found.values():
                 shutil.rmtree(entry)
-            elif entry.name != LOCK:
+            elif entry.is_file() and entry.name != LOCK and not found:
                 entry.unlink()
-        write_json(self.work_dir / RECORD, {"settings": self.settings})
-        return None
+        if not found:
+            write_json(self.work_dir / RECORD, {"settings": self.settings})
 
     def finish(self, model: Model, result: dict[str, Any]) -> None:
         """Save `model` in a temporary folder, move it into place, and delete the checkpoints."""
@@ -90,34 +84,25 @@ class TrainingRun:
         shutil.rmtree(self.work_dir)
         release_folder(self._lock)
 
-    def close(self, checkpoint: Checkpoint | None) -> None:
+    def close(self) -> None:
         """Drop a work folder that training never began in."""
-        if checkpoint is None:
+        if self.checkpoint is None:
             shutil.rmtree(self.work_dir)
         release_folder(self._lock)
-
-    def _newest_checkpoint(self) -> Checkpoint | None:
-        found: list[Checkpoint] = []
-        for path in self.work_dir.glob("checkpoint-*"):
-            mark = read_json(path / WHOLE)
-            if mark is None or not isinstance(mark.get("step"), int):
-                shutil.rmtree(path)
-            else:
-                found.append(Checkpoint(path, mark["step"]))
-        return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
     def _same(self, record: dict[str, Any]) -> bool:
         """Whether a record has this run's settings, but for those that change nothing in the model."""
         settings = record.get("settings")
         if not isinstance(settings, dict) or not isinstance(settings.get("recipe"), dict):
             return False
-        return settings.get("data") == self.data and _training(settings["recipe"]) == _training(self.recipe)
+        ours = self.settings
+        return settings.get("data") == ours["data"] and _training(settings["recipe"]) == _training(ours["recipe"])
 
     def _difference(self, record: dict[str, Any]) -> str:
         other = record.get("settings") or {}
-        theirs, ours = _training(other.get("recipe") or {}), _training(self.recipe)
+        theirs, ours = _training(other.get("recipe") or {}), _training(self.settings["recipe"])
         names = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
-        if other.get("data") != self.data:
+        if other.get("data") != self.settings["data"]:
             names.append("training data")
         return "differs in " + ", ".join(names) if names else "unreadable record"
 
@@ -130,8 +115,13 @@ def _training(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def newest_step(output_dir: Path) -> int | None:
     """The step of the newest complete checkpoint of an interrupted run into `output_dir`, None without one."""
-    marks = (read_json(mark) for mark in work_folder(output_dir).glob(f"checkpoint-*/{WHOLE}"))
-    return max((mark["step"] for mark in marks if mark and isinstance(mark.get("step"), int)), default=None)
+    return max(_complete_checkpoints(work_folder(output_dir)), default=None)
+
+
+def _complete_checkpoints(work_dir: Path) -> dict[int, Path]:
+    """Step -> folder."""
+    marks = {path.parent: read_json(path) for path in work_dir.glob(f"checkpoint-*/{WHOLE}")}
+    return {mark["step"]: path for path, mark in marks.items() if mark and isinstance(mark.get("step"), int)}
 
 
 def work_folder(output_dir: Path) -> Path:

@@ -90,13 +90,12 @@ class Examples:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The model, which is trained in place, its data, and where checkpoints go and the last one is."""
+    """The model, which is trained in place, its data, and where checkpoints go."""
 
     recipe: Recipe
     model: Model
     examples: Examples
     run: _run.TrainingRun
-    checkpoint: _run.Checkpoint | None
     bf16: bool
     progress: Progress | None
     verbose: bool
@@ -176,17 +175,17 @@ def train(
         lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated")}
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
-    checkpoint = run.open(resume=resume)
+    run.open(resume=resume)
     with quiet_libraries(verbose):
         register_entmax()
         try:
             model = recipe.start(list(collection.contents().values()))
             _use_attention(model, recipe)
         except Exception:
-            run.close(checkpoint)
+            run.close()
             raise
         said = (made.note, _lowered(recipe, model))
-        job = TrainingJob(recipe, model, made, run, checkpoint, bf16, progress, verbose)
+        job = TrainingJob(recipe, model, made, run, bf16, progress, verbose)
         with naming_full_disk(run.work_dir):
             losses = Losses() if untrained else recipe.fit(job)
             told = losses._replace(warnings=(*filter(None, said), *losses.warnings))
@@ -194,7 +193,7 @@ def train(
                 model_dir=str(output_dir),
                 steps=total_steps(recipe, made.pairs),
                 seconds=time.monotonic() - started,
-                resumed_from=checkpoint.step if checkpoint else 0,
+                resumed_from=run.resumed_from,
                 reused=False,
                 bf16=bf16,
                 fused=recipe.fused,
@@ -257,7 +256,7 @@ def run_trainer(
     if not job.verbose:
         trainer.remove_callback(PrinterCallback)
     with _run.heeding_interrupts(watcher):
-        trainer.train(resume_from_checkpoint=str(job.checkpoint.path) if job.checkpoint else None)
+        trainer.train(resume_from_checkpoint=str(job.run.checkpoint) if job.run.checkpoint else None)
     failed = recipe.graphs and trainer.model[0].forward.graphs.failed
     said = ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",) if failed else ()
     cut = tuple(

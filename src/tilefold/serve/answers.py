@@ -44,31 +44,25 @@ def listed(parts: Sequence[bytes]) -> bytes:
 
 def sparse_rows(rows: Sequence[Row], body: EmbedSparse, text: TextTokens) -> list[bytes]:
     """The parts of the answer of ``/embed_sparse``."""
-    shape = {"values": _values, "arrays": _arrays, "tokens": _by_token}[body.format]
-    kept = (strongest(row, body.top_k, body.threshold) for row in rows)
-    return [shape(*row, text if body.tokens else None, text).encode() for row in kept]
+    named = body.tokens or body.format == "tokens"
+    return [_sparse_row(strongest(row, body.top_k, body.threshold), body, text if named else None) for row in rows]
 
 
-def _values(indices: Any, weights: Any, named: TextTokens | None, _: TextTokens) -> str:
-    entries = []
-    for index, weight in zip(indices.tolist(), numbers(weights), strict=True):
-        token = "" if named is None else f',"token":{json.dumps(named.token(index))}'
-        entries.append(f'{{"index":{index},"value":{weight}{token}}}')
-    return f"[{','.join(entries)}]"
-
-
-def _arrays(indices: Any, weights: Any, named: TextTokens | None, _: TextTokens) -> str:
-    found = indices.tolist()
-    tokens = "" if named is None else f',"tokens":{json.dumps([named.token(index) for index in found])}'
-    return f'{{"indices":{json.dumps(found)},"values":[{",".join(numbers(weights))}]{tokens}}}'
-
-
-def _by_token(indices: Any, weights: Any, _: TextTokens | None, text: TextTokens) -> str:
-    tokens = [text.token(index) for index in indices.tolist()]
-    if len(set(tokens)) < len(tokens):
+def _sparse_row(row: Row, body: EmbedSparse, text: TextTokens | None) -> bytes:
+    indices, weights = row[0].tolist(), numbers(row[1])
+    tokens = None if text is None else [json.dumps(text.token(index)) for index in indices]
+    if body.format == "arrays":
+        named = "" if tokens is None else f',"tokens":[{", ".join(tokens)}]'
+        return f'{{"indices":{json.dumps(indices)},"values":[{",".join(weights)}]{named}}}'.encode()
+    if body.format == "values":
+        more = [""] * len(indices) if tokens is None else [f',"token":{token}' for token in tokens]
+        entries = zip(indices, weights, more, strict=True)
+        found = ",".join(f'{{"index":{index},"value":{weight}{token}}}' for index, weight, token in entries)
+        return f"[{found}]".encode()
+    if len(set(tokens or ())) < len(indices):
         raise ServeError("Validation", "`format`: two terms of a vector have the same text; take arrays")
-    entries = (f"{json.dumps(token)}:{weight}" for token, weight in zip(tokens, numbers(weights), strict=True))
-    return f"{{{','.join(entries)}}}"
+    found = ",".join(f"{token}:{weight}" for token, weight in zip(tokens or (), weights, strict=True))
+    return f"{{{found}}}".encode()
 
 
 def vectors(rows: Sequence[npt.NDArray[np.float32]]) -> list[bytes]:

@@ -21,7 +21,7 @@ from tilefold.serve import answers, bodies
 from tilefold.serve.endpoints import JSON, add_route, explained
 from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import Kind, Side
-from tilefold.serve.service import Asked, Outcome, Service
+from tilefold.serve.service import Asked, Outcome, Service, all_of
 from tilefold.serve.text import TextTokens
 
 __all__ = ["Routes"]
@@ -237,7 +237,7 @@ class Routes:
                 checked.append((bodies.Rerank if ranked else self._main).model_validate(instance))
             except ValidationError as error:
                 raise invalid(explained(error, f"instances.{at}")) from None
-        found = await _all([self._works[type(each)](each, request) for each in checked])
+        found = await all_of([asyncio.ensure_future(self._works[type(each)](each, request)) for each in checked])
         content = answers.listed([bytes(answer.body) for answer in found])
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
@@ -287,18 +287,6 @@ class Routes:
             return Response()
         error = ServeError("Unhealthy", "unhealthy")
         return Response(error.body(), error.status, media_type=JSON)
-
-
-async def _all(parts: Sequence[Awaitable[Response]]) -> list[Response]:
-    """The results in their order; where one fails, the others end before its error is raised."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 def _late_scores(query: torch.Tensor, documents: Sequence[torch.Tensor], raw: bool) -> list[float]:

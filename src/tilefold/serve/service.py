@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tilefold.serve.batching import Answer, Lane, Permits
+from tilefold.serve.batching import Lane, Permits
 from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
@@ -259,13 +259,7 @@ class Service:
             lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length, place, several)
             for place, (each, length) in enumerate(distinct.items())
         ]
-        try:
-            answers: list[Answer] = await asyncio.gather(*waiting)
-        except BaseException:  # of one text, or the client has gone: the others need not be encoded
-            for future in waiting:
-                future.cancel()
-            raise
-        by_input = dict(zip(distinct, answers, strict=True))
+        by_input = dict(zip(distinct, await all_of(waiting), strict=True))
         answers = [by_input[each] for each in inputs]
         outcome.rows = [answer.value for answer in answers]
         outcome.queue = statistics.fmean(answer.queue for answer in answers)
@@ -321,6 +315,17 @@ class Service:
     def log_failure(self, error: BaseException) -> None:
         """Write an error that nobody expected to the log."""
         logging.getLogger("tilefold.serve").error("a request failed: %s", type(error).__name__, exc_info=error)
+
+
+async def all_of(futures: Sequence[asyncio.Future[T]]) -> list[T]:
+    """The results in their order; where one fails, or the client has gone, the others end before that is raised."""
+    try:
+        return await asyncio.gather(*futures)
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+        raise
 
 
 def portions(items: Sequence[T], size: Callable[[Any], int] = len) -> Iterator[list[T]]:
