@@ -186,10 +186,7 @@ def test_a_step_leaves_the_weights_that_the_trainers_own_loop_leaves(
                 )
                 encoder.model_card_data.widget = [{"text": "a"}]
                 SparseEncoderTrainer(
-                    model=encoder,
-                    args=arguments,
-                    train_dataset=Dataset.from_dict(columns),
-                    loss=splade_loss(encoder),
+                    model=encoder, args=arguments, train_dataset=Dataset.from_dict(columns), loss=splade_loss(encoder)
                 ).train()
             else:
                 step = TrainingStep(encoder, bf16=False, learning_rate=1e-3)

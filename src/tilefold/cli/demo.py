@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 MINUTES, QUICK_MINUTES = 5.0, 3.0
 ANSWERS = 3
-SYSTEMS = (
-    "BM25",
-    "dense zero-shot (all-MiniLM-L6-v2)",
-    "SPLADE (trained here)",
-    "fusion",
-    "SPLADE + late interaction",
-)
+SYSTEMS = ("BM25", "dense zero-shot (all-MiniLM-L6-v2)", "SPLADE (trained here)", "fusion", "SPLADE + late interaction")
 BY_HAND = Path("by-hand")
 ERRORS = 2.0  # a difference of fewer standard errors may be chance
 

@@ -37,12 +37,7 @@ def export(
     """Write encoded documents as another engine reads them; a vocabulary whose terms would collide there is refused."""
     _common.check_choice("--to", to, ENGINES)
     # of one of the engines
-    own = {
-        "field_type": field_type,
-        "dots": dots,
-        "document": document,
-        "namespace": namespace,
-    }
+    own = {"field_type": field_type, "dots": dots, "document": document, "namespace": namespace}
     options = {"field": field, **_common.known(own)}
     tokens = _tokens(vectors, model, names, field_type)
     if tokens is None:
