@@ -1,19 +1,22 @@
-"""The documents: their links lead somewhere, their commands exist, their Python runs as far as it can."""
+"""The documents: their links lead somewhere, their commands exist, their tables name files, their Python runs."""
 
 from __future__ import annotations
 
 import ast
 import csv
+import json
 import re
 from pathlib import Path
 
 import pytest
 import typer.main
 
+from tests.recipes.small import VOCABULARY, small_masked_lm
 from tilefold import cli
 from tilefold.bench.spec import operators
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "tilefold"
 SKIPPED = {"node_modules", "tilefold-demo", "build", "dist"}  # and what is hidden: environments, caches, scratch copies
 DOCUMENTS = sorted(
     path
@@ -233,3 +236,64 @@ A_FOR_PER = re.compile(rf"\b(?:one|two|\d[\d.,]*|{COUNTED}) an? (?:{UNIT})\b(?! 
 def test_rates_are_written_with_per(path: Path) -> None:
     text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
     assert not (found := A_FOR_PER.findall(text)), f"{label(path)}: write 'per' instead of 'a' in {found}"
+
+
+READMES = sorted(PACKAGE.rglob("README.md"))
+
+
+def room(path: Path) -> Path:
+    """The folder of the next README above a file."""
+    return next(folder for folder in path.parents if (folder / "README.md").is_file())
+
+
+def named(readme: Path) -> list[str]:
+    """Names and patterns in the first cells of the tables whose first column is headed "file"."""
+    found: list[str] = []
+    in_table = False
+    for line in readme.read_text(encoding="utf-8").splitlines():
+        first = line.split("|")[1].strip() if line.startswith("|") else ""
+        in_table = bool(first) and (in_table or first == "file")
+        found += re.findall(r"`([^`]+)`", first) if in_table else []
+    return found
+
+
+def missing(folder: Path) -> list[str]:
+    """Files below a folder that the README of their room does not name."""
+    files = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
+    listed: dict[Path, set[Path]] = {room_folder: set() for room_folder in map(room, files)}
+    for room_folder, paths in listed.items():
+        paths.update(path for name in named(room_folder / "README.md") for path in room_folder.glob(name))
+    return sorted(str(path.relative_to(PACKAGE)) for path in files if path not in listed[room(path)])
+
+
+def test_every_file_is_named_in_the_table_of_its_room() -> None:
+    assert missing(PACKAGE) == []
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.parent.relative_to(PACKAGE)))
+def test_every_name_in_a_table_is_a_file(readme: Path) -> None:
+    assert [name for name in named(readme) if not any(readme.parent.glob(name))] == []
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_masked_lm(tmp_path_factory.mktemp("backbone")))
+
+
+def test_every_block_of_the_python_document_runs(
+    backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = [body for kind, body in FENCE.findall((ROOT / "docs" / "python.md").read_text()) if kind == "python"]
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(blocks):
+        small = re.sub(r"max_steps=\d+", "max_steps=2", block.replace('"minilm"', repr(backbone)))
+        exec(compile(small, f"docs/python.md, block {number}", "exec"), namespace)  # noqa: S102
+    printed = capsys.readouterr().out
+    assert f"(6, {VOCABULARY}) True" in printed and "fused {'nDCG@10'" in printed
+    points = json.loads((tmp_path / "points.json").read_text())["points"]
+    assert len(points) == 6 and points[0]["payload"] == {"document": "cards"}
+    assert len((tmp_path / "articles.jsonl").read_text().splitlines()) == 6
+    assert (
+        not {"[CLS]", "[SEP]"} & json.loads((tmp_path / "articles.jsonl").read_text().splitlines()[0])["vector"].keys()
+    )

@@ -75,18 +75,7 @@ TRAINING = {
 def counted() -> dict[str, tuple[int, int, int, int]]:
     """The rows of the script, run in a process of its own, which it leaves without kernels."""
     command = [sys.executable, "-m", "benchmarks.host_steps", "--samples", "1", "--calls", "1"]
-    command += [
-        "--only",
-        "maxsim",
-        "--only",
-        "entmax",
-        "--only",
-        "lsr_head",
-        "--only",
-        "token_scatter",
-        "--only",
-        EMPTY,
-    ]
+    command += [word for name in ("maxsim", "entmax", "lsr_head", "token_scatter", EMPTY) for word in ("--only", name)]
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-2000:]

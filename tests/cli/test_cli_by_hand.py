@@ -1,4 +1,4 @@
-"""BM25, dense retrieval, fusion and interpolated reranking from the shell, with the numbers of the Python functions."""
+"""BM25, dense retrieval, fusion, feedback and reranking from the shell, with the numbers of the Python functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import run_cli
+from tests.cli.program import Call, measured, run_steps
 from tests.recipes.small import small_collection
 from tilefold import retrieval as r
+from tilefold.cli._models import load_dense, load_encoder
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.tuning import choose_weights
@@ -42,26 +43,17 @@ def work(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
     with_dev().save_beir(folder / "data")
     data = ("--data", folder / "data")
     splits = ("--split", "test", "--split", "dev", "--k", "8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        for step in (
-            ("index", "--backend", "bm25", *data, "--output", folder / "bm25", "--k1", "0.9"),
-            ("evaluate", *data, *splits, "--index", folder / "bm25", "--save-run", folder / "bm25.trec"),
-            ("evaluate", *data, *splits, "--model", "minilm", "--save-run", folder / "dense.trec"),
-        ):
-            assert run_cli(*step) == 0, step
+    run_steps(
+        ("index", "--backend", "bm25", *data, "--output", folder / "bm25", "--k1", "0.9"),
+        ("evaluate", *data, *splits, "--index", folder / "bm25", "--save-run", folder / "bm25.trec"),
+        ("evaluate", *data, *splits, "--model", "minilm", "--save-run", folder / "dense.trec"),
+    )
     for name in ("vectors", "index", "tokens"):
         (folder / name).symlink_to(shared / name)
     return folder
 
 
-def measured(outcome: Any) -> Any:
-    assert outcome.code == 0, outcome.err
-    return json.loads(outcome.out)
-
-
-def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Any, work: Path) -> None:
+def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Call, work: Path) -> None:
     collection = with_dev()
     queries = collection.split_queries("test") | collection.split_queries("dev")
     expected = r.BM25Index.build(collection.contents(), k1=0.9).search(queries, 8)
@@ -80,7 +72,7 @@ def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Any, work: 
         assert both["splits"]["test"] == r.evaluate(r.read_trec_run(work / f"{name}.trec"), collection.qrels["test"])
 
 
-def test_search_answers_from_words_without_a_model(call: Any, work: Path, masked_lm: str) -> None:
+def test_search_answers_from_words_without_a_model(call: Call, work: Path, masked_lm: str) -> None:
     place = ("--index", work / "bm25")
     hits = measured(call("search", "random numbers", *place, "--data", work / "data", "--json"))["hits"]
     assert (hits[0]["id"], hits[0]["title"], hits[0]["terms"]) == ("d8", "module8", [])
@@ -88,7 +80,9 @@ def test_search_answers_from_words_without_a_model(call: Any, work: Path, masked
     assert measured(reranked)["hits"][0]["first"]["rank"] >= 1
 
 
-def test_fused_runs_and_chosen_weights_are_those_of_the_python_functions(call: Any, work: Path, tmp_path: Path) -> None:
+def test_fused_runs_and_chosen_weights_are_those_of_the_python_functions(
+    call: Call, work: Path, tmp_path: Path
+) -> None:
     collection = with_dev()
     runs = [r.read_trec_run(work / f"{name}.trec") for name in ("bm25", "dense")]
     qrels = collection.qrels
@@ -111,7 +105,7 @@ def test_fused_runs_and_chosen_weights_are_those_of_the_python_functions(call: A
 
 
 def test_interpolated_reranking_is_that_of_the_python_functions(
-    call: Any, work: Path, masked_lm: str, tmp_path: Path
+    call: Call, work: Path, masked_lm: str, tmp_path: Path
 ) -> None:
     whole_run = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--json")
     places = (*whole_run, "--k", "8")
@@ -131,7 +125,7 @@ def test_interpolated_reranking_is_that_of_the_python_functions(
 
 
 def test_seismic_takes_its_options_and_is_advised_against_where_it_loses(
-    call: Any, work: Path, masked_lm: str, tmp_path: Path
+    call: Call, work: Path, masked_lm: str, tmp_path: Path
 ) -> None:
     build = ("index", "--vectors", work / "vectors", "--output", tmp_path / "s", "--backend", "seismic")
     built = call(*build, "--n-postings", "50", "--doc-cut", "8", "--threads", "1", "--json")
@@ -164,7 +158,7 @@ def walk_through() -> list[list[str]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_walk_through_of_the_documents_runs_from_its_first_line_to_its_last(
-    call: Any, masked_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, masked_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
@@ -181,3 +175,113 @@ def test_the_walk_through_of_the_documents_runs_from_its_first_line_to_its_last(
             small += ["--model", masked_lm, "--steps", "1", "--batch-size", "2"]
         outcome = call(*small)
         assert outcome.code == 0, (words, outcome.err)
+
+
+QUERY = "how do I work with csv files"
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str) -> Path:
+    """A collection, an untrained model, its vectors and index, a BM25 index and its run."""
+    folder = tmp_path_factory.mktemp("feedback")
+    small_collection().save_beir(folder / "data")
+    data, model, vectors = ("--data", folder / "data"), folder / "model", folder / "vectors"
+    run_steps(
+        ("train", *data, "--model", masked_lm, "--output", model, "--steps", "0"),
+        ("encode", "--model", model, *data, "--output", vectors, "--top-k", "24", "--no-special-tokens"),
+        ("index", "--vectors", vectors, "--output", folder / "index"),
+    )
+    for name in ("bm25", "bm25.trec"):
+        (folder / name).symlink_to(shared / name)
+    return folder
+
+
+def test_search_explains_the_query_after_feedback(call: Call, fed: Path) -> None:
+    vectors = r.read_vectors(fed / "vectors")
+    index, encoder = r.load_index(fed / "index"), load_encoder(str(fed / "model"))
+    queries = r.encode_queries(encoder, {"query": QUERY}, top_k=4)
+    run = r.hits_to_run(queries, index.search(queries, 10))
+    expanded = r.expand_sparse(queries, vectors, run, r.Feedback("average", 2, top_terms=40))
+    expected = r.hits_to_run(expanded, index.search(expanded, 10))["query"]
+    place = ("--index", fed / "index", "--model", fed / "model", "--vectors", fed / "vectors")
+    asked = ("search", QUERY, *place, "--prf", "average", "--prf-depth", "2", "--prf-terms", "40", "--query-top-k", "4")
+    hits = measured(call(*asked, "--json"))["hits"]
+    assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(expected)
+    own = set(encoder.tokenizer.convert_ids_to_tokens(queries.row(0)[0].tolist()))
+    for hit in hits:  # no special token is stored, so that the terms are the whole score
+        assert sum(term["contribution"] for term in hit["terms"]) == pytest.approx(hit["score"], rel=1e-5)
+        assert sum(term["share"] for term in hit["terms"]) == pytest.approx(1, rel=1e-5)
+        assert all(term["feedback"] == (term["term"] not in own) for term in hit["terms"])
+    added = [term["term"] for term in hits[0]["terms"][:6] if term["feedback"]]
+    shown = call(*asked)
+    assert added and shown.code == 0 and all(f"+{term}" in shown.out for term in added)
+
+
+def test_search_interpolates_with_bm25_and_explains_its_own_part(call: Call, fed: Path) -> None:
+    place = ("--index", fed / "index", "--model", fed / "model", "--vectors", fed / "vectors")
+    asked = (
+        "search",
+        QUERY,
+        *place,
+        "--prf",
+        "rocchio",
+        "--prf-with",
+        fed / "bm25",
+        "--prf-weight",
+        "0.9",
+        "--json",
+    )
+    hits = measured(call(*asked, "--k", "3"))["hits"]
+    assert hits[0]["id"] == "d0" and hits[0]["score"] == pytest.approx(1, abs=0.1), "normalised scores, not products"
+    assert sum(term["share"] for term in hits[0]["terms"]) == pytest.approx(1, rel=1e-5)
+    late = call(*asked, "--prf-place", "before", "--k", "3")
+    assert measured(late)["hits"][0]["score"] > 1, "the last ranking is not interpolated"
+
+
+def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, fed: Path, tmp_path: Path) -> None:
+    collection = small_collection()
+    index, queries = r.BM25Index.build(collection.contents()), collection.split_queries("test")
+    vectors, asked = index.document_vectors(), index.query_vectors(collection.split_queries("test"))
+    exact = r.build_index(vectors)
+    rocchio = r.Feedback("rocchio", 2, alpha=0.9, beta=0.3, gamma=0.1, bottom=2)
+    expanded = r.expand_sparse(asked, vectors, index.search(queries, 1000), rocchio)
+    expected = r.hits_to_run(expanded, exact.search(expanded, 100))
+    options = {"depth": 2, "alpha": 0.9, "beta": 0.3, "gamma": 0.1, "bottom": 2}
+    given = [word for name, value in options.items() for word in (f"--prf-{name}", str(value))]
+    command = ("evaluate", "--data", fed / "data", "--index", fed / "bm25", "--prf", "rocchio", *given)
+    found = measured(call(*command, "--save-run", tmp_path / "run.trec", "--json"))
+    assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
+    saved = r.read_trec_run(tmp_path / "run.trec")
+    assert {query: pytest.approx(scores, rel=1e-5) for query, scores in expected.items()} == saved
+    again = measured(call("evaluate", "--data", fed / "data", "--run", tmp_path / "run.trec", "--json"))
+    assert again["measures"] == found["measures"], "the saved run carries the fingerprint of its texts"
+
+
+def test_evaluate_with_dense_feedback_and_a_run_is_the_python_functions(call: Call, fed: Path, tmp_path: Path) -> None:
+    collection, model = small_collection(), load_dense("minilm")
+    texts, queries = collection.contents(), collection.split_queries("test")
+    vectors, asked = r.encode_dense(model, texts, kind="document"), r.encode_dense(model, queries, kind="query")
+
+    def search(vectors_of_queries: Any) -> Any:
+        return r.rank_by_similarity(model, vectors, vectors_of_queries.to(vectors), list(texts), list(queries), 1000)
+
+    def again(basis: Any) -> Any:
+        return search(r.expand_dense(asked, list(queries), vectors, list(texts), basis, r.Feedback()))
+
+    second, mix = r.read_trec_run(fed / "bm25.trec"), r.Interpolation("both", 0.3)
+    expected = r.with_feedback(search(asked), again, 1000, second, mix)
+    command = ("evaluate", "--data", fed / "data", "--model", "minilm", "--prf", "average", "--prf-with",
+               fed / "bm25.trec", "--prf-weight", "0.3", "--save-run", tmp_path / "run.trec", "--json")  # fmt: skip
+    found = measured(call(*command))
+    assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
+    for query, scores in r.read_trec_run(tmp_path / "run.trec").items():
+        assert scores == pytest.approx(expected[query], abs=1e-6)
+
+
+def test_a_second_ranking_of_other_documents_is_refused(call: Call, fed: Path, tmp_path: Path) -> None:
+    other: Any = small_collection()
+    other.documents.popitem()
+    r.BM25Index.build(other.contents()).save(tmp_path / "other")
+    data = ("evaluate", "--data", fed / "data", "--index", fed / "bm25")
+    refused = call(*data, "--prf", "average", "--prf-with", tmp_path / "other")
+    assert refused.code == 1 and "was made from other documents" in refused.err

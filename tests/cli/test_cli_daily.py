@@ -9,19 +9,16 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.program import Outcome, run_cli
+from tests.cli.program import Call, run_steps
 from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
 from tilefold.cli import _common, _models
 from tilefold.retrieval import _made, encoding, read_vectors
-
-Call = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +27,12 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
     folder = tmp_path_factory.mktemp("daily")
     small_collection().save_beir(folder / "data")
     model, vectors = folder / "model", folder / "vectors"
-    start = ("train", "--data", folder / "data", "--model", masked_lm, "--output", model, "--steps", "0")
-    assert run_cli(*start) == 0
     corpus = folder / "data" / "corpus.jsonl"
-    assert run_cli("encode", "--model", model, "--data", corpus, "--output", vectors, "--top-k", "32") == 0
-    assert run_cli("index", "--vectors", vectors, "--output", folder / "index") == 0
+    run_steps(
+        ("train", "--data", folder / "data", "--model", masked_lm, "--output", model, "--steps", "0"),
+        ("encode", "--model", model, "--data", corpus, "--output", vectors, "--top-k", "32"),
+        ("index", "--vectors", vectors, "--output", folder / "index"),
+    )
     return folder
 
 
@@ -160,27 +158,21 @@ def test_a_full_disk_is_named(call: Call, work: Path, tmp_path: Path) -> None:
         assert f"Error: {tmp_path}/{name}: could not be written, the disk or the quota is full" in outcome.err
 
 
-def test_two_programs_do_not_write_into_one_folder(call: Call, work: Path, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "v")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
-        holder.kill()
-    assert outcome.code == 1 and "another process is writing there" in outcome.err
-
-
-def test_two_programs_do_not_build_one_index(call: Call, work: Path, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD_PATH, str(tmp_path / "index")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as holder:  # fmt: skip
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        outcome = call("index", "--backend", "bm25", "--data", work / "data", "--output", tmp_path / "index")
-        holder.kill()
-    assert outcome.code == 1 and f"{tmp_path}/index: another process is writing it" in outcome.err
-    assert call("index", "--backend", "bm25", "--data", work / "data", "--output", tmp_path / "index").code == 0
-    assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+def test_two_programs_do_not_write_into_one_place(call: Call, work: Path, tmp_path: Path) -> None:
+    encode = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
+    index = ("index", "--backend", "bm25", "--data", work / "data", "--output", tmp_path / "index")
+    for program, command, message in (
+        (HOLD, encode, "another process is writing there"),
+        (HOLD_PATH, index, f"{tmp_path}/index: another process is writing it"),
+    ):
+        held = (sys.executable, "-c", program, str(command[-1]))
+        with subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            outcome = call(*command)
+            holder.kill()
+        assert outcome.code == 1 and message in outcome.err
+    assert call(*index).code == 0
+    assert "index" in {entry.name for entry in tmp_path.iterdir()} and not list(tmp_path.glob(".index*"))
 
 
 QUERIES = "how do I work with csv files\n\nq2\thow do I work with sockets\n"

@@ -1,4 +1,4 @@
-"""Multi-vector models on the command line: train, encode, rerank in search and evaluate."""
+"""Multi-vector models, and Qdrant indexes, on the command line."""
 
 from __future__ import annotations
 
@@ -9,50 +9,49 @@ from typing import Any
 
 import pytest
 
+from tests.cli.program import Call
 from tests.manifests import edit
 from tests.recipes.small import small_collection
-
-
-@pytest.fixture(scope="module")
-def work(shared: Path) -> Path:
-    return shared
+from tests.retrieval.qdrant_over_http import OverHttp
+from tilefold.retrieval.qdrant import QdrantCollection
 
 
 @pytest.fixture
-def places(work: Path, masked_lm: str) -> tuple[str | Path, ...]:
-    return ("--model", masked_lm, "--index", work / "index", "--data", work / "data")
+def places(shared: Path, masked_lm: str) -> tuple[str | Path, ...]:
+    return ("--model", masked_lm, "--index", shared / "index", "--data", shared / "data")
 
 
 def test_training_again_returns_the_model_and_encoding_again_reports_what_is_there(
-    call: Any, work: Path, masked_lm: str
+    call: Call, shared: Path, masked_lm: str
 ) -> None:
     small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
-    same = ("train", "--recipe", "colbert", "--data", work / "data", "--model", masked_lm, "--output", work / "late")
+    place = ("--data", shared / "data", "--model", masked_lm, "--output", shared / "late")
+    same = ("train", "--recipe", "colbert", *place)
     trained = call(*same, *small, "--json")
     result = json.loads(trained.out)
     assert (trained.code, result["reused"], result["steps"], result["fused"]) == (0, True, 2, True)
     other = call(*same, *small, "--query-length", "16")
     assert (other.code, "differs in --query-length" in other.err) == (1, True)
-    again = ("encode", "--model", work / "late", "--data", work / "data", "--shard-size", "10")
-    encoded = call(*again, "--output", work / "tokens", "--json")
+    again = ("encode", "--model", shared / "late", "--data", shared / "data", "--shard-size", "10")
+    encoded = call(*again, "--output", shared / "tokens", "--json")
     found = json.loads(encoded.out)
     assert (found["n"], found["dimension"], found["storage"], found["shards"]) == (16, 16, "fp16", 2)
     assert (found["failed"], found["mean_tokens"] * 16) == ({}, found["n_tokens"])
-    changed = call(*again, "--output", work / "tokens", "--storage", "int8")
+    changed = call(*again, "--output", shared / "tokens", "--storage", "int8")
     assert (changed.code, "storage: 'fp16' before, 'int8' now" in changed.err) == (1, True)
 
 
-def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Any, work: Path, places: Any) -> None:
+def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared: Path, places: Any) -> None:
     from sentence_transformers import MultiVectorEncoder
 
     query = "how do I work with csv files"
-    outcome = call("search", query, *places, "--vectors", work / "vectors", "--rerank", work / "tokens", "--json")
+    outcome = call("search", query, *places, "--vectors", shared / "vectors", "--rerank", shared / "tokens", "--json")
     assert outcome.code == 0, outcome.err
     hits = json.loads(outcome.out)["hits"]
     assert [hit["rank"] for hit in hits] == list(range(1, len(hits) + 1))
     assert len(hits) == 10
     assert all(hit["terms"] for hit in hits)
-    model = MultiVectorEncoder(str(work / "late"), device="cpu", local_files_only=True)
+    model = MultiVectorEncoder(str(shared / "late"), device="cpu", local_files_only=True)
     texts = [small_collection().documents[hit["id"]].contents for hit in hits]
     expected = model.similarity(model.encode_query([query]), model.encode_document(texts))[0].tolist()
     # the program encodes in bf16 where the hardware has it: 8 bits a similarity, over at most 32 query tokens
@@ -61,46 +60,34 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Any, work: Pa
     plain = json.loads(call("search", query, *places, "--k", "16", "--json").out)["hits"]
     before = {hit["id"]: {"rank": hit["rank"], "score": hit["score"]} for hit in plain}
     assert all(hit["first"] == before[hit["id"]] for hit in hits)
-    table = call("search", query, *places, "--rerank", work / "tokens")
+    table = call("search", query, *places, "--rerank", shared / "tokens")
     assert "before: #, score" in table.out
     assert hits[0]["title"] in table.out
 
 
-def test_a_model_reranks_as_the_token_vectors_that_it_made(call: Any, work: Path, places: Any) -> None:
-    query = "reading zip archives"
-    stored, live = (
-        json.loads(call("search", query, *places, "--rerank", work / name, "--rerank-depth", "12", "--json").out)[
-            "hits"
-        ]
-        for name in ("tokens", "late")
-    )
-    scores = {hit["id"]: hit["score"] for hit in stored}
-    assert {hit["id"]: hit["score"] for hit in live} == pytest.approx(scores, abs=32 * 2**-8)
-
-
 def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers(
-    call: Any, work: Path, places: Any, tmp_path: Path
+    call: Call, shared: Path, places: Any, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first.trec", tmp_path / "second.trec"
     assert call("evaluate", *places, "--save-run", first).code == 0
-    tokens = ("encode", "--model", work / "late", "--data", work / "data", "--shard-size", "10", "--storage", "int8")
+    tokens = ("encode", "--model", shared / "late", "--data", shared / "data", "--storage", "int8")
     assert call(*tokens, "--output", tmp_path / "tokens8").code == 0
     late = ("--rerank", tmp_path / "tokens8", "--json")
     searched = call("evaluate", *places, *late, "--save-run", second)
     assert searched.code == 0, searched.err
     found = json.loads(searched.out)
     assert found["rerank"] == str(tmp_path / "tokens8")
-    read = call("evaluate", "--data", work / "data", "--run", first, *late)
+    read = call("evaluate", "--data", shared / "data", "--run", first, *late)
     assert json.loads(read.out)["measures"] == found["measures"]
-    again = call("evaluate", "--data", work / "data", "--run", second, "--json")
+    again = call("evaluate", "--data", shared / "data", "--run", second, "--json")
     assert json.loads(again.out)["measures"] == found["measures"]
     shallow = call("evaluate", *places, *late, "--rerank-depth", "1")
-    untouched = json.loads(call("evaluate", "--data", work / "data", "--run", first, "--json").out)["measures"]
+    untouched = json.loads(call("evaluate", "--data", shared / "data", "--run", first, "--json").out)["measures"]
     assert json.loads(shallow.out)["measures"] == untouched  # the best candidate stays the best
 
 
 def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
-    call: Any, work: Path, places: Any, masked_lm: str, tmp_path: Path
+    call: Call, shared: Path, places: Any, masked_lm: str, tmp_path: Path
 ) -> None:
     from tilefold.recipes.colbert import ColbertRecipe, load_base_model
 
@@ -113,7 +100,7 @@ def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
     others = {name: tmp_path / name for name in ("wide", "seeded")}
     load_base_model(ColbertRecipe(base_model=masked_lm, dimension=24)).save_pretrained(str(others["wide"]))
     load_base_model(ColbertRecipe(base_model=masked_lm, dimension=16)).save_pretrained(str(others["seeded"]))
-    stored = ("--rerank", work / "tokens", "--rerank-model")
+    stored = ("--rerank", shared / "tokens", "--rerank-model")
     assert "makes vectors of dimension 24, and" in searched(*stored, others["wide"])
     assert "its weights or settings differ" in searched(*stored, others["seeded"])
 
@@ -121,12 +108,12 @@ def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
     part.documents = dict(list(part.documents.items())[:9])
     part.qrels = {"test": {"q0": {"d0": 1}}}
     part.save_beir(tmp_path / "part")
-    encode = ("encode", "--model", work / "late", "--data", tmp_path / "part", "--output", tmp_path / "few")
+    encode = ("encode", "--model", shared / "late", "--data", tmp_path / "part", "--output", tmp_path / "few")
     assert call(*encode).code == 0
     assert "few holds token vectors of other documents" in searched("--rerank", tmp_path / "few")
 
     broken = tmp_path / "broken"
-    shutil.copytree(work / "tokens", broken)
+    shutil.copytree(shared / "tokens", broken)
     shard = broken / "part-00001.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
@@ -139,5 +126,90 @@ def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
     edit(broken / "manifest.json", complete=True, model_source="/no/such/model")
     moved = call("search", "queues", *places, "--rerank", broken)
     assert (moved.code, "name it with --rerank-model" in moved.err) == (2, True)
-    named = call("search", "queues", *places, "--rerank", broken, "--rerank-model", work / "late")
+    named = call("search", "queues", *places, "--rerank", broken, "--rerank-model", shared / "late")
     assert named.code == 0, named.err
+
+
+def test_evaluate_and_search_give_the_figures_of_an_exact_index(
+    call: Call, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = OverHttp()
+    http.key = "sesame-77-open"
+    monkeypatch.setenv("QDRANT_API_KEY", http.key)
+    index = ("index", "--backend", "qdrant", "--vectors", shared / "vectors", "--output")
+    places = ("--data", shared / "data", "--model", masked_lm)
+    exact = json.loads(call("evaluate", *places, "--index", shared / "index", "--json").out)
+    for name, options in (("folder", ()), ("server", ("--url", http.url))):
+        made = call(*index, tmp_path / name, *options, "--json")
+        assert made.code == 0, made.err
+        assert json.loads(made.out)["n_documents"] == len(small_collection().documents)
+        found = call("evaluate", *places, "--index", tmp_path / name, "--json")
+        assert (found.code, json.loads(found.out)) == (0, exact), found.err
+        vectors = ("--vectors", shared / "vectors")
+        hits = call("search", "csv files", *places, *vectors, "--index", tmp_path / name, "--json")
+        assert hits.code == 0 and json.loads(hits.out)["hits"][0]["terms"], hits.err
+        assert http.key not in made.err + found.err + hits.err
+    assert http.client.collection_exists("server")
+    with QdrantCollection.embedded(tmp_path / "folder"):
+        refused = call("search", "csv files", "--model", masked_lm, "--index", tmp_path / "folder")
+        assert (refused.code, "the collection is open elsewhere" in refused.err) == (1, True)
+    http.key = "changed"
+    refused = call("search", "csv files", "--model", masked_lm, "--index", tmp_path / "server")
+    assert (refused.code, "answered 401 to the key given" in refused.err, "sesame" in refused.err) == (1, True, False)
+    http.stop()
+
+
+def test_index_says_that_it_resumes(call: Call, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = len(small_collection().documents)
+    index = ("index", "--backend", "qdrant", "--vectors", shared / "vectors", "--output", tmp_path / "index")
+
+    def interrupt(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tilefold.retrieval.qdrant.edge.EdgeEngine.optimize", interrupt)
+        assert call(*index).code == 130
+    made = call(*index)
+    assert made.code == 0 and f"indexing resumes: {documents} of {documents} were done before" in made.err
+    assert "resumes" not in call(*index).err
+
+
+def test_an_index_is_added_to_and_deleted_from(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
+    http = OverHttp()
+    new = tmp_path / "new.jsonl"
+    texts = {"d0": "sockets alone, and nothing else", "extra": "a document about csv files that is new"}
+    new.write_text("".join(json.dumps({"_id": name, "text": text}) + "\n" for name, text in texts.items()))
+    encode = ("encode", "--model", masked_lm, "--data", new, "--top-k", "64", "--output", tmp_path / "vectors")
+    assert call(*encode).code == 0
+    gone = tmp_path / "gone.txt"
+    gone.write_text("d3\nd4\n\nnever there\n")
+    index = ("index", "--backend", "qdrant", "--output")
+    update = ("--vectors", tmp_path / "vectors", "--update", "--delete", gone, "--json")
+    for name, options in (("folder", ()), ("server", ("--url", http.url))):
+        place = tmp_path / name
+        assert call(*index, place, *options, "--vectors", shared / "vectors").code == 0
+        made = call(*index, place, *update)
+        assert made.code == 0, made.err
+        expected = {"n_documents": len(small_collection().documents) - 1, "written": 2, "deleted": 2}
+        assert json.loads(made.out).items() >= expected.items()
+        found = call("search", "csv files", "--model", masked_lm, "--index", place, "--k", "50", "--json")
+        names = {hit["id"] for hit in json.loads(found.out)["hits"]}
+        assert "extra" in names and not {"d3", "d4"} & names
+        assert json.loads((place / "index.json").read_text())["n_documents"] == expected["n_documents"]
+        again = call(*index, place, *update)
+        assert (again.code, json.loads(again.out)["deleted"]) == (0, 0)
+    http.stop()
+    place = tmp_path / "folder"
+    for wrong, code, message in (
+        (("--update",), 2, "give them with --vectors"),
+        (("--delete", tmp_path / "none"), 2, "--delete:"),
+        (("--delete", gone, "--vectors", tmp_path / "vectors"), 2, "--vectors goes with --update"),
+        (("--delete", gone, "--weights", "float16"), 2, "--weights is for a new index"),
+        (("--delete", gone, "--output", tmp_path / "nowhere"), 1, "no such file"),
+        (("--delete", gone, "--output", shared / "index"), 1, "expected an index of backend 'qdrant', got 'exact'"),
+    ):
+        output = () if "--output" in wrong else ("--output", place)
+        refused = call("index", "--backend", "qdrant", *output, *wrong)
+        assert (refused.code, message in refused.err) == (code, True), refused.err
+    refused = call("index", "--output", place, "--vectors", shared / "vectors", "--update")
+    assert (refused.code, "--update goes with --backend qdrant" in refused.err) == (2, True)

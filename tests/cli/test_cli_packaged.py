@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cli.program import run_cli
+from tests.cli.program import run_steps
 from tests.recipes.small import small_collection
 from tilefold.retrieval import open_tokens, read_vectors
 
@@ -26,15 +26,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = ("--data", folder / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEFOLD_CACHE_DIR", str(folder / "cache"))
-        for command in (
+        run_steps(
             ("train", *data, "--steps", "0", "--output", folder / "splade"),
             ("train", *data, "--recipe", "colbert", "--steps", "0", "--dimension", "0", "--output", folder / "colbert"),
             ("encode", *data, "--model", "minilm", "--output", folder / "vectors"),
             ("encode", *data, "--model", "minilm", "--kind", "tokens", "--output", folder / "tokens"),
             ("encode", *data, "--model", folder / "colbert", "--kind", "tokens", "--output", folder / "trained-tokens"),
             ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
-        ):
-            assert run_cli(*command) == 0, command
+        )
     return folder
 
 
@@ -109,22 +108,6 @@ def test_without_its_cache_minilm_is_made_again_from_the_same_documents_only(
     assert call(*search, "--data", work / "data").code == 0, "a damaged cache is made again"
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", "/proc/nowhere")
     assert call(*search, "--data", work / "data").code == 0, "as is one that cannot be written"
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (["--kind", "dense"], "--kind: expected one of sparse, tokens, got 'dense'"),
-        (["--kind", "tokens", "--top-k", "5"], "--top-k is for sparse models, and minilm is a multi-vector one"),
-        (["--storage", "int8"], "--storage is for multi-vector models, and minilm is a sparse one"),
-    ],
-)
-def test_kinds_that_do_not_fit_are_refused(
-    call: Any, work: Path, tmp_path: Path, command: list[str], message: str
-) -> None:
-    outcome = call("encode", "--model", "minilm", "--data", work / "data", "--output", tmp_path / "v", *command)
-    assert outcome.code == 2 and message in outcome.err
-    assert not (tmp_path / "v").exists()
 
 
 def test_a_saved_model_makes_its_own_kind_only(call: Any, work: Path, tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import programs
-from tests.cli.program import Outcome, run_cli
+from tests.cli.program import Call, run_steps
 from tests.recipes.small import small_collection
 from tilefold._files import write_json
 from tilefold.recipes import _run
@@ -19,7 +18,6 @@ from tilefold.retrieval import read_manifest
 from tilefold.retrieval._made import Shard
 from tilefold.retrieval.collection import Collection, Document
 
-Call = Callable[..., Outcome]
 LENGTH = 24  # tokens; one document of the small collection, d12, has 25 of them, all other texts less
 
 
@@ -30,25 +28,10 @@ def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
     long = {f"d{i}": Document(f"d{i}", "", "words " * count) for i, count in ((0, 22), (3, 23), (7, 40), (9, 9000))}
     Collection("small", small.documents | long, small.queries, small.qrels).save_beir(folder / "data")
     start = ("train", "--data", folder / "data", "--model", masked_lm, "--output", folder / "model", "--steps", "0")
-    assert run_cli(*start, "--max-length", LENGTH) == 0
     encoded = ("--model", folder / "model", "--data", folder / "data", "--output", folder / "vectors", "--top-k", "32")
-    assert run_cli("encode", *encoded) == 0
-    assert run_cli("index", "--vectors", folder / "vectors", "--output", folder / "index") == 0
+    index = ("index", "--vectors", folder / "vectors", "--output", folder / "index")
+    run_steps((*start, "--max-length", LENGTH), ("encode", *encoded), index)
     return folder
-
-
-@pytest.mark.parametrize(
-    ("args", "option"),
-    [
-        (("search", "--index", "a", "words", "--index", "b"), "--index"),
-        (("encode", "--model=a", "--model", "a", "--output", "v"), "--model"),
-        (("train", "--output", "m", "--set", "epochs=1", "--set", "epochs=2"), "--set: epochs"),
-    ],
-)
-def test_an_input_or_a_field_that_was_given_twice_is_refused(call: Call, args: tuple[str, ...], option: str) -> None:
-    outcome = call(*args)
-    assert outcome.code == 2
-    assert outcome.err.splitlines()[0] == f"Error: {option}: expected once, got it twice: leave one out."
 
 
 def test_of_a_setting_that_was_given_twice_the_last_one_counts_and_it_is_said(call: Call, work: Path) -> None:
@@ -101,17 +84,8 @@ def test_queries_and_dense_texts_that_were_cut_are_said(call: Call, work: Path) 
 def test_encode_says_that_it_resumes_and_from_where(
     call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = (
-        "encode",
-        "--model",
-        work / "model",
-        "--data",
-        work / "data",
-        "--shard-size",
-        "4",
-        "--output",
-        tmp_path / "v",
-    )
+    made_of = ("encode", "--model", work / "model", "--data", work / "data")
+    asked = (*made_of, "--shard-size", "4", "--output", tmp_path / "v")
     take, left = Shard.take, iter(range(2))
 
     def stop(*arguments: Any) -> None:
@@ -152,17 +126,6 @@ def test_train_says_that_it_resumes_and_what_it_starts_from(
         "train", "--data", work / "data", "--model", tmp_path / "m", "--steps", "0", "--output", tmp_path / "s"
     )
     assert start.code == 0 and start.out.startswith("no step of training, ") and "untrained" not in start.out
-
-
-def test_a_field_that_an_option_sets_is_not_set_again(call: Call) -> None:
-    for given in (
-        ("--steps", "3", "--set", "max_steps=2"),
-        ("--regularizer", "1", "--set", "query_regularizer.weight=2"),
-    ):
-        outcome = call("train", "--output", "o", *given)
-        assert outcome.code == 2 and f"expected once, got it twice (--set and {given[0]})" in outcome.err
-    outcome = call("train", "--output", "o", "--recipe", "unicoil", "--regularizer", "1")
-    assert outcome.code == 2 and "--regularizer does nothing for this recipe, which has no penalty" in outcome.err
 
 
 def test_what_changes_nothing_or_less_than_asked_is_said(

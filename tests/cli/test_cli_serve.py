@@ -16,14 +16,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import programs
-from tests.cli.program import run_cli
 from tests.processes import environment
-from tests.recipes.tiny import tiny_masked_lm
 from tests.serve.running import Client
 from tests.serve.test_serve_sockets import wait_until
 from tests.test_imports import HIDE, run_python
-from tilefold.recipes import ColbertRecipe
-from tilefold.recipes.colbert import load_base_model
 from tilefold.retrieval.collection import Collection, Document
 
 
@@ -66,24 +62,13 @@ except SystemExit as leave:
     assert 'pip install "tilefold[serve]"' in str(failed.value)
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, collection: Any) -> Path:
-    """A collection with its models, vectors and indexes."""
-    folder = tmp_path_factory.mktemp("serve")
-    collection.save_beir(folder / "data")
-    tiny = tiny_masked_lm(folder / "tiny", collection)
-    load_base_model(ColbertRecipe(base_model=str(tiny), dimension=16, max_length=32)).save_pretrained(
-        str(folder / "late")
-    )
-    data = ("--data", folder / "data")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        assert run_cli("encode", "--model", tiny, *data, "--output", folder / "vectors") == 0
-        assert run_cli("encode", "--model", folder / "late", *data, "--output", folder / "tokens") == 0
-        assert run_cli("index", "--vectors", folder / "vectors", "--output", folder / "index") == 0
-        assert run_cli("index", "--backend", "bm25", *data, "--output", folder / "words") == 0
-    return folder
+@pytest.fixture
+def work(shared: Path, masked_lm: str, tmp_path: Path) -> Path:
+    """The shared collection with its vectors and indexes, and the model that made them."""
+    for name in ("data", "vectors", "index", "bm25", "tokens"):
+        (tmp_path / name).symlink_to(shared / name)
+    (tmp_path / "tiny").symlink_to(masked_lm)
+    return tmp_path
 
 
 def test_paths_that_do_not_belong_together_are_refused(call: Any, work: Path, tmp_path: Path) -> None:
@@ -102,15 +87,9 @@ def test_paths_that_do_not_belong_together_are_refused(call: Any, work: Path, tm
 def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path, work: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesam\n")
-    paths = {
-        "model": "tiny",
-        "index": "index",
-        "data": "data",
-        "vectors": "vectors",
-        "bm25": "words",
-        "tokens": "tokens",
-    }
-    options = [part for option, name in paths.items() for part in (f"--{option}", str(work / name))]
+    options, model = ["--model", str(work / "tiny")], (work / "tiny").resolve().name
+    for name in ("index", "data", "vectors", "bm25", "tokens"):
+        options += [f"--{name}", str(work / name)]
     options += ["--name", "small", "--port", "0", "--api-key-file", str(key)]
     options += ["--cors-allow-origin", "https://a.example", "--cors-allow-origin", "https://b.example"]
     command = ("-m", "tilefold.cli", "serve", *options)
@@ -118,10 +97,10 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "http://" in line)
-            port = int(re.search(r"tiny and late and small at http://127\.0\.0\.1:(\d+); Ctrl-C ends", line)[1])
+            port = int(re.search(rf"{model} and late and small at http://127\.0\.0\.1:(\d+); Ctrl-C ends", line)[1])
             client = Client(port, {"authorization": "Bearer sesam"})
             (row,) = client.post("/embed_sparse", {"inputs": "read csv files", "top_k": 4, "format": "tokens"}).json
-            assert (len(row), client.get("/info").json["model_id"]) == (4, "tiny")
+            assert (len(row), client.get("/info").json["model_id"]) == (4, model)
             reply = client.request("GET", "/info", Origin="https://b.example")
             assert reply.headers["access-control-allow-origin"] == "https://b.example"
             body = {"query": "csv files", "fusion": True, "prf": True, "rerank": True, "explain": True}

@@ -156,24 +156,6 @@ def test_a_quick_demo_is_one_of_three_minutes_and_more_minutes_never_do_less() -
     assert taken == sorted(taken)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--minutes", "0"], "expected a number above 0"),
-        (["--minutes", "inf"], "expected a number above 0"),
-        (["--full", "--quick"], "exclude one another"),
-        (["--full", "--minutes", "5"], "exclude one another"),
-        (["--seed", "-1"], "expected a whole number of at least 0"),
-    ],
-)
-def test_options_of_a_demo_that_make_no_sense_are_usage_errors(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, _, err = run(["demo", "--output", str(tmp_path), *options], capsys)
-    assert code == 2
-    assert message in err
-
-
 def test_more_test_queries_come_from_the_training_split_and_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
     given = small_collection()

@@ -103,11 +103,3 @@ def test_a_plan_says_what_fits_and_what_encoding_takes(tmp_path: Path) -> None:
     assert found["training_checkpointed"]["largest_batch"] > 4 * found["training"]["largest_batch"]
     printed = run(*asked, "--documents", "1000000000")
     assert "at most 3" in printed and "encoding 1,000,000,000 documents" in printed and "not measured" in printed
-
-
-@pytest.mark.parametrize("asked", [("plan",), ("plans", "--model", "x"), ("--length", "5")])
-def test_a_plan_needs_its_word_and_a_model(asked: tuple[str, ...]) -> None:
-    app = typer.Typer()
-    app.command()(info)
-    error = CliRunner().invoke(app, list(asked)).exception
-    assert "tilefold info plan --model" in str(error)

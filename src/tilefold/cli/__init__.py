@@ -94,20 +94,16 @@ def _app() -> Any:
     import typer
 
     from tilefold.cli._root import Command, root
-    from tilefold.cli.bench import bench
+    from tilefold.cli.bench import bench, warmup
     from tilefold.cli.demo import demo
     from tilefold.cli.encode import encode
-    from tilefold.cli.evaluate import evaluate
-    from tilefold.cli.export import export
-    from tilefold.cli.fuse import fuse
-    from tilefold.cli.index import index
+    from tilefold.cli.evaluate import evaluate, fuse
+    from tilefold.cli.index import export, index
     from tilefold.cli.info import info
-    from tilefold.cli.mine import mine
-    from tilefold.cli.score import score
+    from tilefold.cli.mine import mine, score
     from tilefold.cli.search import search
     from tilefold.cli.serve import serve
     from tilefold.cli.train import recipes, train
-    from tilefold.cli.warmup import warmup
 
     app = typer.Typer(
         name="tilefold",

@@ -1,0 +1,227 @@
+"""`benchmarks.search` and `benchmarks.train`: made data, rows behind their gates; results as tables and pictures."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import encode, search_data, train
+from benchmarks import search as job
+from benchmarks import train as train_job
+from benchmarks.job import JobOptions, main
+from benchmarks.jobs_plot import plot_jobs
+from benchmarks.results_plot import plot_results
+from benchmarks.results_table import markdown_table
+from benchmarks.search_plot import plot_search
+from benchmarks.train_data import TINY, load_tokenizer, made_pairs, make_encoder, valid_share
+from benchmarks.train_run import GATE_STEPS, Measured, run
+from tests.distributed.models import VOCABULARY, save_tiny_splade
+from tilefold.bench.results import collect, read_csv, write_csv
+from tilefold.bench.runner import CSV_KEY, BenchRow
+from tilefold.retrieval import SparseVectors, build_index
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def heaviest(vectors: SparseVectors, row: int, k: int) -> dict[int, float]:
+    terms, weights = vectors.row(row)
+    best = np.argsort(-weights)[:k]
+    return dict(zip(terms[best].tolist(), weights[best].tolist(), strict=True))
+
+
+def test_made_vectors_have_the_statistics_that_the_benchmark_states() -> None:
+    documents = search_data.made_documents(5_000, 0)
+    assert documents.vocab_size == 30_522 and 115 < np.diff(documents.indptr).mean() < 123
+    assert all(np.all(np.diff(documents.row(row)[0]) > 0) for row in range(500))
+    queries = search_data.made_queries(documents, 100, 0)
+    assert 42 < np.diff(queries.indptr).mean() < 44
+    for vectors, k in ((documents, 50), (queries, 10)):
+        mass = [sum(heaviest(vectors, row, k).values()) / vectors.row(row)[1].sum() for row in range(100)]
+        assert 0.72 < np.mean(mass) < 0.79
+    kept = []
+    for row, hits in enumerate(build_index(documents).search(queries, 10)):
+        asked = heaviest(queries, row, 9)
+        for hit in hits:
+            document = heaviest(documents, int(hit.id[1:]), 20)
+            kept.append(sum(asked[term] * document.get(term, 0.0) for term in asked) / hit.score)
+    assert 0.8 < np.mean(kept) < 0.9
+
+
+def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: Path) -> None:
+    asked = ["--quick", "--shape", "splade-1k", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(job.JOB, job.__doc__, asked) == 0
+    (path,) = tmp_path.rglob("search.csv")
+    rows = read_csv(path)
+    assert {row["engine"] for row in rows} == {"exact", "seismic", "scipy", "numba"}
+    for row in rows:
+        assert row["gate"] == "ok"
+        if row["engine"] in ("exact", "scipy"):
+            assert float(row["recall_at_10"]) == 1.0
+            assert 0 < float(row["p50_ms"]) <= float(row["p99_ms"])
+    searches = [(float(row["query_cut"]), float(row["recall_at_10"])) for row in rows if row["engine"] == "seismic"]
+    assert len(searches) == 3 and all(recall >= 0.95 for cut, recall in searches if cut >= 10)
+
+
+def test_an_unknown_shape_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    for each in (encode.JOB, job.JOB, train.JOB):
+        with pytest.raises(ValueError, match="shape must be one of"):
+            each.chosen(["huge"], "cpu", quick=False)
+    with pytest.raises(SystemExit) as leave:
+        main(job.JOB, job.__doc__, ["--shape", "splade-1", "--device", "cpu"])
+    assert leave.value.code == 2
+    assert "got 'splade-1'" in capsys.readouterr().err
+
+
+def test_recall_counts_ties_for_either_and_misses_for_none() -> None:
+    best = [("a", 3.0), ("b", 2.0)]
+    assert job.recall([best], [[("a", 3.0), ("c", 2.0)]]) == 1.0
+    assert job.recall([best], [[("a", 3.0), ("c", 1.0)]]) == 0.5
+    assert job.recall([best], [[]]) == 0.0
+
+
+def test_wrong_answers_of_an_exact_search_fail_the_gate() -> None:
+    truth = [[("a", 3.0)]]
+    for found, gate in ((("b", 1.0), "recall 0.0000 of an exact search"), (("a", 3.001), "scores differ by 3.3e-04")):
+        measured = job.Measured(0.0, 0.0, 0.0, [1.0], [1.0], [[found]])
+        assert str(job.row("scipy", measured, truth)["gate"]).startswith(gate)
+        assert job.row("seismic", measured, truth)["gate"] == "ok"
+
+
+def test_the_truth_is_compared_with_a_sum_over_all_vectors() -> None:
+    documents = search_data.made_documents(300, 0)
+    queries = search_data.made_queries(documents, 4, 0)
+    truth = [[(hit.id, hit.score) for hit in row] for row in build_index(documents).search(queries, 10)]
+    assert job.against_a_sum(documents, queries, truth) == ""
+    wrong = [[(name, 1.01 * score) for name, score in row] for row in truth]
+    assert job.against_a_sum(documents, queries, wrong).startswith("beside a sum over all vectors: scores differ")
+    assert "recall 0.0" in job.against_a_sum(documents, queries, [[("d0", 0.0)] * 10] * 4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("datasets")
+    pytest.importorskip("sentence_transformers")
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_splade("bert", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-colbert"])
+def test_all_sides_train_the_same_model(name: str, tokenizer_folder: Path) -> None:
+    (case,) = train_job.JOB.chosen([name], "cpu", True)
+    case = replace(case, numbers={**case.numbers, "vocab": VOCABULARY})
+    rows = list(train_job.JOB.run(case, JobOptions(CPU, tokenizer=tokenizer_folder)))
+    assert [row["side"] for row in rows] == list(case.numbers["steps"])
+    for row in rows:
+        assert row["gate"] == "ok", row
+        assert len(str(row["losses"]).split()) == GATE_STEPS
+        assert float(str(row["step_ms"])) > 0 and set(train_job.JOB.key) <= set(row)
+    assert rows[0]["ratio"] == 1 and rows[0]["loss_error"] == 0
+
+
+def test_ragged_texts_have_the_stated_share_of_tokens(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    ragged = made_pairs(tokenizer, 512, ragged=True)["document"]
+    assert 0.22 < valid_share(tokenizer, ragged, 128, 256) < 0.34
+    assert valid_share(tokenizer, made_pairs(tokenizer, 64, ragged=False)["document"], 64, 240) == 1
+
+
+def test_other_losses_get_no_times() -> None:
+    right = train_job.Outcome([1.0, 2.0], Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None), 4)
+    wrong: dict[str, Any] = train_job.row(replace(right, exact=[1.0, 2.1]), right)
+    assert "losses differ by" in wrong["gate"] and "step_ms" not in wrong
+    rounded = replace(right, measured=replace(right.measured, losses=[1.1]))
+    assert "the first loss differs" in train_job.row(rounded, right)["gate"]
+    assert train_job.row(right, right)["pairs_per_s"] == 800
+    half = replace(right, batch=2)
+    assert train_job.row(right, half)["ratio"] == 2
+    held_up = replace(right, measured=replace(right.measured, step_ms=50.0))  # one step, by the host
+    assert train_job.row(right, held_up)["ratio"] == 1 and train_job.row(held_up, right)["ratio"] == 0.1
+
+
+def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1, 1)
+    measured = Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None)
+
+    def fits_32(kind: str, model: Any, side: str, rows: Any, batch: int, steps: int, device: torch.device) -> Measured:
+        if batch > 32:
+            raise torch.cuda.OutOfMemoryError
+        return measured
+
+    monkeypatch.setattr(train_job, "train", fits_32)
+    monkeypatch.setattr(train_job, "exact_losses", lambda *_: [1.0])
+    found = train_job._outcome("splade", model, "stock", {"query": []}, 128, 3, CPU)
+    assert found == train_job.Outcome([1.0], measured, 32)
+
+
+@pytest.mark.parametrize("side", ["stock", "packed"])
+def test_every_run_multiplies_in_its_own_precision(side: str, tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    model = make_encoder("splade", VOCABULARY, TINY, tokenizer, 32)
+    rows = made_pairs(tokenizer, 2 * GATE_STEPS, ragged=True)
+    for bf16 in (False, True):
+        assert run("splade", model, side, rows, 2, 0, CPU, bf16).bf16 == bf16
+
+
+def test_a_results_file_becomes_a_table_with_its_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "lsr_head.csv"
+    rows = [
+        BenchRow("lsr_head", "a", "float32", "tilefold", forward_p50_ms=1.25, forward_floor_ms=1.0).record(),
+        BenchRow("lsr_head", "a", "float32", "eager", status="OOM").record(),
+    ]
+    write_csv(path, rows, collect(CPU), CSV_KEY)
+    lines = markdown_table(path).splitlines()
+    assert lines[2] == "| a, float32 | tilefold | 1.25 | - | - | 80% |  |"
+    assert lines[3] == "|  | eager | - | - | - | - | OOM |"
+    assert f"torch {torch.__version__}" in lines[-1]
+    (tmp_path / "other.csv").write_text("a\n1\n")
+    with pytest.raises(ValueError, match="must be a file that `tilefold bench` wrote"):
+        markdown_table(tmp_path / "other.csv")
+
+
+def test_a_results_file_becomes_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "lsr_head.csv"
+    timed = {"forward_backward_p50_ms": 1.0, "forward_backward_peak_mib": 10.0}
+    rows = [BenchRow("lsr_head", "a", "float32", impl, **timed).record() for impl in ("tilefold", "eager")]
+    write_csv(path, rows, collect(CPU), CSV_KEY)
+    picture = plot_results(path, tmp_path / "lsr_head.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    path.write_text("status,impl\nFAILED,tilefold\n")
+    with pytest.raises(ValueError, match="must hold measured rows"):
+        plot_results(path, picture)
+
+
+def test_results_of_jobs_and_of_search_become_pictures(tmp_path: Path) -> None:
+    assert plot_jobs(RESULTS / "nvidia-h200", tmp_path / "jobs.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("encode", "train"):
+        (tmp_path / f"{name}.csv").write_text("case,gate\na,FAILED\n")
+    with pytest.raises(ValueError, match=r"encode.csv must hold rows that passed their gate"):
+        plot_jobs(tmp_path, tmp_path / "none.png")
+    searched = RESULTS / "cpu-amd-epyc-2-threads" / "search.csv"
+    assert plot_search(searched, tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "search.csv").write_text("documents,gate\n1,FAILED\n")
+    with pytest.raises(ValueError, match=r"search.csv must hold rows that passed"):
+        plot_search(tmp_path / "search.csv", tmp_path / "none.png")
+
+
+SCRIPTS = ("overview", "jobs_plot", "results_plot", "results_table", "search_plot", "train_splade.report")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_help_explains_a_script_and_draws_nothing(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"benchmarks.{script}", run_name="__main__")
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage:")
+    assert not list(tmp_path.iterdir())
