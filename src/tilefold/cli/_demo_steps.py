@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
 from tilefold.cli import _common
+from tilefold.cli._common import note
 
 if TYPE_CHECKING:
     from tilefold.recipes.splade import SpladeRecipe, TrainResult
@@ -175,7 +176,7 @@ def build_indexes(folder: Path, vectors: SparseVectors) -> dict[str, SparseIndex
                 built[backend] = build_index(vectors, backend)
                 built[backend].save(folder / name)
         except MissingPackageError as error:
-            _common.note(f"  {backend} index left out: {_common.first_line(error)}")
+            note(f"  {backend} index left out: {_common.first_line(error)}")
     return built
 
 

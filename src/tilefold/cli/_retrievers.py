@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _scores
-from tilefold.cli._common import Count, Number, Place, Text, option
+from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -84,7 +84,7 @@ def load_index(
         return index, None, {}
     model, made_by = asked["model"], index.provenance
     if model is None:
-        raise _common.UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
+        raise UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
     if model == _models.PACKAGED:
         encoder = _untrained(path, made_by.texts_sha256, texts)
     else:
@@ -102,7 +102,7 @@ def open_searcher(
     index, encoder, options = load_index(asked, texts)
     parts = load(index.provenance)
     if encoder is not None and asked.get("prf") is not None and parts.get("vectors") is None:
-        raise _common.UsageError("--prf reads the vectors of the documents found: give them with --vectors.")
+        raise UsageError("--prf reads the vectors of the documents found: give them with --vectors.")
     names = {"vectors": "--vectors", "second": f"--prf-with: {asked.get('prf_with')}", "tokens": "--rerank"}
     with _common.as_options(**names, model="--rerank-model"):
         return Searcher(index, encoder, query_top_k=asked["query_top_k"], options=options, other_model=True, **parts)
@@ -124,13 +124,13 @@ def read_documents(path: Path) -> Any:
     from tilefold.retrieval import read_manifest, read_vectors
 
     if (kind := read_manifest(path).kind) != "document":
-        raise _common.UsageError(f"--vectors: {path} holds {kind} vectors; encode documents without --queries.")
+        raise UsageError(f"--vectors: {path} holds {kind} vectors; encode documents without --queries.")
     return read_vectors(path)
 
 
 def _untrained(path: Path, texts_sha256: str | None, texts: Texts | None) -> Any:
     if texts_sha256 is None:
-        raise _common.UsageError(
+        raise UsageError(
             f"--model: {_models.PACKAGED} is the untrained start for the documents of an index, and {path} does not "
             "say which those are: give the folder of the model that made it."
         )
@@ -142,13 +142,11 @@ def _check_model(made_by: Provenance, encoder: Model, name: str, path: Path, oth
 
     try:
         if not check_model(made_by, encoder, name, f"the index {path}"):
-            _common.note(
-                f"--index: {path} does not say which model made it, so that {name} could not be compared with it"
-            )
+            note(f"--index: {path} does not say which model made it, so that {name} could not be compared with it")
     except ValueError as error:
         if not other_model:
-            raise _common.CommandError(f"--{error}") from error
-        _common.note(f"--model: {name} is not the model that made the index {path}")
+            raise CommandError(f"--{error}") from error
+        note(f"--model: {name} is not the model that made the index {path}")
 
 
 def open_dense(asked: Mapping[str, Any], texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
@@ -177,7 +175,7 @@ def feedback_request(asked: Mapping[str, Any]) -> tuple[Feedback | None, Interpo
         return None, None
     _common.check_choice("--prf", method, METHODS)
     if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
-        raise _common.UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
+        raise UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
     own = {name: asked[f"prf_{name}"] for name in ("depth", "terms", "alpha", "beta", "gamma", "bottom")}
     mixed = {name: asked[f"prf_{name}"] for name in ("place", "weight", "normalization")}
     options = {name: f"--prf-{name}" for name in (*own, *mixed)} | {"top_terms": "--prf-terms"}
@@ -199,18 +197,18 @@ def second_ranking(asked: Mapping[str, Any], queries: Mapping[str, str], made_of
         index = open_index(path)
         if isinstance(index, BM25Index):
             return index
-        raise _common.UsageError(
+        raise UsageError(
             f"--prf-with: {path} is an index of vectors; give a BM25 index, or save its run and give that: "
             "tilefold evaluate --save-run."
         )
     named = _scores.read_run(path, "--prf-with")
     if "texts_sha256" in made_of.differs(named.provenance):
-        raise _common.CommandError(f"--prf-with: {path} was made from other documents than those that are searched.")
+        raise CommandError(f"--prf-with: {path} was made from other documents than those that are searched.")
     found = {query: named.run[query] for query in queries if query in named.run}
     if not found:
-        raise _common.CommandError(f"{named.name}: no result for any of the {len(queries)} queries.")
+        raise CommandError(f"{named.name}: no result for any of the {len(queries)} queries.")
     if len(found) < len(queries):
-        _common.note(f"{named.name}: results for {len(found)} of the {len(queries)} queries")
+        note(f"{named.name}: results for {len(found)} of the {len(queries)} queries")
     return found
 
 
@@ -235,16 +233,14 @@ def load_late(source: str, model: str | None, texts: bool, option: str = "--rera
         return _stored(folder, model, option)
     a_model = packaged or any((folder / f"{name}.json").is_file() for name in ("config", "modules"))
     if folder.is_dir() and not a_model:
-        raise _common.UsageError(
+        raise UsageError(
             f"{option}: {source} holds neither token vectors nor a model; make token vectors with: "
             "tilefold encode --model MULTI_VECTOR_MODEL"
         )
     if model is not None:
-        raise _common.UsageError(f"{option}-model goes with token vectors in {option}, which here is a model itself.")
+        raise UsageError(f"{option}-model goes with token vectors in {option}, which here is a model itself.")
     if not texts:
-        raise _common.UsageError(
-            f"{option} with a model encodes the candidates' texts: give the collection with --data."
-        )
+        raise UsageError(f"{option} with a model encodes the candidates' texts: give the collection with --data.")
     return _models.load_multi_vector(source, option), None
 
 
@@ -255,5 +251,5 @@ def _stored(folder: Path, model: str | None, option: str) -> tuple[Any, TokenSto
     source = model or store.manifest.model_source
     if source is None or (model is None and Path(source).is_absolute() and not Path(source).is_dir()):
         where = "unknown" if source is None else f"no longer in {source}"
-        raise _common.UsageError(f"{option}: the model that made {folder} is {where}; name it with {option}-model.")
+        raise UsageError(f"{option}: the model that made {folder} is {where}; name it with {option}-model.")
     return _models.load_multi_vector(source, f"{option}-model"), store

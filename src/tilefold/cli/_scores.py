@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.cli import _common
+from tilefold.cli._common import CommandError, UsageError, note
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -37,13 +38,13 @@ def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
     try:
         return chosen, evaluation.check_measures(chosen)
     except ValueError as error:
-        raise _common.UsageError(f"--measure: {error}") from error
+        raise UsageError(f"--measure: {error}") from error
 
 
 def say_depth(k: int | None, deepest: int, used: object) -> None:
     """Say where --k changes nothing: it is `used` by no --save-run, and measures see the documents that they need."""
     if k is not None and used is None and k <= deepest:
-        _common.note(f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of a query")
+        note(f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of a query")
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -51,13 +52,13 @@ def check_writable(path: Path | None, option: str) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise _common.UsageError(f"{option}: expected a file, got the folder {path}.")
+        raise UsageError(f"{option}: expected a file, got the folder {path}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise _common.UsageError(f"{option}: {path} cannot be written ({error.strerror or error}).") from error
+        raise UsageError(f"{option}: {path} cannot be written ({error.strerror or error}).") from error
 
 
 def read_run(path: Path, option: str) -> NamedRun:
@@ -65,7 +66,7 @@ def read_run(path: Path, option: str) -> NamedRun:
     from tilefold.retrieval import evaluation
 
     if not path.is_file():
-        raise _common.UsageError(f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.")
+        raise UsageError(f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.")
     return NamedRun(f"{option} {path}", evaluation.read_trec_run(path), evaluation.read_trec_provenance(path))
 
 
@@ -85,7 +86,7 @@ def load_splits(
         _common.check_split(collection, name)
         grades = collection.qrels[name].values()
         if hopeless := sum(not any(grade > 0 for grade in judged.values()) for judged in grades):
-            _common.note(f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and count as 0")
+            note(f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and count as 0")
     return collection, splits
 
 
@@ -110,7 +111,7 @@ def check_savable(path: Path | None, collection: Collection, queries: Iterable[s
             for name in ids:
                 check_word(what, name)
     except ValueError as error:
-        raise _common.UsageError(f"--save-run: {error}") from error
+        raise UsageError(f"--save-run: {error}") from error
 
 
 def texts_of(collection: Collection) -> Provenance:
@@ -123,7 +124,7 @@ def texts_of(collection: Collection) -> Provenance:
 def check_texts(name: str, made_by: Provenance, collection: Collection, texts: Provenance) -> None:
     """Refuse what was made from other documents than those of the collection; `name` says what, with its option."""
     if texts.differs(made_by):
-        raise _common.CommandError(
+        raise CommandError(
             f"{name} was made from other documents than those of {collection.name}: another collection, or one that "
             "has changed since. Give its own collection with --data, or make it again from this one (tilefold encode, "
             "tilefold index, tilefold evaluate --save-run)."
@@ -144,19 +145,19 @@ def _check_split_answers(named: NamedRun, collection: Collection, split: str) ->
         detail = (
             "it is empty" if seen is None else f"its first query is {seen!r}, that of the split {next(iter(judged))!r}"
         )
-        raise _common.CommandError(
+        raise CommandError(
             f"{named.name}: no result for any of the {len(judged)} judged queries of {collection.name}, {split} "
             f"({detail}). Give the collection and the split that it was made for: --data, --split."
         )
     found = (document for query in answered for document in named.run[query])
     if not any(document in collection.documents for document in found):
         example = next(iter(named.run[answered[0]]))
-        raise _common.CommandError(
+        raise CommandError(
             f"{named.name}: none of its documents is in {collection.name} (it names {example!r}). Give the collection "
             "that it was made from with --data."
         )
     if len(answered) < len(judged):
-        _common.note(
+        note(
             f"{named.name}: results for {len(answered)} of the {len(judged)} judged queries of {split}; the others "
             "count as 0"
         )
@@ -170,9 +171,7 @@ def score(
 
     longest = max(map(len, named.run.values()))
     if longest < min(deepest, len(collection.documents)):
-        _common.note(
-            f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more"
-        )
+        note(f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more")
     return {split: evaluation.evaluate(named.run, collection.qrels[split], measures) for split in splits}
 
 

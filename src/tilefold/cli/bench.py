@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Count, Number, Place, Text, option
+from tilefold.cli._common import Count, Number, Place, Text, UsageError, option
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def bench(
 def _check_useless(op: str | None, every: bool, listing: bool, quick: bool, seconds: float) -> None:
     """Raise an error for options that do nothing beside the others."""
     if every and op is not None:
-        raise _common.UsageError(f"--all times every operator: leave it out, or {op}.")
+        raise UsageError(f"--all times every operator: leave it out, or {op}.")
     if listing:
         useless = ("shape", "impl", "device", "dtype", "output", "quick", "seconds", "minutes")
         _common.refuse_useless(useless, "with --list, which runs nothing")
@@ -164,7 +164,7 @@ def warmup(
     _common.check_at_least_one(length=min(lengths))
     _common.check_at_least_one(batch_size=batch_size, workers=workers)
     if not (inference or training):
-        raise _common.UsageError("--no-inference and --no-training together leave nothing to build.")
+        raise UsageError("--no-inference and --no-training together leave nothing to build.")
     _models.find_model(model, "--model")
     from tilefold.ops.warm_up import check_kernels_can_be_built
 

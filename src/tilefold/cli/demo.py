@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tilefold._files import write_json
 from tilefold.cli import _common, _demo_steps, _models
-from tilefold.cli._common import Number, option
+from tilefold.cli._common import CommandError, Number, UsageError, note, option
 from tilefold.cli._demo_steps import DEV, EXAMPLE, EXAMPLE_ID, NDCG, RECALL, TEST, Size
 
 if TYPE_CHECKING:
@@ -47,16 +47,16 @@ def demo(
 
     size = _asked_size(minutes, full, quick)
     if not 0 <= seed < 2**32:
-        raise _common.UsageError(f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.")
+        raise UsageError(f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise _common.UsageError(f"--output: expected a folder, got the file {output}.") from error
+        raise UsageError(f"--output: expected a folder, got the file {output}.") from error
     stages = Stages()
     try:
         results, folder = _run(size, seed, output, stages)
     except MissingPackageError as error:
-        raise _common.CommandError(f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")') from error
+        raise CommandError(f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")') from error
     results |= {"seconds": time.monotonic() - stages.started, "stages": stages.record, "seed": seed}
     record = {"folder": folder.name, "query_terms": _demo_steps.QUERY_TERMS, "results": results}
     write_json(output / "demo.json", record)
@@ -68,9 +68,9 @@ def demo(
 
 def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
     if sum((minutes is not None, full, quick)) > 1:
-        raise _common.UsageError("--minutes, --full and --quick exclude one another: give one of them.")
+        raise UsageError("--minutes, --full and --quick exclude one another: give one of them.")
     if minutes is not None and not 0 < minutes < float("inf"):
-        raise _common.UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
+        raise UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
     if full:
         return _demo_steps.FULL
     return _demo_steps.size_for(minutes or (QUICK_MINUTES if quick else MINUTES))
@@ -87,7 +87,7 @@ class Stages:
     def step(self, name: str, text: str) -> Iterator[Callable[..., None]]:
         """Print what begins, and afterwards its time; yields a function of its result and whether it was kept."""
         started = time.monotonic()
-        _common.note(f"{text} ...")
+        note(f"{text} ...")
         outcome, kept = "", False
 
         def done(text: str, reused: bool = False) -> None:
@@ -97,14 +97,14 @@ class Stages:
         yield done
         seconds = time.monotonic() - started
         self.record[name] = {"seconds": seconds, "reused": kept}
-        _common.note(f"  {outcome}{'reused' if kept else f'{seconds:.1f} s'}")
+        note(f"  {outcome}{'reused' if kept else f'{seconds:.1f} s'}")
 
 
 def _answers(system: str, collection: Collection, run: Run) -> None:
     """Print the first documents for the example query."""
     best = sorted(run.get(EXAMPLE_ID, {}).items(), key=lambda item: -item[1])[:ANSWERS]
     titles = [collection.documents[name].title or name for name, _ in best]
-    _common.note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
+    note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
 
 
 def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str, Any], Path]:
@@ -119,7 +119,7 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str,
         done(f"{len(part.documents)} of {len(everything.documents)} documents; queries: {pairs}")
     folder = _demo_steps.folder_of(output, size, seed, _demo_steps.collection_digest(everything))
     if (folder / "data").is_dir():
-        _common.note(f"resuming an earlier run in {folder} (delete that folder to start over)")
+        note(f"resuming an earlier run in {folder} (delete that folder to start over)")
     part.save_beir(folder / "data")
     queries = part.split_queries("test") | part.split_queries("dev") | {EXAMPLE_ID: EXAMPLE}
     with stages.step("bm25", "searching: BM25"):

@@ -18,7 +18,7 @@ from tilefold._files import read_json
 from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
 from tilefold._typing import Model
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Count, Number, Place, Text, option
+from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -96,7 +96,7 @@ def encode(
     if several():
         _common.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
     if rate is not None and not (dry_run and rate > 0):
-        raise _common.UsageError("--rate: expected a number above 0 together with --dry-run.")
+        raise UsageError("--rate: expected a number above 0 together with --dry-run.")
     _models.find_model(model, "--model")
     if (code := _on_devices(devices)) is not None:
         raise typer.Exit(code)
@@ -146,14 +146,14 @@ def _on_devices(devices: str | None) -> int | None:
     if devices is None or MEET in os.environ:
         return None
     if started():
-        raise _common.UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
+        raise UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
     import torch
 
     gpus = torch.cuda.device_count()
     count = max(1, gpus) if devices == "all" else int(devices) if devices.isdecimal() else 0
     if count < 1 or (gpus and count > gpus):
         most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
-        raise _common.UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
+        raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
     return None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *_common.arguments], count)
 
 
@@ -163,7 +163,7 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
 
     tell_truncated(manifest.kind, manifest.n_texts, manifest.truncated)
     if not manifest.truncated:
-        _common.note("an earlier version wrote a part and did not count the texts that were cut; --fresh counts them")
+        note("an earlier version wrote a part and did not count the texts that were cut; --fresh counts them")
     result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed
     if hasattr(manifest, "vocab_size"):
         nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
@@ -182,9 +182,9 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
     if as_json:
         return
     for name, reason in list(failed.items())[:5]:
-        _common.note(f"not encoded: {name}: {reason}")
+        note(f"not encoded: {name}: {reason}")
     if len(failed) > 5:
-        _common.note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
+        note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
 
 
 def _absolute(model: str) -> str:
@@ -204,7 +204,7 @@ def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
         return _models.load_model(_absolute(model), kinds=kinds, fast=kinds)
     if collection is None:
-        raise _common.UsageError(
+        raise UsageError(
             f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "
             "tilefold train --steps 0"
         )
@@ -222,7 +222,7 @@ def _encoding(made: str, asked: Mapping[str, Any]) -> Encoding:
     for name, value in (foreign if late else {"--storage": "storage"}).items():
         if asked[value] is not None:
             other = "sparse" if late else "multi-vector"
-            raise _common.UsageError(f"{name} is for {other} models, and {model} is a {made} one: leave it out.")
+            raise UsageError(f"{name} is for {other} models, and {model} is a {made} one: leave it out.")
     shared: dict[str, Any] = {name: asked[name] for name in ("batch_size", "batch_tokens")}
     shared["kind"] = "query" if asked["queries"] else "document"
     if late:
@@ -240,7 +240,7 @@ def _texts(collection: Collection, data: str, queries: bool, split: str | None) 
     if not queries:
         return collection.contents()
     if not collection.queries:
-        raise _common.UsageError(f"--queries: {data} has no queries.")
+        raise UsageError(f"--queries: {data} has no queries.")
     if split is None:
         return collection.queries
     _common.check_split(collection, split)
@@ -274,7 +274,7 @@ def _dry_run(
     sample = [text for text, count in zip(survey.sample, counts, strict=True) if isinstance(count, int)]
     if not sample:
         problem = next(_common.first_line(count) for count in counts if isinstance(count, Exception))
-        raise _common.CommandError(f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).")
+        raise CommandError(f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).")
     tokens = sum(count for count in counts if isinstance(count, int)) / len(sample)
     device = model.device.type
     here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import Count, Place, Text, option
+from tilefold.cli._common import CommandError, Count, Place, Text, UsageError, option
 
 if TYPE_CHECKING:
     from tilefold.cli._scores import NamedRun
@@ -64,7 +64,7 @@ def evaluate(
     """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking."""
     asked = locals()
     if (run is None) == (model is None and index is None):
-        raise _common.UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
+        raise UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
     depth = None if run is not None else k or DEPTH
     _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
     reranking, (feedback, mix) = _retrievers.rerank_request(asked, depth), _retrievers.feedback_request(asked)
@@ -151,7 +151,7 @@ def fuse(
     _check(run, method, weight, normalization)
     _common.check_at_least_one(k=k, rrf_k=rrf_k)
     if data is None and save_run is None:
-        raise _common.UsageError("give --data to measure the fusion, or --save-run to write it.")
+        raise UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k if "k" in _common.given else None, deepest, save_run)
     _scores.check_writable(save_run, "--save-run")
@@ -175,7 +175,7 @@ def fuse(
         try:
             weights = list(choose_weights(runs, judged, measure=measures[0], normalization=chosen, k=depth)[0])
         except ValueError as error:
-            raise _common.UsageError(f"--tune: {error}") from error
+            raise UsageError(f"--tune: {error}") from error
     if method == "rrf":
         whole = reciprocal_rank_fusion(runs, rrf_k or 60)
         found = {query: dict(list(scores.items())[:depth]) for query, scores in whole.items()}
@@ -202,10 +202,10 @@ def fuse(
 
 def _check(run: list[Path], method: str, weight: list[float] | None, normalization: str | None) -> None:
     if len(run) < 2:
-        raise _common.UsageError(f"--run: expected two runs or more, got {len(run)}.")
+        raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
     _common.check_choice("--method", method, METHODS)
     if weight is not None and len(weight) != len(run):
-        raise _common.UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
+        raise UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
     _common.check_choice("--normalization", normalization, NORMALIZATIONS)
 
 
@@ -213,7 +213,7 @@ def _check_runs(named: list[NamedRun], collection: Collection | None, splits: li
     """Refuse runs of different collections or of another one, or without results for one of the splits."""
     for first, other in itertools.combinations(named, 2):
         if "texts_sha256" in first.provenance.differs(other.provenance):
-            raise _common.CommandError(f"{first.name} and {other.name} were made from different collections.")
+            raise CommandError(f"{first.name} and {other.name} were made from different collections.")
     if collection is None:
         return
     texts = _scores.texts_of(collection)
@@ -230,7 +230,7 @@ def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool
     shared = {name: count for name, count in counts.items() if count}
     if shared and not asked:
         name, count = next(iter(shared.items()))
-        raise _common.UsageError(
+        raise UsageError(
             f"--tune: the weights would be chosen on {count} of the {len(collection.qrels[name])} queries of {name}, "
             "whose numbers are reported (--split): better than on new queries. Tune on a split of other queries, "
             "or give --in-sample."

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from tilefold._files import hold_path
 from tilefold.cli import _common, _models, _retrievers
-from tilefold.cli._common import Count, Number, Place, Text, option
+from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
 from tilefold.cli._root import OF_BACKEND
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
@@ -106,7 +106,7 @@ def _words(data: str | None, options: dict[str, Any]) -> Any:
     from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 
     if data is None:
-        raise _common.UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
+        raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
     with _common.as_options("language", "k1", "b"):
         Tokenizer(BM25Options(**options))
     return BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
@@ -131,19 +131,19 @@ def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any
 def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
     """The encoded documents that --vectors names."""
     if vectors is None:
-        raise _common.UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
+        raise UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
     return _retrievers.read_documents(vectors)
 
 
 def _advise(documents: int, terms: float) -> None:
     """Say where Seismic costs more than it gives."""
     if documents < SEISMIC_DOCUMENTS:
-        _common.note(
+        note(
             f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, --backend exact is "
             "built in seconds, smaller, as fast, and misses nothing"
         )
     if terms > LONG_VECTOR:
-        _common.note(
+        note(
             f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
             "tilefold encode --top-k 128 keeps the heaviest"
         )
@@ -164,7 +164,7 @@ def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
             update(kept, total)
 
         def resumes(kept: int, total: int) -> None:
-            _common.note(f"indexing resumes: {kept:,} of {total:,} were done before")
+            note(f"indexing resumes: {kept:,} of {total:,} were done before")
 
         return build_index(read, "qdrant", progress=count, resumes=resumes, **options)
 
@@ -189,7 +189,7 @@ def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
             index.save(output)
             now = len(collection)
     except DataError as error:
-        raise _common.CommandError(f"--output: {error}") from error
+        raise CommandError(f"--output: {error}") from error
     return {"output": str(output), "n_documents": now, "written": len(documents or ()), "deleted": deleted}
 
 
@@ -197,7 +197,7 @@ def _ids(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise _common.UsageError(f"--delete: {file} cannot be read ({_common.first_line(error)}).") from error
+        raise UsageError(f"--delete: {file} cannot be read ({_common.first_line(error)}).") from error
     return [line for line in lines if line.strip()]
 
 
@@ -263,10 +263,10 @@ def _write(
     except (DataError, VocabularyMismatchError) as error:
         message = str(error).replace("dots=keep", "--dots keep")
         numbers = message.replace("Leave tokens out, so that terms are named by their numbers", "Give --names numbers")
-        raise _common.CommandError(numbers) from error
+        raise CommandError(numbers) from error
     except ValueError as error:
         name, _, rest = str(error).partition(":")
-        raise _common.UsageError(f"--{name.replace('_', '-')}:{rest}") from error
+        raise UsageError(f"--{name.replace('_', '-')}:{rest}") from error
 
 
 def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str | None) -> Sequence[str] | None:
@@ -281,14 +281,14 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
         _common.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
         return None
     if numbers:
-        raise _common.UsageError("--names: terms of --field-type sparse_vector are numbers; leave the option out.")
+        raise UsageError("--names: terms of --field-type sparse_vector are numbers; leave the option out.")
     if model is None:
-        raise _common.UsageError("--model: give the model that made the vectors, or --names numbers.")
+        raise UsageError("--model: give the model that made the vectors, or --names numbers.")
     manifest = read_manifest(vectors)
     tokenizer = _tokenizer(model)
     found = vocabulary_fingerprint(tokenizer)
     if manifest.fingerprint and found and manifest.fingerprint != found:
-        raise _common.CommandError(
+        raise CommandError(
             f"--model: expected the vocabulary of {vectors} (fingerprint {manifest.fingerprint[:12]}), got that of "
             f"{model} ({found[:12]}). Give the model that made the vectors."
         )
@@ -314,5 +314,5 @@ def _texts(data: str | None, vectors: Path) -> Any:
 
     texts = _common.load_data(data, documents_only=True).contents()
     if read_manifest(vectors).provenance.differs(Provenance(texts_sha256=texts_digest(texts))):
-        raise _common.CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")
+        raise CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")
     return texts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Count, Number, Text, option
+from tilefold.cli._common import Count, Number, Text, UsageError, option
 
 if TYPE_CHECKING:
     from tilefold.bench.plan import Shape
@@ -57,7 +57,7 @@ def info(
     given = _common.known({name: asked[name] for name in _PLANNED})
     if what is not None or model is not None or given:
         if what != "plan" or model is None:
-            raise _common.UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
+            raise UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
         _plan(model, _PLANNED | given, json)
         return
     facts = collect()
@@ -232,7 +232,7 @@ def _shape_of(model: str) -> Shape:
     values = [getattr(config, name, None) for name in names]
     if not all(isinstance(value, int) for value in values):
         name, got = next(pair for pair in zip(names, values, strict=True) if not isinstance(pair[1], int))
-        raise _common.UsageError(f"--model: expected a configuration with {', '.join(names)}, got {name}={got!r:.80}.")
+        raise UsageError(f"--model: expected a configuration with {', '.join(names)}, got {name}={got!r:.80}.")
     return Shape(*(int(value) for value in values if value is not None))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import Count, Number, Place, Text, option
+from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -73,7 +73,7 @@ def mine(
     sources = {"--run": run, "--index": index, "--vectors": vectors}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
-        raise _common.UsageError(
+        raise UsageError(
             "give one of --run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model, or a "
             "dense --model."
         )
@@ -103,12 +103,12 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
     if len(counts) == 1:
         counts = counts * len(spans)
     if len(spans) != len(counts):
-        raise _common.UsageError(f"--per-query: expected one for each of {len(spans)} --ranks, got {len(counts)}.")
+        raise UsageError(f"--per-query: expected one for each of {len(spans)} --ranks, got {len(counts)}.")
     windows = []
     for span, count in zip(spans, counts, strict=True):
         parts = re.fullmatch(r"(\d+)-(\d+)", span)
         if parts is None:
-            raise _common.UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
+            raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
         with _common.as_options("ranks", count="--per-query"):
             windows.append(Window(int(parts[1]), int(parts[2]), count))
     return windows
@@ -138,7 +138,7 @@ def _open(
     if source is None:
         searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256)
     elif model is None and source == "vectors":
-        raise _common.UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
+        raise UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
     else:
         searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: {})
     name = f"--model {model}" if source is None else f"--{source} {asked[source]}"
@@ -164,7 +164,7 @@ def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked:
     from tilefold.retrieval.training_rows import queries_of, write_training_rows
 
     if not mined.queries:
-        raise _common.CommandError(
+        raise CommandError(
             f"no negative was found for any query ({mined.filtered} candidates were left out as possible false "
             "negatives): draw from more --ranks, or filter less."
         )
@@ -186,7 +186,7 @@ def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked:
     }
     for name, what in _LEFT_OUT.items():
         if result[name] and not asked["as_json"]:
-            _common.note(f"{result[name]} {what}")
+            note(f"{result[name]} {what}")
     following = f"next: tilefold score {output} --teacher CROSS_ENCODER --data {asked['data']} --output SCORED"
     said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
     _common.print_result(result, asked["as_json"], said, following)
@@ -231,9 +231,9 @@ def score(
     the unfinished encoding of a dense model is repeated.
     """
     if normalization not in ("min_max", "none"):
-        raise _common.UsageError(f"--normalization: expected min_max or none, got {normalization!r}.")
+        raise UsageError(f"--normalization: expected min_max or none, got {normalization!r}.")
     if scale is not None and not 0 < scale < float("inf"):
-        raise _common.UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
+        raise UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
     false_negatives = check_filter(margin, max_score_share)
     _common.check_at_least_one(batch_size=batch_size, max_length=max_length)
     names = _names(teacher)
@@ -251,7 +251,7 @@ def score(
 
     rows = read_training_rows(mined)
     if like is not None and names.get(like, like) not in {*names.values(), *rows.teachers}:
-        raise _common.UsageError(f"--like: expected one of --teacher, got {like!r}.")
+        raise UsageError(f"--like: expected one of --teacher, got {like!r}.")
     collection = _common.load_data(data, drop_unknown=drop_unknown)
     split = split or str(rows.made_by.get("split", "train"))
     _common.check_split(collection, split)
@@ -280,7 +280,7 @@ def _names(teachers: list[str]) -> dict[str, str]:
     """Each --teacher and the name of its column: what was given, of a folder its name."""
     names = {given: Path(given).resolve().name if Path(given).is_dir() else given for given in teachers}
     if len(names) != len(teachers) or len(set(names.values())) != len(names):
-        raise _common.UsageError(f"--teacher: expected teachers of different names, got {', '.join(teachers)}.")
+        raise UsageError(f"--teacher: expected teachers of different names, got {', '.join(teachers)}.")
     return names
 
 
@@ -301,12 +301,12 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
     model, kind = _models.load_model(given, "--teacher", ("cross-encoder", "dense", "sparse", "multi-vector"))
     if max_length is not None:
         if kind == "multi-vector":
-            raise _common.UsageError(f"--max-length: {given} is a multi-vector model, which has lengths of its own.")
+            raise UsageError(f"--max-length: {given} is a multi-vector model, which has lengths of its own.")
         setattr(model, "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length", max_length)
     try:
         return Teacher(name, kind, model)
     except ValueError as error:
-        raise _common.UsageError(f"--{error}") from error
+        raise UsageError(f"--{error}") from error
 
 
 def _score(teacher: Teacher, rows: TrainingRows, collection: Collection, work: Path, batch_size: int) -> None:
@@ -341,9 +341,7 @@ def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> No
         "relevant_first": best / len(rows.queries),
     }
     if dropped and not as_json:
-        _common.note(
-            f"{dropped} rows were left out, as possible false negatives or of queries without another negative"
-        )
+        note(f"{dropped} rows were left out, as possible false negatives or of queries without another negative")
     said = f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}"
     first = f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first"
     _common.print_result(result, as_json, said, first)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import Count, Place, Text, option
+from tilefold.cli._common import CommandError, Count, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.searcher import Searcher
@@ -62,14 +62,14 @@ def search(
     """
     asked = locals()
     if query is not None and not query.strip():
-        raise _common.UsageError("query: expected some words, got an empty text.")
+        raise UsageError("query: expected some words, got an empty text.")
     _common.check_at_least_one(k=k, query_top_k=query_top_k)
     if prf_with is not None and prf_with.is_file():
-        raise _common.UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
+        raise UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
     feedback, mix = _retrievers.feedback_request(asked)
     reranking = _retrievers.rerank_request(asked)
     if rerank_depth is not None and rerank_depth < k:
-        raise _common.UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
+        raise UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
     if index is None:
         asked |= _demo_paths(demo)
     _models.find_models({"--model": model, "--rerank": rerank})
@@ -123,7 +123,7 @@ def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:
         return
     prompted = query is None and sys.stdin.isatty()
     if prompted:
-        _common.note("a query per line; Ctrl-D ends")
+        note("a query per line; Ctrl-D ends")
     for number, line in enumerate(iter(_typed if prompted else sys.stdin.readline, ""), 1):
         if line.strip():
             yield query_of_line(line, number)
@@ -141,7 +141,7 @@ def _demo_paths(folder: Path) -> dict[str, Any]:
     """The options that search what the demo left."""
     record = folder / "demo.json"
     if not record.is_file():
-        raise _common.CommandError(
+        raise CommandError(
             f"there is no finished demo in {folder}: run tilefold demo first, or name --model and --index."
         )
     try:
@@ -149,7 +149,7 @@ def _demo_paths(folder: Path) -> dict[str, Any]:
         at = folder / found["folder"]
         query_top_k = int(found["query_terms"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _common.CommandError(f"{record} is damaged: run tilefold demo again.") from error
+        raise CommandError(f"{record} is damaged: run tilefold demo again.") from error
     paths = {"model": str(at / "model"), "index": at / "index", "data": str(at / "data"), "vectors": at / "vectors"}
     return paths | {"query_top_k": query_top_k}
 

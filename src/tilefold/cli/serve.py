@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import Place, Text, option
+from tilefold.cli._common import CommandError, Place, Text, UsageError, note, option
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def serve(
     asked = locals()
     _check_packages()
     if default_side not in ("query", "document"):
-        raise _common.UsageError(f"--default-side: expected query or document, got {default_side!r}.")
+        raise UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _common.check_at_least_one(query_top_k=query_top_k)
     index_name, limits = _index_name(asked), _limits(asked)
     key, origins = _key(api_key_file), cors_allow_origin or []
@@ -86,9 +86,7 @@ def serve(
         models, searchable = _load(index_name, asked)
         service = Service(models, limits, default_side, searchable)  # type: ignore[arg-type]
         if host not in _LOOPBACK and key is None:
-            _common.note(
-                f"--host: anyone who can reach {host} may use this server; set --api-key-file to require a key"
-            )
+            note(f"--host: anyone who can reach {host} may use this server; set --api-key-file to require a key")
         _run(service, key, opened, host, origins)
     finally:
         opened.close()
@@ -106,12 +104,12 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str, or
     try:
         service.warm_up()
     except Exception as error:  # of any model, before anybody asks it
-        raise _common.CommandError(f"--model: {names} cannot encode a word ({_common.first_line(error)}).") from error
+        raise CommandError(f"--model: {names} cannot encode a word ({_common.first_line(error)}).") from error
     run(
         create_app(service, key, local=host in _LOOPBACK and key is None, origins=origins),
         service,
         opened,
-        lambda: _common.note(f"{names} at http://{shown}:{port}; Ctrl-C ends"),
+        lambda: note(f"{names} at http://{shown}:{port}; Ctrl-C ends"),
     )
 
 
@@ -121,14 +119,14 @@ def _check_packages() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise _common.CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
+        raise CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
 
 
 def _check_origins(origins: Sequence[str]) -> None:
     try:
         check_origins(origins)
     except ValueError as error:
-        raise _common.UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
+        raise UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
 
 
 def _limits(asked: Mapping[str, Any]) -> Limits:
@@ -136,7 +134,7 @@ def _limits(asked: Mapping[str, Any]) -> Limits:
         return Limits(**{each.name: asked[each.name] for each in fields(Limits) if each.name in asked})
     except ValueError as error:
         name, _, rest = str(error).partition(":")
-        raise _common.UsageError(f"--{name.replace('_', '-')}:{rest.replace('_', '-')}") from error
+        raise UsageError(f"--{name.replace('_', '-')}:{rest.replace('_', '-')}") from error
 
 
 def _key(file: Path | None) -> str | None:
@@ -146,10 +144,10 @@ def _key(file: Path | None) -> str | None:
     try:
         key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise _common.UsageError(f"--api-key-file: {file} cannot be read ({_common.first_line(error)}).") from error
+        raise UsageError(f"--api-key-file: {file} cannot be read ({_common.first_line(error)}).") from error
     if not key or len(key.splitlines()) > 1:
         got = f"{len(key.splitlines())} lines" if key else "an empty one"
-        raise _common.UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
+        raise UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
     return key
 
 
@@ -160,7 +158,7 @@ def _bind(host: str, port: int) -> socket.socket:
         return bind(host, port)
     except OSError as error:
         why = error.strerror or _common.first_line(error)
-        raise _common.CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error
+        raise CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error
 
 
 def _index_name(asked: Mapping[str, Any]) -> str:
@@ -168,11 +166,9 @@ def _index_name(asked: Mapping[str, Any]) -> str:
     name = asked["name"] or (asked["index"].resolve().name if asked["index"] else "")
     if asked["index"] is None:
         if asked["model"] is None and asked["tokens"] is None:
-            raise _common.UsageError("--model: expected a model, or --index with an index; got neither.")
+            raise UsageError("--model: expected a model, or --index with an index; got neither.")
     elif not re.fullmatch(r"[\w.-]+", name):
-        raise _common.UsageError(
-            f"--name: expected letters, digits, dots and dashes, got {name!r}; it is part of addresses."
-        )
+        raise UsageError(f"--name: expected letters, digits, dots and dashes, got {name!r}; it is part of addresses.")
     return str(name)
 
 
@@ -189,7 +185,7 @@ def _load(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Searchable
     if asked["tokens"] is not None:
         served.append(_late(asked, texts=True)[0])  # its model is of use alone
     if len({each.kind for each in served}) < len(served):
-        raise _common.UsageError("--tokens: --model is a multi-vector model itself, which reranks: leave one out.")
+        raise UsageError("--tokens: --model is a multi-vector model itself, which reranks: leave one out.")
     return served, None
 
 
@@ -224,7 +220,7 @@ def _words(path: Path) -> BM25Index:
 
     index = open_index(path)
     if not isinstance(index, BM25Index):
-        raise _common.UsageError(f"--bm25: {path} is an index of vectors; make one with tilefold index --backend bm25.")
+        raise UsageError(f"--bm25: {path} is an index of vectors; make one with tilefold index --backend bm25.")
     return index
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Count, Number, Place, Text, UsageError, option
+from tilefold.cli._common import Count, Number, Place, Text, UsageError, note, option
 
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
@@ -89,14 +89,14 @@ def train(
     config = _configure(recipe, asked)
     result = _train(config, asked)
     if result.exploded:
-        _common.note(
+        note(
             f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
             "model did not learn; train with a smaller --lr"
         )
     for found in result.truncated:
         tell_truncated("training text", found["texts"], found)
     for text in result.warnings:
-        _common.note(f"warning: {_common.in_options(text)}")
+        note(f"warning: {_common.in_options(text)}")
     how = "already trained" if result.reused else f"trained {result.steps} steps in {result.seconds:.0f} s"
     if result.resumed_from and not result.reused:
         how = f"trained {result.steps} steps, those after step {result.resumed_from} in {result.seconds:.0f} s"
