@@ -162,7 +162,12 @@ def test_a_step_leaves_the_weights_that_the_trainers_own_loop_leaves(
         with training.head_of(encoder, side):
             if use_trainer:
                 columns = {"query": [query for query, _ in pairs], "document": [text for _, text in pairs]}
-                options = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "use_cpu": True}
+                options: dict[str, Any] = {
+                    "max_steps": 1,
+                    "per_device_train_batch_size": 4,
+                    "learning_rate": 1e-3,
+                    "use_cpu": True,
+                }
                 options |= {"lr_scheduler_type": "constant", "report_to": "none", "save_strategy": "no"}
                 arguments = SparseEncoderTrainingArguments(str(tmp_path / side), disable_tqdm=True, **options)
                 encoder.model_card_data.widget = [{"text": "a"}]
