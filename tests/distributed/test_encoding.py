@@ -4,20 +4,124 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sentence_transformers import MultiVectorEncoder, SparseEncoder
 
 from tests import programs
-from tests.distributed import encode_jobs as jobs
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Rank, Ranks
 from tests.integrations.multi_vector_models import build_colbert
 from tests.processes import ROOT, environment
 from tilefold._files import LOCK, hold_folder
-from tilefold.retrieval import encode_collection, encode_tokens, read_manifest
+from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.retrieval import _meeting, encode_collection, encode_tokens, read_manifest
+from tilefold.retrieval._made import Shard
 from tilefold.retrieval._meeting import KEPT, Meeting
 from tilefold.retrieval.errors import RankError
+
+OPTIONS: dict[str, Any] = {"shard_size": 8, "top_k": 20, "batch_tokens": 60}
+TEXTS: dict[str, Any] = {
+    **{f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(70)},
+    "number": 3,
+    "half": "cats \ud800",
+    "last": "dogs",
+}
+
+
+class SlowTexts(dict[str, Any]):
+    """Texts that it takes a while to list."""
+
+    def __iter__(self) -> Iterator[str]:
+        time.sleep(1)
+        return super().__iter__()
+
+
+def load(folder: Path, fast: bool, kind: str = "sparse") -> Any:
+    """The model, on the CPU."""
+    model: Any = (SparseEncoder if kind == "sparse" else MultiVectorEncoder)(str(folder), device="cpu")
+    if fast:
+        accelerate(model)
+    return model
+
+
+def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any] | None = None) -> Any:
+    """The manifest, or the name and the text of what was raised, and what was reported."""
+    calls: list[tuple[int, int]] = []
+    options = {**OPTIONS, **(changed or {})}
+    stop_at, fast = options.pop("stop_at", None), options.pop("fast", True)
+    texts = options.pop("texts", [TEXTS, TEXTS])[rank.rank]
+
+    def progress(done: int, total: int) -> None:
+        calls.append((done, total))
+        if stop_at is not None and done >= stop_at:
+            raise KeyboardInterrupt
+
+    try:
+        manifest = encode_collection(load(model_folder, fast), texts, output, progress=progress, **options)
+    except (Exception, KeyboardInterrupt) as error:
+        return type(error).__name__, str(error), calls
+    return asdict(manifest), "", calls
+
+
+def encode_token_vectors(rank: Rank, model_folder: Path, output: Path) -> Any:
+    """The manifest of token vectors."""
+    model = load(model_folder, True, "tokens")
+    return asdict(encode_tokens(model, few_texts(), output, storage="int8", shard_size=4, batch_tokens=60))
+
+
+def few_texts() -> dict[str, Any]:
+    """Those for a larger model."""
+    return dict(list(TEXTS.items())[60:71])
+
+
+def one_does_not_come(rank: Rank, model_folder: Path, output: Path) -> str:
+    """What the first rank is told when it calls alone."""
+    if rank.rank:
+        return ""
+    usual, _meeting.MEET_SECONDS = _meeting.MEET_SECONDS, 1.0
+    try:
+        encode_collection(load(model_folder, True), TEXTS, output, **OPTIONS)
+    except RankError as error:
+        return str(error)
+    finally:
+        _meeting.MEET_SECONDS = usual
+    return "nothing"
+
+
+def alone(rank: Rank, model_folder: Path, output: Path) -> Any:
+    """Each rank on its own, into a folder of its own."""
+    return asdict(encode_collection(load(model_folder, True), TEXTS, output / str(rank.rank), group=None, **OPTIONS))
+
+
+def dies(rank: int, model: Any, folder: Path, meet: Path) -> str:
+    """The second of two forked ranks ends by itself after some batches; what the first one raises, and how soon."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    if rank:
+        take, left = Shard.take, [3]
+
+        def kill(self: Any, batch: Any, job: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                (folder / "died").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            take(self, batch, job)
+
+        Shard.take = kill  # type: ignore[method-assign, assignment]
+    reported = [0]
+    try:
+        encode_collection(model, TEXTS, folder / "v", progress=lambda done, total: reported.append(done), **OPTIONS)
+    except RankError as error:
+        waited = time.time() - float((folder / "died").read_text())
+        return f"{waited:.2f} {reported[-1]} {error}"
+    return "nothing was raised"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -28,14 +132,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process writes."""
     folder = tmp_path_factory.mktemp("alone") / "v"
-    encode_collection(jobs.load(tiny_folder, True), jobs.TEXTS, folder, **jobs.OPTIONS)
+    encode_collection(load(tiny_folder, True), TEXTS, folder, **OPTIONS)
     return folder
 
 
 def test_the_bytes_are_those_of_one_process_and_every_rank_gets_the_manifest(
     two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
 ) -> None:
-    (first, _, calls), (second, _, others) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v")
+    (first, _, calls), (second, _, others) = two_ranks.run(encode, tiny_folder, tmp_path / "v")
     assert contents(tmp_path / "v") == contents(whole)
     assert first == second == asdict(read_manifest(whole)) and set(first["failed"]) == {"number", "half"}
     assert calls[0] == (0, 73) and calls[-1] == (73, 73) and calls == sorted(set(calls)) and not others
@@ -43,23 +147,23 @@ def test_the_bytes_are_those_of_one_process_and_every_rank_gets_the_manifest(
 
 def test_shards_of_one_batch_keep_a_rank_going(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
     sizes = {"shard_size": 2, "batch_tokens": 4096}
-    encode_collection(jobs.load(tiny_folder, True), jobs.TEXTS, tmp_path / "one", **{**jobs.OPTIONS, **sizes})
-    two_ranks.run(jobs.encode, tiny_folder, tmp_path / "two", sizes)
+    encode_collection(load(tiny_folder, True), TEXTS, tmp_path / "one", **{**OPTIONS, **sizes})
+    two_ranks.run(encode, tiny_folder, tmp_path / "two", sizes)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
 def test_a_plain_model_is_shared_too(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
     plain = {"batch_tokens": None}
-    encode_collection(jobs.load(tiny_folder, False), jobs.TEXTS, tmp_path / "one", **{**jobs.OPTIONS, **plain})
-    two_ranks.run(jobs.encode, tiny_folder, tmp_path / "two", {"fast": False, **plain})
+    encode_collection(load(tiny_folder, False), TEXTS, tmp_path / "one", **{**OPTIONS, **plain})
+    two_ranks.run(encode, tiny_folder, tmp_path / "two", {"fast": False, **plain})
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
 def test_token_vectors_are_shared_too(two_ranks: Ranks, tmp_path: Path) -> None:
     build_colbert().save_pretrained(str(tmp_path / "model"), create_model_card=False)
-    first, second = two_ranks.run(jobs.encode_token_vectors, tmp_path / "model", tmp_path / "two")
-    model = jobs.load(tmp_path / "model", True, "tokens")
-    manifest = encode_tokens(model, jobs.few_texts(), tmp_path / "one", storage="int8", shard_size=4, batch_tokens=60)
+    first, second = two_ranks.run(encode_token_vectors, tmp_path / "model", tmp_path / "two")
+    model = load(tmp_path / "model", True, "tokens")
+    manifest = encode_tokens(model, few_texts(), tmp_path / "one", storage="int8", shard_size=4, batch_tokens=60)
     assert first == second == asdict(manifest) and set(manifest.failed) == {"number"}
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
@@ -67,38 +171,38 @@ def test_token_vectors_are_shared_too(two_ranks: Ranks, tmp_path: Path) -> None:
 def test_ranks_on_their_own_write_folders_of_their_own(
     two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
 ) -> None:
-    two_ranks.run(jobs.alone, tiny_folder, tmp_path)
+    two_ranks.run(alone, tiny_folder, tmp_path)
     assert contents(tmp_path / "0") == contents(tmp_path / "1") == contents(whole)
 
 
 def test_one_process_goes_on_where_two_were_interrupted_and_two_where_one_was(
     two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
 ) -> None:
-    model = jobs.load(tiny_folder, True)
-    (raised, _, calls), (other, _, _) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "a", {"stop_at": 16})
+    model = load(tiny_folder, True)
+    (raised, _, calls), (other, _, _) = two_ranks.run(encode, tiny_folder, tmp_path / "a", {"stop_at": 16})
     assert raised == other == "KeyboardInterrupt" and calls[-1][0] >= 16
     assert read_manifest(tmp_path / "a").n_documents >= 16
     (tmp_path / "a" / LOCK).unlink()  # which ends with the first rank's process
-    encode_collection(model, jobs.TEXTS, tmp_path / "a", **jobs.OPTIONS)
+    encode_collection(model, TEXTS, tmp_path / "a", **OPTIONS)
 
     def stop(done: int, total: int) -> None:
         if 16 < done < 22:
             raise KeyboardInterrupt
 
-    few = {**jobs.OPTIONS, "batch_size": 2}
+    few = {**OPTIONS, "batch_size": 2}
     with pytest.raises(KeyboardInterrupt):
-        encode_collection(model, jobs.TEXTS, tmp_path / "b", progress=stop, save_minutes=0.0, **few)
+        encode_collection(model, TEXTS, tmp_path / "b", progress=stop, save_minutes=0.0, **few)
     assert read_manifest(tmp_path / "b").partial["shard"] == 2
     (tmp_path / "b" / LOCK).unlink()
-    two_ranks.run(jobs.encode, tiny_folder, tmp_path / "b", {"batch_size": 2})
-    encode_collection(model, jobs.TEXTS, tmp_path / "c", **few)
+    two_ranks.run(encode, tiny_folder, tmp_path / "b", {"batch_size": 2})
+    encode_collection(model, TEXTS, tmp_path / "c", **few)
     assert contents(tmp_path / "a") == contents(whole) and contents(tmp_path / "b") == contents(tmp_path / "c")
 
 
 def test_ranks_that_were_given_different_things_are_told(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
     texts = [{f"d{i}": f"cats {i + rank}" for i in range(20)} for rank in range(2)]
-    texts[1] = jobs.SlowTexts(texts[1])  # so that the first rank has encoded all before it hears of them
-    (kind, first, _), (other, second, _) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v", {"texts": texts})
+    texts[1] = SlowTexts(texts[1])  # so that the first rank has encoded all before it hears of them
+    (kind, first, _), (other, second, _) = two_ranks.run(encode, tiny_folder, tmp_path / "v", {"texts": texts})
     assert (kind, other) == ("DataError", "RankError")
     assert "rank 1 encodes something else (texts_sha256: other texts)" in first and first in second
     assert not read_manifest(tmp_path / "v").shards
@@ -107,17 +211,17 @@ def test_ranks_that_were_given_different_things_are_told(two_ranks: Ranks, tiny_
 def test_what_fails_on_one_rank_ends_all(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "notes.txt").write_text("mine")
-    (kind, first, _), (other, second, _) = two_ranks.run(jobs.encode, tiny_folder, tmp_path / "v")
+    (kind, first, _), (other, second, _) = two_ranks.run(encode, tiny_folder, tmp_path / "v")
     assert (kind, other) == ("FileExistsError", "RankError") and second == f"rank 0: FileExistsError: {first} {KEPT}"
     texts = [dict.fromkeys((f"d{i}" for i in range(40)), 3)] * 2
     (kind, first, _), (other, second, _) = two_ranks.run(
-        jobs.encode, tiny_folder, tmp_path / "w", {"texts": texts, "shard_size": 20}
+        encode, tiny_folder, tmp_path / "w", {"texts": texts, "shard_size": 20}
     )
     assert (kind, other) == ("DataError", "RankError") and "all 20 of shard 0 failed" in first and first in second
 
 
 def test_a_rank_that_does_not_come_is_missed(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
-    told, _ = two_ranks.run(jobs.one_does_not_come, tiny_folder, tmp_path / "v")
+    told, _ = two_ranks.run(one_does_not_come, tiny_folder, tmp_path / "v")
     assert "expected a call on every rank of the process group within 1 s" in told and "group=None" in told
     two_ranks.close()  # gloo is of no use after that
 
@@ -125,7 +229,7 @@ def test_a_rank_that_does_not_come_is_missed(two_ranks: Ranks, tiny_folder: Path
 DIES = """
 import os, sys
 from pathlib import Path
-from tests.distributed import encode_jobs as jobs
+from tests.distributed import test_encoding as jobs
 model, folder = jobs.load(Path(sys.argv[1]), True), Path(sys.argv[2])
 children = []
 for rank in range(2):
@@ -148,7 +252,7 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     waited, reported, told = lines[0].split(" ", 2)
     assert float(waited) < 5 and told == f"rank 1 ended before the work was done. {KEPT}"
     assert read_manifest(tmp_path / "v").n_documents >= int(reported) - 2
-    encode_collection(jobs.load(tiny_folder, True), jobs.TEXTS, tmp_path / "v", **jobs.OPTIONS)
+    encode_collection(load(tiny_folder, True), TEXTS, tmp_path / "v", **OPTIONS)
     assert contents(tmp_path / "v") == contents(whole)
 
 

@@ -15,12 +15,11 @@ import pytest
 from tests.recipes.small import small_masked_lm
 from tests.retrieval import ray_killed
 from tilefold.retrieval import encode_collection, read_manifest
-from tilefold.retrieval._ray_worker import TRIED, TRIES, Work, Worker
 from tilefold.retrieval._shards import ShardWriter
 from tilefold.retrieval.encoding import SparseEncoding
 from tilefold.retrieval.encodings import Output
 from tilefold.retrieval.errors import DataError, MissingPackageError
-from tilefold.retrieval.on_ray import ClusterError, RayCluster, encode_on_ray
+from tilefold.retrieval.on_ray import TRIED, TRIES, ClusterError, RayCluster, Work, Worker, encode_on_ray
 from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
 
 TEXTS: dict[str, Any] = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)} | {"number": 5}
@@ -76,7 +75,7 @@ def held(splade: Any, tmp_path: Path) -> Held:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilefold.retrieval._ray_worker.PATIENCE", 0.1)
+    monkeypatch.setattr("tilefold.retrieval.on_ray.PATIENCE", 0.1)
 
 
 @pytest.fixture

@@ -92,6 +92,7 @@ class Job(ABC, Generic[V]):
     """A model and what it is to make of texts: vectors in memory, or a folder of them."""
 
     fused: ClassVar[str]  # attribute of an accelerated model that has a stream
+    options: ClassVar[tuple[str, ...]]  # that the stream takes beside its limits
 
     how: Encoding
     model: Model
@@ -105,16 +106,12 @@ class Job(ABC, Generic[V]):
         stream = getattr(getattr(self.model, self.fused, None), "stream", None)
         self.ahead = stream is not None  # of the device; else a shard is written before the next one begins
         self.plain = PlainStream(self.run, how.batch_size or PLAIN_TEXTS)
-        limits = {"batch_size": how.batch_size, "batch_tokens": how.batch_tokens}
         self.stream: Stream = self.plain
         if stream is not None:
-            self.stream = functools.partial(stream, task=how.kind, **limits, **self.stream_options())
+            options = {name: getattr(how, name) for name in ("batch_size", "batch_tokens", *self.options)}
+            self.stream = functools.partial(stream, task=how.kind, **options)
         elif how.batch_tokens is not None:
             say_unused_batch_tokens()
-
-    @abstractmethod
-    def stream_options(self) -> dict[str, Any]:
-        """Options of an accelerated model's stream beside its limits."""
 
     @abstractmethod
     def run(self, texts: list[str]) -> Any:

@@ -160,7 +160,8 @@ class ShardWriter(Generic[M, V]):
         if resume:
             self.receive(int(file.name.split("-")[1].split(".")[0]) for file in receipts)
 
-    def _load(self, folder: Path) -> M:
+    def listed(self) -> M:
+        """The manifest on disk, which another process may have written."""
         raise NotImplementedError
 
     def _check(self, vectors: V) -> None:
@@ -180,7 +181,7 @@ class ShardWriter(Generic[M, V]):
         if self.path.is_file():
             raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
         if (self.path / MANIFEST_NAME).exists():
-            return self._load(self.path)
+            return self.listed()
         if self.path.exists() and any(not entry.name.endswith((".tmp", LOCK)) for entry in self.path.iterdir()):
             raise FileExistsError(
                 f"{self.path}: expected a new folder or one with vectors, got one with other files. "
@@ -319,10 +320,6 @@ class ShardWriter(Generic[M, V]):
         release_folder(self._lock)
         return self.manifest
 
-    def listed(self) -> M:
-        """The manifest on disk, which another process may have written."""
-        return self._load(self.path)
-
     def _save(self) -> None:
         write_json_object(self.path / MANIFEST_NAME, asdict(self.manifest))  # type: ignore[call-overload]
 
@@ -358,13 +355,13 @@ def read_layout(folder: Path) -> tuple[dict[str, Any], str]:
     return value, str(value.get("layout", "sparse"))
 
 
-def _has(value: Mapping[str, Any], types: Mapping[str, Any]) -> bool:
-    return all(isinstance(value.get(name), type_) for name, type_ in types.items())
+def _has(value: Any, types: Mapping[str, Any]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), type_) for name, type_ in types.items())
 
 
 def _counts_cuts(value: Any) -> bool:
-    """Whether it says how many texts were cut, or that they were not counted."""
-    return isinstance(value, dict) and (not value or (set(value) == set(_OF_CUTS) and _has(value, _OF_CUTS)))
+    """Whether it says how many texts were cut, or, empty, that they were not counted."""
+    return value == {} or (_has(value, _OF_CUTS) and len(value) == len(_OF_CUTS))
 
 
 def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types: Mapping[str, Any]) -> M:
@@ -373,36 +370,32 @@ def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types:
     Raises:
         DataError: it is not whole, or does not agree with itself.
     """
-    file = folder / MANIFEST_NAME
+
+    def refused(problem: str) -> DataError:
+        return DataError(f"{folder / MANIFEST_NAME}: expected {problem}. {REMEDY}")
+
     version = value.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise DataError(f"{file}: expected schema_version {SCHEMA_VERSION}, got {version!r}. {REMEDY}")
+        raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
     known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
     try:
         manifest = kind(**{name: item for name, item in value.items() if name in known})
     except TypeError as error:
-        raise DataError(f"{file}: expected a manifest of vectors, got {[*value]!r:.80} ({error}). {REMEDY}") from error
+        raise refused(f"a manifest of vectors, got {[*value]!r:.80} ({error})") from error
     wrong = [name for name, type_ in {**_TYPES, **types}.items() if not isinstance(getattr(manifest, name), type_)]
     if not wrong and not all(
-        isinstance(shard, dict) and _has(shard, _OF_A_SHARD) and _counts_cuts(shard.get("truncated", {}))
-        for shard in manifest.shards
+        _has(shard, _OF_A_SHARD) and _counts_cuts(shard.get("truncated", {})) for shard in manifest.shards
     ):
         wrong = ["shards"]
     if not wrong and not all(map(_counts_cuts, (manifest.truncated, manifest.partial.get("truncated", {})))):
         wrong = ["truncated"]
     if wrong:
-        raise DataError(
-            f"{file}: expected a manifest of vectors, got fields of other types ({', '.join(wrong)}). {REMEDY}"
-        )
+        raise refused(f"a manifest of vectors, got fields of other types ({', '.join(wrong)})")
     rows, failed = sum(shard["rows"] for shard in manifest.shards), len(manifest.failed)
     if rows != manifest.n_documents:
-        raise DataError(
-            f"{file}: expected {manifest.n_documents} rows, as n_documents says, got shards with {rows}. {REMEDY}"
-        )
+        raise refused(f"{manifest.n_documents} rows, as n_documents says, got shards with {rows}")
     if manifest.complete and manifest.n_texts not in (None, rows + failed):
-        raise DataError(
-            f"{file}: expected {manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed. {REMEDY}"
-        )
+        raise refused(f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed")
     return manifest
 
 

@@ -101,13 +101,7 @@ def encode_collection(
 
 @dataclass(frozen=True, kw_only=True)
 class SparseEncoding(Encoding):
-    """Sparse vectors of a ``SparseEncoder``; the fields are those of :func:`encode_collection`.
-
-    Attributes:
-        top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
-        min_weight: terms are kept above this weight.
-        special_tokens: keep weights of the tokenizer's special tokens.
-    """
+    """Sparse vectors of a ``SparseEncoder``; the fields are those of :func:`encode_collection`."""
 
     top_k: int | None = None
     min_weight: float = 0.0
@@ -129,16 +123,13 @@ class SparseEncoding(Encoding):
 class SparseJob(Job[SparseVectors]):
     """Texts that become sparse vectors."""
 
-    fused = "encode_sparse_batch"
+    fused, options = "encode_sparse_batch", ("top_k", "min_weight")
     how: SparseEncoding
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.vocabulary = vocabulary_fingerprint(_tokenizer(self.model))
         self.dropped = [] if self.how.special_tokens else list(_tokenizer(self.model).all_special_ids)
-
-    def stream_options(self) -> dict[str, Any]:
-        return {"top_k": self.how.top_k, "min_weight": self.how.min_weight}
 
     def run(self, texts: list[str]) -> Any:
         return encode_batch(self.model, texts, self.how.kind, self.how.top_k, self.how.min_weight)

@@ -7,16 +7,19 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tilefold.pipeline.ahead import Behind
 from tilefold.retrieval._files import require
-from tilefold.retrieval._ray_worker import TRIED, Work, Worker, appears
-from tilefold.retrieval._shards import ShardWriter
-from tilefold.retrieval.encodings import Encoding, Output
+from tilefold.retrieval._made import Encoding, Job, Output, Shard, reason
+from tilefold.retrieval._shards import Receipt, ShardWriter, check_some, differences
+from tilefold.retrieval._streamed import WAITING_SHARDS, encode_shards
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.text_ranges import HeldTexts, Range, StoredTexts, Texts
 
@@ -25,6 +28,9 @@ __all__ = ["ClusterError", "RayCluster", "encode_on_ray"]
 SHARDS_PER_TASK = 16  # at most: within a task the next texts are tokenised while the last ones are encoded
 _BEACON = ".shared.tmp"
 HERE = "local"  # a Ray of its own on this machine
+TRIES = 5  # of shards whose workers die
+TRIED = ".tries.tmp"
+PATIENCE = 10.0  # seconds for a file that another machine has written to appear here
 
 
 class ClusterError(ConnectionError):
@@ -99,20 +105,12 @@ def encode_on_ray(
         output_dir: the folder, at the same path on all machines.
         encoding: ``SparseEncoding`` or ``TokenEncoding``.
         cluster: where workers run; by default the machine alone.
-        shard_size: texts per shard.
-        progress: called as ``progress(texts done, texts in all)``.
-        resume: keep the complete shards of an earlier run; a different model, text or setting is an error.
-
-    Returns:
-        The complete manifest.
+        shard_size, progress, resume: as there.
 
     Raises:
         MissingPackageError: Ray is not installed.
         ClusterError: the cluster cannot be reached, has no room for a worker, or workers died again and again.
-        DataError: ``resume=True`` and the folder holds vectors with other settings; bad or repeated rows; every text of
-            a shard failed; a machine does not see the same folder, texts or model.
-        FileExistsError: the folder holds other files.
-        InUseError: another process writes there.
+        DataError: as there; bad or repeated rows; a machine does not see the same folder, texts or model.
     """
     encoding.check()
     output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
@@ -196,7 +194,6 @@ def _beacon(folder: Path) -> Iterator[str]:
 
 
 def _remove_notes(folder: Path) -> None:
-    """Beacons, and counts of workers that died."""
     for left in (*folder.glob(f"*{_BEACON}"), *folder.glob(f"*{TRIED}")):
         left.unlink(missing_ok=True)
 
@@ -286,3 +283,102 @@ def _quiet_data(ray: Any) -> Iterator[None]:
     finally:
         context.enable_progress_bars, context.print_on_execution_start = before[:2]
         logger.setLevel(before[2])
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work that all workers of a command share."""
+
+    encoding: Encoding
+    load: Callable[[], Any]  # makes the model
+    output: Output  # at the same path everywhere
+    identity: dict[str, Any]  # of the folder, as the command knows it
+    beacon: str  # name of a file that the command has put into the folder
+    threads: int  # of torch on a CPU
+
+
+class Worker:
+    """An actor of the pool; what goes wrong is told as a row, so that the command can say it in its words."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.problem = ""
+        try:
+            self._load()
+        except Exception as error:
+            self.problem = reason(error)
+
+    def _load(self) -> None:
+        work = self.work
+        if not appears((work.output.folder / work.beacon).is_file):
+            raise FileNotFoundError(
+                f"{work.output.folder}: is not the folder of the command on the machine {socket.gethostname()}. "
+                "Choose an output folder that all machines share."
+            )
+        torch.set_num_threads(work.threads)
+        digest = str(work.identity.get("texts_sha256"))
+        self.job: Job[Any] = work.encoding.job(work.load(), {}, work.output, lambda: digest)
+        self.writer = self.job.open_writer(False)
+        mine = self.writer.identified(self.writer.manifest)
+        changed = differences(work.identity, mine, "in the command", "here")
+        if changed:
+            raise ValueError(
+                f"the machine {socket.gethostname()} would encode something else ({changed}). Give all machines the "
+                "same folder, or the same release, of the model."
+            )
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
+        """Write the shards of a task; rows of a number and a problem, which is empty where the shard is written."""
+        (ranges,) = batch["ranges"]
+        problem = self.problem
+        if not problem:
+            try:
+                self._write(ranges)
+            except Exception as error:
+                problem = reason(error)
+        numbers = [part.number for part in ranges]
+        return {"number": numbers, "problem": [problem] * len(numbers)}
+
+    def _write(self, ranges: Sequence[Range]) -> None:
+        folder, key = self.writer.path, self.writer.key
+        missing = [part for part in ranges if Receipt.read(folder, part.number, key) is None]
+        if missing:
+            tried = self._tried(missing)
+            with Behind(WAITING_SHARDS, "tilefold-writer") as behind:
+                list(encode_shards(self.job, map(self._read, missing), self._leave, behind))
+            tried.unlink(missing_ok=True)
+
+    def _read(self, part: Range) -> Shard[Any]:
+        """In the thread that works ahead."""
+        texts = part.read()
+        return Shard(part.number, list(texts), texts)
+
+    def _leave(self, shard: Shard[Any]) -> None:
+        vectors, failed = shard.assembled(self.job)
+        check_some(shard.number, len(vectors), failed, nothing_yet=False)
+        self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
+        shard.written()
+
+    def _tried(self, missing: Sequence[Range]) -> Path:
+        """Count how often workers have begun here: Ray repeats a task without end when its worker dies."""
+        first = missing[0]
+        file = self.writer.path / f"{first.number:05d}{TRIED}"
+        count = int(file.read_text()) if file.is_file() else 0
+        if count >= TRIES:
+            ids = list(first.read())
+            raise RuntimeError(
+                f"shards {first.number} to {missing[-1].number} have ended {count} workers. The text that does it is "
+                f"probably one of {ids[0]!r} to {ids[-1]!r}: take it out, or give workers more memory."
+            )
+        file.write_text(str(count + 1))
+        return file
+
+
+def appears(there: Callable[[], bool]) -> bool:
+    """Whether something is there, now or within the time that a shared folder may take to show it."""
+    end = time.monotonic() + PATIENCE
+    while not there():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True

@@ -42,34 +42,15 @@ def encode_tokens(
 ) -> TokenManifest:
     """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
 
-    Shards, failed texts, resuming and errors are those of :func:`tilefold.retrieval.encode_collection`; with an
-    accelerated model, so are the threads and batches.
+    Shards, failed texts, resuming, ranks and errors are those of :func:`tilefold.retrieval.encode_collection`, and so
+    are the arguments that are not named here; with an accelerated model, so are the threads and batches.
 
     Args:
         model: a ``MultiVectorEncoder``.
-        texts: id -> text, in a fixed order.
-        output_dir: the folder; see :mod:`tilefold.retrieval.tokens`.
         kind: ``"document"`` or ``"query"``: the model's prompt, length, expansion and skipped words.
         storage: ``"fp16"``, or ``"int8"`` with one scale per token: half the bytes, and an error of at most half of
             1/127 of the token's largest entry.
-        batch_size: texts encoded at a time, at most; by default 32 of a plain model, and of an accelerated one as many
-            as `batch_tokens` allows.
-        batch_tokens: tokens that an accelerated model encodes at a time; by default what suits the device.
-        shard_size: texts per shard.
-        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
-        progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
-        resume: keep the complete shards of an earlier run with the same model, texts and settings.
-        group: the ranks that share the work, as in :func:`tilefold.retrieval.encode_collection`.
-
-    Returns:
-        The complete manifest.
-
-    Raises:
-        ValueError: a wrong argument, or no text.
-        DataError: ``resume=True`` and the folder holds vectors with other settings; or every text of a shard failed.
-        FileExistsError: the folder holds other files.
-        RankError: another rank of the group failed or ended, or some did not come within five minutes.
     """
     encoding = TokenEncoding(
         kind=kind, batch_size=batch_size, batch_tokens=batch_tokens, storage=storage, source=source
@@ -81,12 +62,7 @@ def encode_tokens(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEncoding(Encoding):
-    """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`.
-
-    Attributes:
-        storage: ``"fp16"``, or ``"int8"`` with one scale per token.
-        source: folder or name that the model was loaded from.
-    """
+    """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`."""
 
     storage: str = "fp16"
     source: str | None = None
@@ -105,11 +81,8 @@ class TokenEncoding(Encoding):
 class TokenJob(Job[TokenVectors]):
     """Texts that become token vectors."""
 
-    fused = "encode_token_batch"
+    fused, options = "encode_token_batch", ("storage",)
     how: TokenEncoding
-
-    def stream_options(self) -> dict[str, Any]:
-        return {"storage": self.how.storage}
 
     def run(self, texts: list[str]) -> list[Tensor]:
         return _run(self.model, texts, self.how.kind)

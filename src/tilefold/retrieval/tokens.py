@@ -74,9 +74,7 @@ class TokenVectors:
     def pack(cls, ids: Sequence[str], vectors: Sequence[Tensor], dimension: int, storage: str) -> TokenVectors:
         """From one ``[n_i, D]`` tensor per text, on any device; the result is on the CPU.
 
-        Raises:
-            ValueError: an unknown `storage`.
-            DataError: a tensor of another shape, or an entry that is not finite in `storage`; the message names the id.
+        ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite in `storage`.
         """
         if storage not in STORAGES:
             raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
@@ -168,12 +166,9 @@ class TokenManifest:
         model_name: the model that made the vectors, if known.
         model_fingerprint: its :func:`tilefold.retrieval.token_encoding.token_model_fingerprint`.
         model_source: folder or name that the model was loaded from, if known.
-        kind: ``"document"`` or ``"query"``.
-        n_texts: texts that were given: those in shards and failed ones; None if unknown.
         n_documents, n_tokens: texts and vectors in all shards.
         shards: ``{"file", "rows", "tokens", "sha256", "truncated"}`` for each shard, in order.
-        settings, failed, partial, truncated, complete: as in :class:`tilefold.retrieval.VectorManifest`.
-        layout, schema_version: the format of this folder.
+        layout, schema_version: the format; the others are as in :class:`tilefold.retrieval.VectorManifest`.
     """
 
     dimension: int
@@ -214,8 +209,9 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
         _safetensors()
         super().__init__(Path(path), manifest, resume, lists)
 
-    def _load(self, folder: Path) -> TokenManifest:
-        return read_token_manifest(folder)
+    def listed(self) -> TokenManifest:
+        """See :meth:`ShardWriter.listed`."""
+        return read_token_manifest(self.path)
 
     def _check(self, vectors: TokenVectors) -> None:
         expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
@@ -314,14 +310,9 @@ class TokenStore:
 
 
 def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
-    """Open a folder of token vectors without loading it.
+    """Open a folder of token vectors without loading it; `verify` compares a shard's checksum when it is first used.
 
-    Args:
-        verify: compare a shard's checksum the first time that it is used.
-
-    Raises:
-        FileNotFoundError: no manifest, or a listed shard is missing.
-        DataError: the writer did not finish, the folder holds sparse vectors, or a shard is damaged; names the file.
+    Errors are those of :func:`tilefold.retrieval.read_vectors`.
     """
     folder = Path(path)
     manifest = read_token_manifest(folder)

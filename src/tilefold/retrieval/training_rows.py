@@ -227,10 +227,7 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
 def read_training_rows(path: str | Path) -> TrainingRows:
     """Read what :func:`write_training_rows`, or another program, wrote.
 
-    Raises:
-        FileNotFoundError: no such file.
-        DataError: not Parquet, a column is missing or of another type, a null where a value is needed, a score that is
-            not finite, a document twice for one query.
+    ``DataError`` says what is no Parquet, column, type, value or finite score, and which document comes twice.
     """
     file = Path(path)
     if not file.is_file():

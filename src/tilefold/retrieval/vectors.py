@@ -128,8 +128,9 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
         super().__init__(Path(path), manifest, resume, lists)
 
-    def _load(self, folder: Path) -> VectorManifest:
-        return read_manifest(folder)
+    def listed(self) -> VectorManifest:
+        """See :meth:`ShardWriter.listed`."""
+        return read_manifest(self.path)
 
     def _check(self, vectors: SparseVectors) -> None:
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
