@@ -48,15 +48,13 @@ def _read_split(files: list[Path], known: Known) -> Qrels:
     strays: list[str] = []
     for where, query, document, grade in (row for file in files for row in _judgements(file)):
         if query not in known.queries or document not in known.documents:
-            what, name = ("query", query) if query not in known.queries else ("document", document)
-            strays.append(f"{where}: unknown {what} {name!r}")
+            strange = f"document {document!r}" if query in known.queries else f"query {query!r}"
+            strays.append(f"{where}: unknown {strange}")
             continue
         judged = qrels.setdefault(query, {})
         if judged.get(document, grade) != grade:
-            raise DataError(
-                f"{where}: query {query!r} and document {document!r} were judged {judged[document]} before, got "
-                f"{grade}. Keep one of the two lines."
-            )
+            before = f"were judged {judged[document]} before, got {grade}. Keep one of the two lines."
+            raise DataError(f"{where}: query {query!r} and document {document!r} {before}")
         judged[document] = grade
     if strays and known.unknown == "drop":
         _logger.warning("%s; %d judgement(s) of what the collection lacks are left out", strays[0], len(strays))

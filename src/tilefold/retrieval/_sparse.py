@@ -18,7 +18,7 @@ from tilefold.retrieval.provenance import Provenance
 
 @dataclass
 class SparseVectors:
-    """N sparse vectors over a vocabulary of V terms.
+    """N sparse vectors over a vocabulary of V terms, checked on construction; rows out of order are sorted.
 
     Attributes:
         ids: N unique, non-empty strings.
@@ -26,10 +26,8 @@ class SparseVectors:
         indices: int32 ``[nnz]``, terms in ``[0, V)``, ascending and unique within a row.
         data: float32 ``[nnz]``, finite and not negative.
         vocab_size: V.
-        fingerprint: what :func:`vocabulary_fingerprint` gave for the tokenizer, or None when unknown.
+        fingerprint: of :func:`vocabulary_fingerprint` for the tokenizer, or None when unknown.
         provenance: the model and the texts that the vectors were made from, as far as they are known.
-
-    The arrays are checked on construction; rows whose terms are out of order are sorted.
 
     Raises:
         DataError: shapes that do not fit, an index out of range or twice in a row, a weight that is NaN,
@@ -61,10 +59,8 @@ class SparseVectors:
         if self.indptr.shape != (n + 1,):
             raise DataError(f"indptr: expected {n + 1} offsets for {n} ids, got shape {self.indptr.shape}.")
         if self.indices.shape != (nnz,) or self.data.shape != (nnz,):
-            raise DataError(
-                "indices and data: expected two flat arrays of one length, "
-                f"got shapes {self.indices.shape} and {self.data.shape}."
-            )
+            got = f"shapes {self.indices.shape} and {self.data.shape}"
+            raise DataError(f"indices and data: expected two flat arrays of one length, got {got}.")
         check_offsets(self.indptr, nnz)
         if (at := outside(self.indices, self.vocab_size)) is not None:
             raise DataError(
@@ -139,12 +135,7 @@ class SparseVectors:
 
     @classmethod
     def concatenate(cls, parts: Iterable[SparseVectors]) -> SparseVectors:
-        """All rows of `parts`, which must share one vocabulary, in order.
-
-        Raises:
-            VocabularyMismatchError: two parts differ in vocabulary size or fingerprint.
-            ValueError: there is no part.
-        """
+        """All rows of `parts`, at least one of them and all of one vocabulary, in order."""
         parts = list(parts)
         if not parts:
             raise ValueError("parts: expected at least one set of vectors, got an empty list.")

@@ -145,10 +145,7 @@ class BM25Index:
     ) -> BM25Index:
         """Index ``{document id: contents}``; options as in :class:`BM25Options`.
 
-        Raises:
-            ValueError: there is no document, no document has a word, or an option is wrong.
-            TypeError: an id that is not a string.
-            MissingPackageError: bm25s or PyStemmer is not installed.
+        No document, none with a word, or a wrong option is a ``ValueError``; an id that is no string a ``TypeError``.
         """
         bm25s, options = _package(), BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)

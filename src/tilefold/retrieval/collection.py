@@ -35,11 +35,7 @@ BEIR_LAYOUT = (
 
 @dataclass(frozen=True)
 class Document:
-    """One document. `title` may be empty.
-
-    Raises:
-        TypeError: `id`, `title` or `text` is not a string.
-    """
+    """Document of an id, a title, which may be empty, and a text; what is no string is a ``TypeError``."""
 
     id: str
     title: str
@@ -50,7 +46,7 @@ class Document:
             if not isinstance(value, str):
                 raise TypeError(
                     f"{name}: expected a string, got {value!r} ({type(value).__name__}) in document {self.id!r}. Give "
-                    f"str({value!r}), or '' for a title or a text that is not there."
+                    f"str({value!r}), or '' for none."
                 )
 
     @property
@@ -68,9 +64,6 @@ class Collection:
         documents: document id -> :class:`Document`, in corpus order.
         queries: query id -> text, of all splits.
         qrels: split -> query id -> document id -> grade (0 is judged and not relevant).
-
-    Raises:
-        TypeError: an id that is not a string.
     """
 
     name: str
@@ -111,9 +104,7 @@ class Collection:
     def save_beir(self, path: str | Path) -> None:
         """Write a BEIR folder atomically; only an earlier BEIR folder is replaced.
 
-        Raises:
-            FileExistsError: `path` holds other files.
-            DataError: an empty id, or a judged one with a tab or a line break, which the layout cannot hold.
+        An empty id, or a judged one with a tab or a line break, which the layout cannot hold, is a ``DataError``.
         """
         self._check_savable()
         with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
@@ -134,10 +125,8 @@ class Collection:
         judged = {name for qrels in self.qrels.values() for q, found in qrels.items() for name in (q, *found)}
         for name in (*self.documents, *self.queries, *judged):
             if not name or not is_unicode(name) or (name in judged and any(mark in name for mark in "\t\r\n")):
-                raise DataError(
-                    f"ids: the BEIR layout holds no empty id, and in judgements none with a tab or a line break, "
-                    f"got {name!r}. Rename it."
-                )
+                held = "no empty id, and in judgements none with a tab or a line break"
+                raise DataError(f"ids: the BEIR layout holds {held}, got {name!r}. Rename it.")
 
 
 def load_beir(
@@ -156,15 +145,13 @@ def load_beir(
 
     Args:
         path: the folder; or the documents alone: a file or a saved dataset.
-        unknown: ``"error"``, or ``"drop"`` to leave out judgements of queries or documents that are not in the
-            collection (in a sample of a corpus).
+        unknown: ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as a sample, lacks.
         documents_only: leave queries and judgements unread.
         splits: leave the judgements of other splits unread; None reads all.
 
     Raises:
         FileNotFoundError: the folder or the corpus is missing.
-        DataError: malformed rows, missing or repeated ids, an empty corpus or empty queries, unknown ids in the
-            judgements. Messages name file and line.
+        DataError: malformed rows, missing, repeated or unknown ids, no row. Messages name file and line.
     """
     if unknown not in ("error", "drop"):
         raise ValueError(f"unknown: expected 'error' or 'drop', got {unknown!r}.")
@@ -200,10 +187,8 @@ def load_documents(path: str | Path) -> dict[str, Document]:
 
     Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``. A ``.tsv`` or ``.txt`` file has lines of an id, a
     tab and a text; where its first line names columns (``id``, ``docid`` or another usual name, and ``text``), it is no
-    document, and the fields are taken as it says. That is logged, and a first line that may be either is an error.
-
-    Raises:
-        DataError: malformed rows, missing or repeated ids, or no row. Messages name file and line.
+    document, and the fields are taken as it says. That is logged, and a first line that may be either is a
+    ``DataError``, as are malformed rows, missing or repeated ids, or no row. Messages name file and line.
     """
     documents: dict[str, Document] = {}
     for where, row in table_rows(Path(path)):
@@ -221,11 +206,7 @@ def document_of_row(row: dict[str, Any], where: str, seen: Mapping[str, object])
 def load_queries(path: str | Path) -> dict[str, str]:
     """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a text (id: its number).
 
-    A first line that names columns is no query, as in :func:`load_documents`.
-
-    Raises:
-        FileNotFoundError: no such file.
-        DataError: malformed rows, repeated ids, or no query. Messages name file and line.
+    A first line that names columns is no query. Errors as of :func:`load_documents`.
     """
     file = Path(path)
     if not file.exists():

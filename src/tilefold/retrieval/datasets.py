@@ -44,9 +44,9 @@ def load_collection(
         return _cached_pydocs(default_cache_dir() if cache_dir is None else Path(cache_dir))
     path = Path(name_or_path)
     if not path.exists():
+        wanted = "'pydocs' or the path of a BEIR folder or of documents"
         raise FileNotFoundError(
-            f"collection: expected 'pydocs' or the path of a BEIR folder or of documents, got "
-            f"{str(name_or_path)!r}, which is neither. {BEIR_LAYOUT}"
+            f"collection: expected {wanted}, got {str(name_or_path)!r}, which is neither. {BEIR_LAYOUT}"
         )
     return load_beir(path, unknown, documents_only=documents_only, splits=splits)
 

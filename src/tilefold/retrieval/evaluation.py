@@ -100,11 +100,8 @@ def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
     """Raise an error for a run that has queries, but none of those of `qrels`."""
     check_text_ids(name, run)
     if run and not any(query_id in qrels for query_id in run):
-        raise ValueError(
-            f"{name}: expected results for a judged query, got those of others: its first query is "
-            f"{next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}. "
-            "Give the run and the judgements of the same queries."
-        )
+        first = f"its first query is {next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}"
+        raise ValueError(f"{name}: expected results for a judged query, got those of others: {first}. Give the same.")
 
 
 def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
@@ -168,8 +165,7 @@ def _parse(ir_measures: Any, name: str) -> Any:
 def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> None:
     """Write ``query Q0 document rank score tag`` lines, best first, ranks from 1; atomically.
 
-    Raises:
-        ValueError: an id or the tag is empty or has white space, which the format cannot carry; a score is not finite.
+    An id or tag that is empty or has white space, or a score that is not finite, is a ``ValueError``.
     """
     check_word("tag", tag)
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
@@ -192,10 +188,7 @@ def check_word(what: str, value: str) -> None:
 def read_trec_run(path: str | Path) -> Run:
     """Read a TREC run file into ``{query id: {document id: score}}``.
 
-    Raises:
-        FileNotFoundError: no such file.
-        DataError: a line without 6 fields, a score that is not a finite number, a document given twice for a
-            query; the message names file and line.
+    A line without 6 fields, a score that is not finite, or a document given twice is a ``DataError`` that names it.
     """
     run, remedy = Run(), "Fix that line, or remove it if it names columns."
     for number, line in numbered_lines(_existing(path)):

@@ -118,17 +118,22 @@ def export_opensearch(
     """
     check_choice("field_type", field_type, FIELD_TYPES)
     check_choice("dots", dots, DOTS)
-    _check_form("field", field, _FIELD, ("id", "text"), "letters, digits, - or _")
+    _check_form("field", field, _FIELD, ("id", "text"), ", -")
     if part_bytes < 1:
         raise ValueError(f"part_bytes: expected at least 1, got {part_bytes}.")
     documents = _survey(vectors, "OpenSearch", lambda text: None)
-    if documents.n_weights and documents.lightest < _SMALLEST_WEIGHT:
+    if 0 < (lightest := documents.weights[0]) < _SMALLEST_WEIGHT:
+        least = f"{_SMALLEST_WEIGHT:.3g} (a normal float32)"
         raise DataError(
-            f"vectors: OpenSearch takes weights of at least {_SMALLEST_WEIGHT:.3g} (a normal float32), "
-            f"got {documents.lightest:.3g}. Encode with a larger minimum, or drop such weights."
+            f"vectors: OpenSearch takes weights of at least {least}, got {lightest:.3g}. Drop such weights."
         )
-    if field_type == "sparse_vector":
-        _check_folding(documents, tokens)
+    if field_type == "sparse_vector" and tokens is not None:
+        raise ValueError("tokens: expected None with field_type='sparse_vector', whose terms are numbers, got tokens.")
+    if field_type == "sparse_vector" and documents.used.size > _SPARSE_VECTOR_TERMS:
+        raise DataError(
+            f"vectors: sparse_vector of OpenSearch takes the numbers of terms modulo {_SPARSE_VECTOR_TERMS:,}, so that "
+            f"different terms would match in a vocabulary of {documents.used.size:,}. Use field_type='rank_features'."
+        )
 
     def bad_name(name: str) -> str | None:
         if len(name.encode()) > _LONGEST_NAME:
@@ -179,7 +184,7 @@ def export_vespa(
     """
     _check_form("document", document, _WORD)
     _check_form("namespace", namespace, _NAMESPACE)
-    _check_form("field", field, _WORD, ("id", "text", "token"), "letters, digits or _")
+    _check_form("field", field, _WORD, ("id", "text", "token"))
     documents = _survey(vectors, "Vespa", _control_character)
 
     def bad_name(name: str) -> str | None:
@@ -210,8 +215,7 @@ class _Documents:
     fingerprint: str | None
     provenance: Provenance
     used: npt.NDArray[np.bool_]  # [V], whether a document has a positive weight for the term
-    lightest: float  # of the positive weights; 0 without any
-    heaviest: float
+    weights: tuple[float, float]  # the lightest and the heaviest that are positive; 0 without any
     n_documents: int
     n_weights: int  # positive ones
 
@@ -253,8 +257,8 @@ def _survey(vectors: SparseVectors | str | Path, engine: str, complaint: Callabl
     if not documents:
         where = source if isinstance(source, Path) else "vectors"
         raise DataError(f"{where}: expected at least one document, got 0 rows. Encode a collection (tilefold encode).")
-    lightest = low if weights else 0.0
-    return _Documents(engine, source, about.fingerprint, about.provenance, used, lightest, high, documents, weights)
+    span = (low if weights else 0.0, high)
+    return _Documents(engine, source, about.fingerprint, about.provenance, used, span, documents, weights)
 
 
 def _parts(source: SparseVectors | Path) -> Iterator[SparseVectors]:
@@ -278,9 +282,9 @@ def _name_terms(
     if tokens is None:
         return [str(term) for term in range(used.size)]
     if len(tokens) != used.size:
+        given = f"{used.size} terms of the vectors, got {len(tokens)}"
         raise VocabularyMismatchError(
-            f"tokens: expected one for each of the {used.size} terms of the vectors, got {len(tokens)}. "
-            "Pass the vocabulary of the model that made the vectors."
+            f"tokens: expected one for each of the {given}. Pass the vocabulary of the model."
         )
     names = [str(token) for token in tokens]
     bad: dict[str, list[str]] = {}
@@ -291,10 +295,8 @@ def _name_terms(
             bad.setdefault(why, []).append(f"{name!r} (term {term})")
     if bad:
         why, owners = next(iter(bad.items()))
-        more = f", and {len(bad) - 1} other kinds of such names" if len(bad) > 1 else ""
-        raise DataError(
-            f"tokens: {documents.engine} takes no term whose name {why}, got {_some(owners)}{more}. {remedy}."
-        )
+        got = _some(owners) + (f", and {len(bad) - 1} other kinds of such names" if len(bad) > 1 else "")
+        raise DataError(f"tokens: {documents.engine} takes no term whose name {why}, got {got}. {remedy}.")
     first: dict[str, int] = {}
     same = [
         f"{name!r} (terms {first[name]} and {term})"
@@ -321,39 +323,21 @@ def _control_character(text: str) -> str | None:
     return None
 
 
-def _check_form(
-    option: str,
-    value: str,
-    form: re.Pattern[str],
-    taken: Sequence[str] = (),
-    allowed: str = "a letter, then letters, digits or _",
-) -> None:
+def _check_form(option: str, value: str, form: re.Pattern[str], taken: Sequence[str] = (), more: str = "") -> None:
     if not form.fullmatch(value) or value in taken:
         none_of = f", and none of {', '.join(taken)}" if taken else ""
-        raise ValueError(f"{option}: expected {allowed}{none_of}, got {value!r}.")
+        raise ValueError(f"{option}: expected letters, digits{more} or _, a letter first{none_of}, got {value!r}.")
 
 
-def _check_folding(documents: _Documents, tokens: Sequence[str] | None) -> None:
-    if tokens is not None:
-        raise ValueError("tokens: expected None with field_type='sparse_vector', whose terms are numbers, got tokens.")
-    if documents.used.size > _SPARSE_VECTOR_TERMS:
-        raise DataError(
-            f"vectors: sparse_vector of OpenSearch takes the numbers of terms modulo {_SPARSE_VECTOR_TERMS:,}, so that "
-            f"different terms would match in a vocabulary of {documents.used.size:,}. Use field_type='rank_features'."
-        )
-
-
-def _mapping(
-    documents: _Documents, field: str, field_type: str, made_of: Mapping[str, Any], texts: bool
-) -> dict[str, Any]:
+def _mapping(documents: _Documents, field: str, field_type: str, origin: dict[str, Any], texts: bool) -> dict[str, Any]:
     vectors: dict[str, Any] = {"type": field_type}
-    settings: dict[str, Any] = {}
+    settings = {}
     if field_type == "sparse_vector":
-        ceiling = math.ceil(documents.heaviest * 100) / 100 or 1.0  # weights above it would be cut off; 0 is refused
+        ceiling = math.ceil(documents.weights[1] * 100) / 100 or 1.0  # weights above it would be cut off; 0 is refused
         vectors["method"] = {"name": "seismic", "parameters": {"quantization_ceiling_ingest": ceiling}}
         settings = {"settings": {"index": {"sparse": True}}}
     properties = {"id": {"type": "keyword"}, field: vectors} | ({"text": {"type": "text"}} if texts else {})
-    return {**settings, "mappings": {"_meta": {"tilefold": dict(made_of)}, "properties": properties}}
+    return {**settings, "mappings": {"_meta": {"tilefold": origin}, "properties": properties}}
 
 
 def _line(value: object) -> bytes:

@@ -96,9 +96,6 @@ class Interpolation:
         normalization: of :func:`tilefold.retrieval.interpolate`. ``"none"`` with weight w orders as Pyserini's
             ``alpha * second + first`` with ``alpha = w / (1 - w)``, and ``"min_max"`` as its normalised form. A
             document that one side lacks takes that side's minimum.
-
-    Raises:
-        ValueError: an unknown place, or a weight out of range.
     """
 
     place: Literal["before", "after", "both"] = "both"
@@ -124,10 +121,7 @@ def with_feedback(
         again: the ranking of the queries that the documents of a given ranking expand; it calls :func:`expand_sparse`
             or :func:`expand_dense`, and searches.
         k: documents per query that an interpolation keeps.
-        second, mix: another ranking of the same queries, and where to interpolate with it.
-
-    Raises:
-        ValueError: one of `second` and `mix` alone.
+        second, mix: another ranking of the same queries, and where to interpolate with it; both or neither.
     """
     if (second is None) != (mix is None):
         raise ValueError("second, mix: expected both or neither, got one alone.")

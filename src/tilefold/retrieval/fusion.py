@@ -39,10 +39,7 @@ def interpolate(
         runs: at least one run.
         weights: one finite number per run; equal weights of ``1 / len(runs)`` when None.
         normalization: see above.
-        k: documents kept per query.
-
-    Returns:
-        A run over the union of queries, documents by descending score; equal scores keep the order of the runs.
+        k: documents kept per query, by descending score; equal scores keep the order of the runs.
 
     Raises:
         ValueError: no run, a score or a weight that is not finite, or a sum of them; an unknown normalisation.

@@ -48,24 +48,19 @@ def rerank(
 
     Args:
         run: query id -> document id -> score of a first retriever, in any order.
-        queries: token vectors of every query in `run`.
-        documents: token vectors of the candidates; :func:`tilefold.retrieval.open_tokens`, or in memory.
+        queries, documents: token vectors of all queries and candidates, in memory or of ``open_tokens``.
         depth: candidates per query to score, those with the highest first scores; all of them when None.
-        tail: what becomes of candidates that were not scored, because they are below `depth` or have no token vector
-            (empty, or listed as failed when the documents were encoded): ``"keep"`` puts them after the others, in
-            their first order; ``"drop"`` leaves them out.
+        tail: what becomes of candidates below `depth` or without a token vector (empty, or failed when encoded):
+            ``"keep"`` puts them after the others, in their first order; ``"drop"`` leaves them out.
         reduction: ``"mean"`` divides by the query's tokens, as models with ``"meanmaxsim"`` do; ``"sum"`` does not.
-        device: where scores are computed; by default a GPU if there is one.
-        impl: as in :func:`tilefold.ops.maxsim`.
+        device, impl: by default a GPU if there is one; as in :func:`tilefold.ops.maxsim`.
 
     Returns:
         ``{query id: {document id: score}}``, best first. A kept tail has scores just below the lowest MaxSim, 5e-7 of
-        the scores' magnitude apart: an order and no measurement, too close together to change what min-max
-        normalisation in a fusion makes of the scores above.
+        the scores' magnitude apart: an order and no measurement, too close to change a min-max normalisation.
 
     Raises:
-        ValueError: ``depth < 1``; an unknown `tail`; vectors of queries and documents of other dimensions; query
-            vectors that are int8.
+        ValueError: a wrong option, vectors of other dimensions than the queries, or int8 vectors of queries.
         DataError: a query or a candidate without vectors; the message names the first and says how many.
     """
     if depth is not None and depth < 1:
@@ -73,10 +68,9 @@ def rerank(
     check_choice("tail", tail, TAILS)
     if queries.values.dtype == torch.int8:
         raise ValueError("queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.")
-    if queries.dimension != documents.dimension:
+    if queries.dimension != (got := documents.dimension):
         raise ValueError(
-            f"documents: expected token vectors of the queries' dimension {queries.dimension}, got "
-            f"{documents.dimension}. Encode both with the same model."
+            f"documents: expected vectors of the queries' dimension {queries.dimension}, got {got}. Encode again."
         )
     for query, first in run.items():
         check_scores("run", query, first, finite=False)
@@ -107,16 +101,13 @@ def rerank(
 
 @dataclass(frozen=True)
 class Reranking:
-    """Options of reranking candidates.
+    """Options of reranking candidates; a value out of range is a ``ValueError``.
 
     Attributes:
         depth: candidates per query; None takes all.
         tail: what becomes of the others, as in :func:`rerank`.
         weight: of MaxSim in an interpolation with the first scores, both from 0 to 1 per query, where candidates below
             `depth` keep their share; None takes MaxSim alone.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     depth: int | None = None
@@ -162,8 +153,7 @@ class Reranker:
             )
         if manifest.model_fingerprint not in (None, token_model_fingerprint(self.model)):
             raise DataError(
-                f"model: is not the model that made {folder} (its weights or settings differ); give that one, or "
-                "encode the documents with this one."
+                f"model: is not the model that made {folder} (its weights or settings differ); give that one."
             )
 
     def __call__(
@@ -202,7 +192,7 @@ def contents_of(name: str, document: Document | None) -> str:
 
 
 def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]]) -> dict[str, tuple[int, int]]:
-    """(shard, row) of every candidate that has vectors; an error for one that was never encoded."""
+    """(shard, row) of every candidate that has vectors."""
     if isinstance(documents, TokenStore):
         known, failed = documents.ids, documents.manifest.failed
     else:

@@ -32,7 +32,7 @@ WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Options of a search.
+    """Options of a search; a ``ValueError`` for a `k` below 1, or an interpolation without feedback.
 
     Attributes:
         k: documents per query.
@@ -40,9 +40,6 @@ class SearchRequest:
         interpolation: mixes the second ranking in before feedback, after it, or both; goes with `feedback`.
         fusion: fuses the second ranking with that of the index.
         reranking: orders the best candidates by late interaction.
-
-    Raises:
-        ValueError: `k` is no integer of at least 1, or an interpolation without feedback.
     """
 
     k: int = 10
@@ -110,8 +107,7 @@ class Searcher:
     ) -> None:
         if not hasattr(index, "search"):
             raise TypeError(
-                "index: expected what build_index or load_index gives, a BM25Index or a DenseRetriever, got "
-                f"{type(index).__name__}."
+                f"index: expected what build_index or load_index gives, or a BM25Index, got {type(index).__name__}."
             )
         if model is not None and not hasattr(model, "encode_query"):
             raise TypeError(f"model: expected a SparseEncoder, got {type(model).__name__}; load it first.")
@@ -170,8 +166,7 @@ class Searcher:
         first = next(iter(ranking.run["query"]), None)
         if first is not None and self.documents and not any(name in self.documents for name in ranking.run["query"]):
             raise DataError(
-                f"documents: none of the documents found is in the collection given (the first is {first!r}); give the "
-                "one that the index was made from."
+                f"documents: none of the documents found is in the collection given (the first is {first!r})."
             )
         if request.reranking is not None:
             ranking = self.rerank(queries, ranking, request.reranking)

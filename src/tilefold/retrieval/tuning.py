@@ -26,11 +26,8 @@ def choose_weights(
     """Weights of :func:`tilefold.retrieval.interpolate` with the best `measure` on `qrels`, and that measure.
 
     All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for the first runs wins.
-    The measure is in sample: report other queries.
-
-    Raises:
-        ValueError: a step that does not divide 1; so many runs, or so small a step, that there are more than 300
-            combinations; no run; a run that answers no judged query.
+    The measure is in sample: report other queries. A step that does not divide 1, more than 300 combinations, no run,
+    or one that answers no judged query is a ``ValueError``.
     """
     for number, run in enumerate(runs):
         check_answers(f"runs[{number}]", run, qrels)

@@ -85,10 +85,8 @@ def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
 def check_buildable(vectors: SparseVectors) -> None:
     """Raise ``ValueError`` unless some vector holds a positive weight."""
     if not len(vectors) or not bool((vectors.data > 0).any()):
-        raise ValueError(
-            f"vectors: expected at least one vector with a positive weight, got {len(vectors)} vector(s) "
-            "without. Check the model and what was encoded."
-        )
+        got = f"{len(vectors)} vector(s) without"
+        raise ValueError(f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.")
 
 
 def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
@@ -195,8 +193,6 @@ def naming_versions(folder: Path, manifest: Mapping[str, Any], package: str) -> 
     try:
         yield
     except Exception as error:  # whatever the package raises of files that are not as it expects them
-        written = (manifest.get("versions") or {}).get(package, "unknown")
-        raise DataError(
-            f"{folder}: could not be read ({error}); written by {package} {written}, read by {version_of(package)}. "
-            + REMEDY
-        ) from error
+        written = f"written by {package} {(manifest.get('versions') or {}).get(package, 'unknown')}"
+        read = f"read by {version_of(package)}"
+        raise DataError(f"{folder}: could not be read ({error}); {written}, {read}. {REMEDY}") from error

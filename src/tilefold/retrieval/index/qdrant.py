@@ -81,18 +81,15 @@ class QdrantIndex:
         Args:
             vectors: the documents.
             folder: of an embedded index; a temporary one, until :meth:`save`, without folder and url.
-            url, collection: address of a server, and the name of a collection there.
-            api_key, timeout, patience: as in :meth:`QdrantCollection.server`.
+            url, collection, api_key, timeout, patience: as in :meth:`QdrantCollection.server`, with the name there.
             weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
             overwrite: replace other vectors in the collection of the server.
-            progress: called with (documents kept, all) after each batch.
-            resumes: called with (documents kept, all) first, if an earlier build was interrupted.
+            progress, resumes: as in :meth:`QdrantCollection.build`.
 
         Raises:
             MissingPackageError: qdrant-edge-py or qdrant-client is not installed.
             ValueError: no vector has a positive weight, or an option is wrong.
-            DataError: the collection on the server holds something else.
-            FileExistsError: `folder` holds other files.
+            DataError, FileExistsError: the collection on the server, or `folder`, holds something else.
             InUseError: another process builds the same index.
         """
         unknown = sorted(set(options) - set(_OPTIONS))

@@ -8,6 +8,7 @@ uses a term, so terms are renumbered to those in use.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where
 _INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
 _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
 _PACKAGE = "pyseismic-lsr"
+_Floats = npt.NDArray[np.float32]
+_Origin = tuple[int, str | None, Provenance]  # size and fingerprint of the vocabulary, model and texts
 _STEM = "seismic"
 _FILE, _TERMS = f"{_STEM}.index.seismic", "terms.npy"
 
@@ -121,19 +124,10 @@ class SeismicIndex:
     backend: ClassVar[str] = "seismic"
 
     def __init__(
-        self,
-        engine: Any,
-        ids: list[str],
-        terms: npt.NDArray[np.int32],
-        vocab_size: int,
-        fingerprint: str | None,
-        provenance: Provenance,
-        options: SeismicOptions,
+        self, engine: Any, ids: list[str], terms: npt.NDArray[np.int32], options: SeismicOptions, made_of: _Origin
     ) -> None:
-        self._engine, self._ids, self._terms = engine, ids, terms
-        self.n_documents, self.vocab_size = len(ids), vocab_size
-        self.fingerprint, self.provenance = fingerprint, provenance
-        self.options = options
+        self._engine, self._ids, self._terms, self.options = engine, ids, terms, options
+        self.n_documents, (self.vocab_size, self.fingerprint, self.provenance) = len(ids), made_of
         self._folder: Path | None = None  # that it was read from
 
     @classmethod
@@ -144,10 +138,8 @@ class SeismicIndex:
         check_buildable(vectors)
         keep = vectors.data > 0
         if float(vectors.data.max()) > _LARGEST_WEIGHT:
-            raise ValueError(
-                f"vectors: Seismic keeps weights in 16 bits, up to {_LARGEST_WEIGHT:.0f}, "
-                f"got {float(vectors.data.max()):g}. Scale the vectors down, or use the exact backend."
-            )
+            got = f"{float(vectors.data.max()):g}"
+            raise ValueError(f"vectors: Seismic keeps weights up to {_LARGEST_WEIGHT:.0f}, got {got}. Scale them down.")
         offsets = offsets_of(keep)[vectors.indptr]
         kept = vectors.indices[keep]
         terms = np.flatnonzero(np.bincount(kept, minlength=vectors.vocab_size))
@@ -162,7 +154,7 @@ class SeismicIndex:
             dataset = _dataset(kind, int(terms.size), numbers[kept], vectors.data[keep], offsets)
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
-        return cls(engine, list(vectors.ids), terms.astype(np.int32), *origin, chosen)
+        return cls(engine, list(vectors.ids), terms.astype(np.int32), chosen, origin)
 
     def search(
         self, queries: SparseVectors, k: int, *, query_cut: int | None = None, heap_factor: float | None = None
@@ -175,35 +167,29 @@ class SeismicIndex:
         changed: dict[str, Any] = {"query_cut": query_cut, "heap_factor": heap_factor}
         chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})
         string_type = _package().get_seismic_string()
-        names: list[str] = []
-        components: list[npt.NDArray[np.str_]] = []
-        values: list[npt.NDArray[np.float32]] = []
+        asked: list[tuple[str, Any, Any]] = []
         for i in range(len(queries)):
             terms, weights = queries.row(i)
             at = np.minimum(np.searchsorted(self._terms, terms), self._terms.size - 1)
             known = (self._terms[at] == terms) & (weights > 0)
             if known.any():
-                names.append(str(i))
-                components.append(at[known].astype(string_type))
-                values.append(np.ascontiguousarray(weights[known]))
+                asked.append((str(i), at[known].astype(string_type), np.ascontiguousarray(weights[known])))
         results: list[list[Hit]] = [[] for _ in range(len(queries))]
-        if not names:
+        if not asked:
             return results
         heap = float(cast("float", chosen.heap_factor))
-        asked = {"k": min(int(k), self.n_documents), "query_cut": chosen.query_cut, "heap_factor": heap}
+        settings = {"k": min(int(k), self.n_documents), "query_cut": chosen.query_cut, "heap_factor": heap}
         with self._answering():
-            if len(names) == 1:  # a pool of threads takes longer than one query
-                answers = [self._engine.search(names[0], components[0], values[0], **asked)]
+            if len(asked) == 1:  # a pool of threads takes longer than one query
+                answers = [self._engine.search(*asked[0], **settings)]
             else:
+                names, components, values = map(list, zip(*asked, strict=True))
                 several = np.array(names, dtype=string_type), components, values
-                answers = self._engine.batch_search(*several, **asked, num_threads=chosen.num_threads)
+                answers = self._engine.batch_search(*several, **settings, num_threads=chosen.num_threads)
             for answer in answers:
                 found = sorted((-float(score), int(row)) for _, score, row in answer)
-                rows, scores = (
-                    np.array([row for _, row in found], np.int64),
-                    np.array([-s for s, _ in found], np.float64),
-                )
-                check_arrays(("documents", rows, self.n_documents), ("scores", scores))
+                rows = np.array([row for _, row in found], np.int64)
+                check_arrays(("documents", rows, self.n_documents), ("scores", -np.array([s for s, _ in found])))
                 if found:
                     results[int(answer[0][0])] = [Hit(self._ids[row], -score) for score, row in found]
         return results
@@ -242,8 +228,7 @@ class SeismicIndex:
                 raise DataError(f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.")
             terms = np.load(folder / _TERMS, allow_pickle=False)
             if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
-                got = f"{terms.dtype} {terms.shape}"
-                raise DataError(f"{_TERMS}: expected the int32 numbers of the terms in use, ascending, got {got}.")
+                raise DataError(f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.")
             if (at := outside(terms, manifest["vocab_size"])) is not None:
                 raise DataError(f"{_TERMS}: expected terms in [0, {manifest['vocab_size']}), got {terms[at]}.")
             kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
@@ -251,31 +236,25 @@ class SeismicIndex:
                 engine = kind.load(str(folder / _FILE))
             if engine.dim != terms.size or engine.len > len(ids):  # those without terms are not in it
                 raise DataError(
-                    f"{_FILE}: expected {len(ids)} documents of {terms.size} terms, got {engine.len} of {engine.dim}."
+                    f"{_FILE}: expected {len(ids)} texts of {terms.size} terms, got {engine.len}, {engine.dim}."
                 )
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
-        index = cls(engine, ids, terms, *origin, options)
+        index = cls(engine, ids, terms, options, origin)
         index._folder = folder
         return index
 
 
 def _dataset(
-    kind: Any,
-    n_components: int,
-    components: npt.NDArray[np.int64],
-    weights: npt.NDArray[np.float32],
-    offsets: npt.NDArray[np.int64],
+    kind: Any, size: int, terms: npt.NDArray[np.int64], weights: _Floats, offsets: npt.NDArray[np.int64]
 ) -> Any:
     """The rows under their numbers; rows without terms are left out (the engine has no such documents)."""
-    n = len(offsets) - 1
     if hasattr(kind, "add_documents_by_id"):
-        dataset = kind(dim=n_components)
-        dataset.add_documents_by_id([str(i) for i in range(n)], components, weights, offsets)
+        dataset = kind(dim=size)
+        dataset.add_documents_by_id([str(i) for i in range(len(offsets) - 1)], terms, weights, offsets)
         return dataset
     dataset = kind()
-    tokens = components.astype(_package().get_seismic_string())
-    for i in range(n):
-        low, high = int(offsets[i]), int(offsets[i + 1])
+    tokens = terms.astype(_package().get_seismic_string())
+    for i, (low, high) in enumerate(itertools.pairwise(offsets.tolist())):
         if high > low:
             dataset.add_document(str(i), tokens[low:high], weights[low:high])
     return dataset

@@ -148,22 +148,17 @@ class QdrantCollection:
         present = self.present(documents.ids)
         there = [name for name in documents.ids if name in present]
         if there:
-            raise DataError(
-                f"documents: {len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first. "
-                "Nothing was added; upsert replaces documents."
-            )
+            found = f"{len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first"
+            raise DataError(f"documents: {found}. Nothing was added; upsert replaces documents.")
         self.upsert(documents, progress=progress)
 
     def upsert(self, documents: Documents, *, batch_size: int = BATCH, progress: Progress | None = None) -> None:
         """Add documents, and replace those whose ids are there: vectors and payload.
 
         Args:
-            documents: with vectors of every kind that the collection has.
+            documents: with vectors of every kind that the collection has; others are refused before anything changes.
             batch_size: documents of a request, which are kept together or not at all.
             progress: called with (documents kept, all) after each request.
-
-        Raises:
-            VocabularyMismatchError, DataError: vectors of another vocabulary, length or model; nothing was changed.
         """
         documents.check(self.layout, self.place)
         self._changed()
@@ -187,17 +182,15 @@ class QdrantCollection:
         progress: Progress | None = None,
         resumes: Progress | None = None,
     ) -> None:
-        """Put `documents`, and nothing else, into an empty collection; the same call resumes one that was interrupted.
+        """Put `documents`, and nothing else, into an empty collection; the same call resumes an interrupted one.
 
-        Until it ends the collection is not :attr:`complete`. A collection that holds exactly these is left as it is.
+        Until it ends the collection is not :attr:`complete`. One that holds exactly these is left as it is; one
+        with other documents, or an unfinished build of others, is a ``DataError``.
 
         Args:
             texts_sha256: of the texts behind the documents; by default that of the sparse vectors.
             batch_size, progress: as in :meth:`upsert`.
             resumes: called with (documents kept, all) first, if the build was interrupted before.
-
-        Raises:
-            DataError: other documents are there, or the build that was interrupted was of others.
         """
         documents.check(self.layout, self.place)
         digest = documents.digest(self.layout)

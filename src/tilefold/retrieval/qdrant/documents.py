@@ -55,9 +55,6 @@ class Queries:
         ids: unique, non-empty strings.
         sparse, tokens: vectors with the same ids in the same order, or None.
         dense: ``[N, D]`` finite, as float32, or None.
-
-    Raises:
-        DataError: parts that do not fit together, or numbers that are not finite.
     """
 
     ids: list[str]
@@ -151,12 +148,7 @@ class Documents(Queries):
         self.models = {**self.models, **({SPARSE: made_by} if made_by else {})}
 
     def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless the documents have all vectors of this layout and nothing else.
-
-        Raises:
-            VocabularyMismatchError, DataError: another vocabulary, other kinds or lengths of vectors, another model,
-                a weight beyond float16, or more token vectors in a document than Qdrant takes.
-        """
+        """Raise an error unless the documents have all vectors of this layout and Qdrant can keep them."""
         super().check(layout, place)
         for kind in layout.kinds:
             if kind not in self.kinds:
@@ -173,9 +165,9 @@ class Documents(Queries):
             longest = int(lengths.argmax())
             floats = int(lengths[longest]) * self.tokens.dimension
             if floats >= _FLOATS_OF_A_POINT:
+                most, got = f"{_FLOATS_OF_A_POINT:,} numbers of token vectors", f"{floats:,} in {self.ids[longest]!r}"
                 raise DataError(
-                    f"documents: Qdrant takes fewer than {_FLOATS_OF_A_POINT:,} numbers of token vectors in one, "
-                    f"got {floats:,} in {self.ids[longest]!r}. Cut long documents, or pool their tokens."
+                    f"documents: Qdrant takes fewer than {most} in one, got {got}. Cut it, or pool its tokens."
                 )
 
     def points(self, rows: Sequence[int]) -> list[Point]:

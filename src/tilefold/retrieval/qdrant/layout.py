@@ -82,10 +82,8 @@ class Layout:
         """Raise an error unless `other` may be asked for where this is: of the same vectors, vocabulary and models."""
         mine, others = (self.vocab_size, self.fingerprint), (other.vocab_size, other.fingerprint)
         if mine[0] != others[0] or (None not in (mine[1], others[1]) and mine[1] != others[1]):
-            raise VocabularyMismatchError(
-                f"layout: expected the vocabulary of {place} {mine}, got {others}. "
-                "Encode with the same model, or choose another collection."
-            )
+            remedy = "Encode with the same model, or choose another collection."
+            raise VocabularyMismatchError(f"layout: expected the vocabulary of {place} {mine}, got {others}. {remedy}")
         for name in ("dense", "tokens", "weights", "distance"):
             own, got = getattr(self, name), getattr(other, name)
             if own != got:
@@ -168,10 +166,8 @@ def _wanted(name: str, value: Any) -> list[Any] | dict[str, float]:
     several: list[Any] = [value] if single else list(value) if isinstance(value, Sequence) else []
     kinds = {type(item) for item in several}
     if not single and (len(kinds) != 1 or bool in kinds or not isinstance(several[0], (str, int))):
-        raise ValueError(
-            f"where: expected a text, an integer, a boolean, a list of texts or of integers, or a range for {name!r}, "
-            f"got {value!r}."
-        )
+        wanted = f"a text, an integer, a boolean, a list of texts or of integers, or a range for {name!r}"
+        raise ValueError(f"where: expected {wanted}, got {value!r}.")
     for item in several:
         if not (is_unicode(item) if isinstance(item, str) else -(1 << 63) <= item < 1 << 63):
             raise ValueError(f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.")
