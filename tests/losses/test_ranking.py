@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilefold.losses import L2Loss, NoPenalty, PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses, flops, l1, l2
+from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
 
 QUERIES = torch.tensor([[1.0, 0.0, 2.0]])
 RELEVANT = torch.tensor([[0.5, 1.0, 0.0]])
@@ -49,13 +49,3 @@ def test_a_weighted_sum_passes_labels_on_and_checks_its_terms() -> None:
         WeightedLosses([])
     with pytest.raises(TypeError, match="compute_loss_from_embeddings, got Linear"):
         WeightedLosses([(nn.Linear(1, 1), 1.0)])
-
-
-def test_a_threshold_spares_short_rows_in_every_penalty() -> None:
-    scores = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 2.0]])
-    assert l2(scores).item() == pytest.approx((10 + 4) / 2)
-    assert l2(scores, threshold=1).item() == pytest.approx(5)
-    assert l1(scores, threshold=1).item() == pytest.approx(2)
-    assert flops(scores, threshold=2).item() == 0
-    assert L2Loss(threshold=1)(scores).item() == pytest.approx(5)
-    assert NoPenalty()(scores).item() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,15 +16,19 @@ from tilefold.losses import (
     DFFlopsLoss,
     GlobalFlopsLoss,
     L1Loss,
+    L2Loss,
+    NoPenalty,
     PositionSum,
     RegularizerSum,
     anti_zero,
     df_weights,
     flops,
     l1,
+    l2,
 )
 
 SCORES = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 1.0]])
+SHORT = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 2.0]])
 
 
 def random_scores(rows: int = 5, columns: int = 11, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -31,16 +36,24 @@ def random_scores(rows: int = 5, columns: int = 11, dtype: torch.dtype = torch.f
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64).relu().to(dtype)
 
 
-def test_flops_is_the_sum_of_squared_column_means() -> None:
-    assert flops(SCORES).item() == pytest.approx(0.5**2 + 2.0**2)
+BY_HAND = {
+    "flops is the sum of squared column means": (lambda: flops(SCORES), 0.5**2 + 2.0**2),
+    "a threshold zeroes sparse rows but keeps them in the mean": (lambda: flops(SCORES, threshold=1), 0.5**2 + 1.5**2),
+    "weights stand inside the square": (lambda: flops(SCORES, weights=torch.tensor([2.0, 1.0, 0.5])), 1.0**2 + 1.0**2),
+    "l1 is the mean row sum": (lambda: l1(SCORES), 2.5),
+    "l2 is the mean row sum of squares": (lambda: l2(SHORT), (10 + 4) / 2),
+    "l2 spares short rows": (lambda: l2(SHORT, threshold=1), 5),
+    "l1 spares short rows": (lambda: l1(SHORT, threshold=1), 2),
+    "flops spares short rows": (lambda: flops(SHORT, threshold=2), 0),
+    "as a module": (lambda: L2Loss(threshold=1)(SHORT), 5),
+    "no penalty": (lambda: NoPenalty()(SHORT), 0),
+}
 
 
-def test_flops_with_a_threshold_zeroes_sparse_rows_but_keeps_them_in_the_mean() -> None:
-    assert flops(SCORES, threshold=1).item() == pytest.approx(0.5**2 + 1.5**2)
-
-
-def test_l1_is_the_mean_row_sum() -> None:
-    assert l1(SCORES).item() == pytest.approx(2.5)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_by_hand(case: str) -> None:
+    value, expected = BY_HAND[case]
+    assert value().item() == pytest.approx(expected)
 
 
 def test_anti_zero_is_the_inverse_square_of_the_sum_and_finite_without_any_score() -> None:
@@ -59,10 +72,6 @@ def test_df_weights_rise_from_zero_over_one_half_at_alpha_to_one() -> None:
     share = 0.2
     by_hand = 1 / (1 + (share ** (math.log(2) / math.log(0.3)) - 1) ** 4)
     assert df_weights(torch.tensor([share]), alpha=0.3, beta=4).item() == pytest.approx(by_hand)
-
-
-def test_weights_of_flops_stand_inside_the_square() -> None:
-    assert flops(SCORES, weights=torch.tensor([2.0, 1.0, 0.5])).item() == pytest.approx(1.0**2 + 1.0**2)
 
 
 @pytest.mark.parametrize("threshold", [None, 4])
@@ -127,14 +136,6 @@ def test_positions_of_a_group_are_penalised_by_themselves() -> None:
     alike = random_scores(rows=2).repeat(3, 1)
     torch.testing.assert_close(PositionSum(FlopsLoss(None), 3)(alike), 3 * flops(alike[:2]))
     torch.testing.assert_close(PositionSum(L1Loss(), 1)(alike), l1(alike))
-    with pytest.raises(ValueError, match="rows of 4 positions, as many of each, got 6"):
-        PositionSum(GlobalFlopsLoss(), 4)(scores)
-    with pytest.raises(ValueError, match="positions must be a whole number of at least 1, got 0"):
-        PositionSum(GlobalFlopsLoss(), 0)
-    with pytest.raises(TypeError, match="term must have compute_loss_from_embeddings, got Linear"):
-        PositionSum(nn.Linear(1, 1), 2)
-    with pytest.raises(TypeError, match="must not be a DFFlopsLoss"):
-        PositionSum(DFFlopsLoss(), 2)
 
 
 def test_regularizers_can_be_copied_and_add_nothing_to_a_state_dict() -> None:
@@ -145,37 +146,34 @@ def test_regularizers_can_be_copied_and_add_nothing_to_a_state_dict() -> None:
     assert torch.equal(twin.weights, loss.weights)
 
 
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match="scores must be a floating-point tensor, got"):
-        flops(torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"scores must have shape \[B, V\], got \[3\]"):
-        l1(torch.ones(3))
-    with pytest.raises(ValueError, match="weights must have shape"):
-        flops(SCORES, weights=torch.ones(2))
-    with pytest.raises(ValueError, match="group must be a ProcessGroup, 'world' or None, got 'all'"):
-        flops(SCORES, group="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="alpha must be between 0 and 1"):
-        df_weights(torch.ones(2), alpha=1.0)
-    with pytest.raises(ValueError, match="beta must be positive"):
-        df_weights(torch.ones(2), beta=0.0)
-    with pytest.raises(ValueError, match="epsilon"):
-        anti_zero(SCORES, epsilon=-1.0)
-    with pytest.raises(ValueError, match="refresh_every must be a positive number"):
-        DFFlopsLoss(refresh_every=0)
-    with pytest.raises(TypeError, match="terms must have compute_loss_from_embeddings, got ReLU"):
-        RegularizerSum([(nn.ReLU(), 1.0)])
+WRONG = [
+    (TypeError, lambda: flops(torch.ones(2, 3, dtype=torch.int64)), "scores must be a floating-point tensor, got"),
+    (ValueError, lambda: l1(torch.ones(3)), r"scores must have shape \[B, V\], got \[3\]"),
+    (ValueError, lambda: flops(SCORES, weights=torch.ones(2)), "weights must have shape"),
+    (TypeError, lambda: flops(SCORES, weights=[1.0, 1.0, 1.0]), r"weights must be a torch.Tensor, got list"),
+    (ValueError, lambda: flops(SCORES, group="all"), "group must be a ProcessGroup, 'world' or None, got 'all'"),
+    (ValueError, lambda: df_weights(torch.ones(2), alpha=1.0), "alpha must be between 0 and 1"),
+    (ValueError, lambda: df_weights(torch.ones(2), beta=0.0), "beta must be positive"),
+    (TypeError, lambda: df_weights([0.1, 0.2]), r"document_frequency must be a torch.Tensor, got list"),
+    (ValueError, lambda: anti_zero(SCORES, epsilon=-1.0), "epsilon"),
+    (ValueError, lambda: DFFlopsLoss(refresh_every=0), "refresh_every must be a positive number of steps"),
+    (ValueError, lambda: DFFlopsLoss(refresh_every=1.5), "refresh_every must be a positive number of steps"),
+    (ValueError, lambda: DFFlopsLoss(alpha=2.0), "alpha must be between 0 and 1"),
+    (ValueError, lambda: DFFlopsLoss(beta=0.0), "beta must be positive"),
+    (TypeError, lambda: RegularizerSum([(nn.ReLU(), 1.0)]), "terms must have compute_loss_from_embeddings, got ReLU"),
+    (ValueError, lambda: RegularizerSum([]), r"terms must be at least one pair of a regulariser .* got an empty list"),
+    (
+        ValueError,
+        lambda: PositionSum(GlobalFlopsLoss(), 4)(random_scores(rows=6)),
+        "rows of 4 positions, as many of each, got 6",
+    ),
+    (ValueError, lambda: PositionSum(GlobalFlopsLoss(), 0), "positions must be a whole number of at least 1, got 0"),
+    (TypeError, lambda: PositionSum(nn.Linear(1, 1), 2), "term must have compute_loss_from_embeddings, got Linear"),
+    (TypeError, lambda: PositionSum(DFFlopsLoss(), 2), "must not be a DFFlopsLoss"),
+]
 
 
-def test_what_cannot_be_a_regulariser_is_refused_where_it_is_made() -> None:
-    with pytest.raises(ValueError, match="alpha must be between 0 and 1"):
-        DFFlopsLoss(alpha=2.0)
-    with pytest.raises(ValueError, match="beta must be positive"):
-        DFFlopsLoss(beta=0.0)
-    with pytest.raises(ValueError, match="refresh_every must be a positive number of steps"):
-        DFFlopsLoss(refresh_every=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"terms must be at least one pair .* got an empty list"):
-        RegularizerSum([])
-    with pytest.raises(TypeError, match=r"document_frequency must be a torch.Tensor, got list"):
-        df_weights([0.1, 0.2])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"weights must be a torch.Tensor, got list"):
-        flops(SCORES, weights=[1.0, 1.0, 1.0])  # type: ignore[arg-type]
+@pytest.mark.parametrize(("error", "make", "said"), WRONG)
+def test_wrong_arguments_are_named(error: type[Exception], make: Callable[[], object], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()

@@ -10,46 +10,30 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
+from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, leaves_of, only_kernels, same
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight
 from tilefold.ops._shared import operator
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.testing import nan_poisoned_empty
-from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
+from tilefold.testing.lsr_head import lsr_head_inputs, lsr_head_results
 
 gpu = pytest.mark.gpu
 SHAPE = (3, 21, 16, 40)
-DTYPE = torch.float32 if triton_interpreted() else torch.bfloat16
+DTYPE = F32 if INTERPRETED else BF16
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    forget()
+    HEAD.forget()
     yield
-    forget()
-
-
-def forget() -> None:
     HEAD.forget()
 
 
 @pytest.fixture
 def kernels(target: Target) -> Target:
-    if target.impl != "triton":
-        pytest.skip("a kernel's test")
+    only_kernels(target)
     return target
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
-
-
-def leaves_of(inputs: LSRHeadInputs) -> list[Tensor]:
-    return [tensor.clone().requires_grad_() for tensor in (inputs.hidden, inputs.weight, inputs.bias)]
 
 
 @pytest.mark.parametrize("name", ["pooling", "activation", "out_dtype", "impl", "logit_scale"])
@@ -71,10 +55,9 @@ def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) ->
         if round_ == 1:
             once = main_grad.clone()
     torch.testing.assert_close(main_grad, 4 * once)
-    with pytest.raises(ValueError, match="weight_main_grad must be contiguous"):
-        lsr_head(*leaves, **given, weight_main_grad=main_grad.T.contiguous().T)
-    with pytest.raises(ValueError, match="weight_main_grad must be contiguous and must not require a gradient"):
-        lsr_head(*leaves, **given, weight_main_grad=main_grad.clone().requires_grad_())
+    for wrong in (main_grad.T.contiguous().T, main_grad.clone().requires_grad_()):
+        with pytest.raises(ValueError, match="weight_main_grad must be contiguous and must not require a gradient"):
+            lsr_head(*leaves, **given, weight_main_grad=wrong)
     with pytest.raises(TypeError, match="weight_main_grad"):
         lsr_head(*leaves, **given, weight_main_grad=main_grad.half())
     with pytest.raises(ValueError, match="weight needs no gradient"):
@@ -83,7 +66,7 @@ def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) ->
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_gradients_in_fp16_of_transposed_ones_are_those_of_contiguous_ones(kernels: Target, pooling: str) -> None:
-    inputs = lsr_head_inputs(*SHAPE, layout="holes", dtype=torch.float16, device=kernels.device)
+    inputs = lsr_head_inputs(*SHAPE, layout="holes", dtype=F16, device=kernels.device)
     leaves = leaves_of(inputs)
     for _ in range(3):
         scores = lsr_head(*leaves, **inputs.layout, pooling=pooling, impl="triton")
@@ -104,7 +87,7 @@ def test_offsets_of_the_same_shape_are_looked_at_in_every_call(
         return lsr_head(inputs.hidden[0], inputs.weight, cu_seqlens=cu_seqlens, pooling=pooling, impl="triton")
 
     for values in ([0, 10, 10, 60], [0, 1, 59, 60], [0, 10, 9, 60], [0, 5, 10, 59], [1, 5, 10, 60], [0, 0, 0, 60]):
-        forget()
+        HEAD.forget()
         offsets.append(torch.tensor(values, device=kernels.device))
         expected.append(scores_of(offsets[-1]))
     assert [bool(scores.isnan().all()) for scores in expected] == [False, False, True, True, True, False]
@@ -122,9 +105,9 @@ def test_gradients_do_not_depend_on_who_adds_up_the_counts(
 
     inputs = lsr_head_inputs(2, 21, 16, 100, layout=layout, dtype=DTYPE, device=kernels.device)
     expected = lsr_head_results(inputs, needs=("hidden",), impl="triton")
-    forget()
+    HEAD.forget()
     monkeypatch.setattr(plans, "MAX_ADDED", 0)
-    assert_same(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
+    same(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
 
 
 @gpu
@@ -132,7 +115,7 @@ def test_gradients_do_not_depend_on_who_adds_up_the_counts(
 def test_quantized_scores_repeat_their_launches(layout: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):  # tiled there
         pytest.skip("fp8 products need compute capability 8.9")
-    inputs = lsr_head_inputs(5, 37, 64, 200, layout=layout, dtype=torch.bfloat16, device="cuda")
+    inputs = lsr_head_inputs(5, 37, 64, 200, layout=layout, dtype=BF16, device="cuda")
     weight = quantize_weight(inputs.weight)
     first = lsr_head(inputs.hidden, weight, inputs.bias, **inputs.layout)
     for _ in range(3):
@@ -146,16 +129,16 @@ def test_quantized_scores_repeat_their_launches(layout: str) -> None:
 @gpu
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_autocast_the_module_and_the_compiler_give_the_bits_of_a_plain_call(pooling: str) -> None:
-    inputs = lsr_head_inputs(5, 37, 64, 200, layout="holes", dtype=torch.bfloat16, device="cuda")
+    inputs = lsr_head_inputs(5, 37, 64, 200, layout="holes", dtype=BF16, device="cuda")
     results, leaves = lsr_head_results(inputs, pooling=pooling), leaves_of(inputs)
     wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
     for _ in range(4):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast("cuda", dtype=BF16):
             scores = lsr_head(*wide, **inputs.layout, pooling=pooling)
         grads = torch.autograd.grad(scores, wide, inputs.dscores)
-        assert torch.equal(scores, results["scores"]) and {g.dtype for g in grads} == {torch.float32}
+        assert torch.equal(scores, results["scores"]) and {g.dtype for g in grads} == {F32}
         assert torch.equal(grads[1].bfloat16(), results["dweight"])
-    head = LSRHead(64, 200, pooling=pooling, device="cuda", dtype=torch.bfloat16)
+    head = LSRHead(64, 200, pooling=pooling, device="cuda", dtype=BF16)
     head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
     assert torch.equal(head(inputs.hidden, inputs.attention_mask).detach(), results["scores"])
     compiled = torch.compile(lsr_head, backend="aot_eager", fullgraph=True)

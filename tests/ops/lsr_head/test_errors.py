@@ -54,14 +54,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "message"), SHAPES)
-@pytest.mark.parametrize("function", [lsr_head, lsr_head_sparse])
-def test_shapes_that_do_not_fit(function: Any, changed: dict[str, Any], message: str) -> None:
-    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS} | changed
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        function(**arguments)
-
-
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
@@ -100,20 +92,17 @@ TYPES = [
         {"hidden": PACKED, "cu_seqlens": OFFSETS.bool()},
         "cu_seqlens must have dtype int32, int64, got bool; use cu_seqlens.int().",
     ),
-    (
-        {"hidden": HIDDEN.int()},
-        "hidden must have dtype float16, bfloat16, float32, float64, got int32; cast it with .to(torch.bfloat16) or "
-        "another of these.",
-    ),
-    (
-        {"weight": WEIGHT.to(torch.complex64)},
-        "weight must have dtype float16, bfloat16, float32, float64, got complex64; cast it with .to(torch.bfloat16) "
-        "or another of these.",
-    ),
-    (
-        {"bias": BIAS.long()},
-        "bias must have dtype float16, bfloat16, float32, float64, got int64; cast it with .to(torch.bfloat16) or "
-        "another of these.",
+    *(
+        (
+            {name: value},
+            f"{name} must have dtype float16, bfloat16, float32, float64, got {got}; cast it with .to(torch.bfloat16) "
+            "or another of these.",
+        )
+        for name, value, got in (
+            ("hidden", HIDDEN.int(), "int32"),
+            ("weight", WEIGHT.to(torch.complex64), "complex64"),
+            ("bias", BIAS.long(), "int64"),
+        )
     ),
     (
         {"weight": WEIGHT.half()},
@@ -131,11 +120,19 @@ TYPES = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "message"), TYPES)
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        *((changed, ValueError, said) for changed, said in SHAPES),
+        *((changed, TypeError, said) for changed, said in TYPES),
+    ],
+)
 @pytest.mark.parametrize("function", [lsr_head, lsr_head_sparse])
-def test_types_that_are_not_supported(function: Any, changed: dict[str, Any], message: str) -> None:
+def test_shapes_and_types_that_do_not_fit(
+    function: Any, changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS} | changed
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
         function(**arguments)
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tests.ops.conftest import Target
+from tests.ops.lsr_head.helpers import ACTIVATIONS, BF16, F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
 from tilefold.ops import lsr_head
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import (
     DENSITIES,
@@ -27,9 +26,7 @@ from tilefold.testing.lsr_head import (
 )
 from tilefold.testing.padding import LAYOUTS
 
-INTERPRETED = triton_interpreted()
-ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (F32, F16) if INTERPRETED else (F32, F16, BF16)
 SHAPE = (5, 19, 24, 21) if INTERPRETED else (5, 37, 40, 70)
 
 if INTERPRETED:
@@ -43,19 +40,10 @@ else:
     OPTIONS = list(itertools.product(POOLINGS, ACTIVATIONS, LAYOUTS))
     # every pair of sizes occurs, not every combination
     SHAPES = [
-        (1, 1, 8, 1),
-        (3, 1, 9, 30),
-        (2, 1, 24, 517),
-        (2, 7, 8, 30),
-        (7, 7, 24, 1),
-        (3, 7, 33, 70),
-        (2, 37, 9, 517),
-        (5, 37, 33, 1),
-        (2, 300, 8, 70),
-        (3, 300, 40, 30),
-        (2, 300, 33, 517),
-        (40, 16, 24, 70),
-    ]
+        (1, 1, 8, 1), (3, 1, 9, 30), (2, 1, 24, 517), (2, 7, 8, 30), (7, 7, 24, 1), (3, 7, 33, 70), (2, 37, 9, 517),
+        (5, 37, 33, 1), (2, 300, 8, 70), (3, 300, 40, 30), (2, 300, 33, 517), (40, 16, 24, 70),
+    ]  # fmt: skip
+too_large = pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 
 
 @pytest.mark.parametrize(("pooling", "activation", "layout"), OPTIONS)
@@ -73,17 +61,17 @@ def test_scores_and_gradients_for_every_dtype(target: Target, pooling: str, layo
     assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl, kind="gradient_bound")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the kernels have no fp64; too large to interpret")
+@too_large  # and the kernels have no fp64
 @pytest.mark.parametrize(
     ("pooling", "layout"), [("max", "right"), ("sum", "holes"), ("mean", "packed"), ("last", "left")]
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fp64_is_computed_in_fp64(device: str, pooling: str, layout: str) -> None:
-    inputs = lsr_head_inputs(*SHAPE, layout=layout, dtype=torch.float64, device=device)
+    inputs = lsr_head_inputs(*SHAPE, layout=layout, dtype=F64, device=device)
     assert_lsr_head_matches(inputs, pooling=pooling)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@too_large
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("activation", ["log1p_relu", "log1p_log1p_relu"])
@@ -99,7 +87,7 @@ def test_gradients_are_exact_to_rounding_at_every_density(
     assert low < active <= high
 
 
-@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@too_large
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -136,9 +124,9 @@ def test_odd_shapes(target: Target, shape: tuple[int, int, int, int], pooling: s
         assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@too_large
 @pytest.mark.parametrize(
-    ("dtype", "activation"), [(torch.float16, "log1p_relu"), *((torch.bfloat16, name) for name in ACTIVATIONS)], ids=str
+    ("dtype", "activation"), [(F16, "log1p_relu"), *((BF16, name) for name in ACTIVATIONS)], ids=str
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision_across_tile_borders(target: Target, layout: str, activation: str, dtype: torch.dtype) -> None:
@@ -147,7 +135,7 @@ def test_half_precision_across_tile_borders(target: Target, layout: str, activat
         assert_lsr_head_matches(inputs, activation=activation, impl=target.impl, kind="gradient_bound")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@too_large
 @pytest.mark.parametrize(("batch", "length", "vocab"), [(1, 3000, 300), (3, 1100, 130), (300, 5, 40), (2, 20, 9000)])
 def test_long_documents_large_batches_and_large_vocabularies(
     target: Target, batch: int, length: int, vocab: int
@@ -165,37 +153,29 @@ def test_scale_and_bias(target: Target, scale: float, bias: bool, pooling: str) 
     assert_lsr_head_matches(inputs, pooling=pooling, logit_scale=scale, activation="softplus", impl=target.impl)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [F16] if INTERPRETED else [F16, BF16], ids=str)
+@pytest.mark.parametrize("out_dtype", [F16, F32])
 @pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
-def test_out_dtype_is_the_dtype_of_the_scores_and_of_nothing_else(
-    target: Target, pooling: str, out_dtype: torch.dtype
+def test_out_dtype_is_the_dtype_of_the_scores_which_in_fp32_are_exact_to_fp32(
+    target: Target, pooling: str, out_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    inputs = lsr_head_inputs(*SHAPE, dtype=torch.float16, device=target.device)
-    results = assert_lsr_head_matches(
-        inputs, pooling=pooling, out_dtype=out_dtype, impl=target.impl, kind="gradient_bound"
-    )
-    assert results["scores"].dtype == out_dtype
-    assert {results[name].dtype for name in ("dhidden", "dweight", "dbias")} == {torch.float16}
-
-
-def test_scores_in_fp32_of_half_precision_input_are_exact_to_fp32(target: Target) -> None:
-    dtype = torch.float16 if INTERPRETED else torch.bfloat16
     inputs = lsr_head_inputs(*SHAPE, dtype=dtype, layout="right", device=target.device)
-    assert_lsr_head_matches(inputs, out_dtype=torch.float32, impl=target.impl, kind="gradient_bound")
+    options = {"pooling": pooling, "out_dtype": out_dtype, "impl": target.impl}
+    results = assert_lsr_head_matches(inputs, **options, kind="gradient_bound")
+    assert results["scores"].dtype == out_dtype
+    assert {results[name].dtype for name in ("dhidden", "dweight", "dbias")} == {dtype}
 
 
 @pytest.mark.parametrize("layout", ["right", "packed"])
 def test_the_weight_gradient_can_be_added_to_a_buffer_in_fp32(target: Target, layout: str) -> None:
-    dtype = torch.float32 if target.device == "cpu" else torch.bfloat16
+    dtype = F32 if target.device == "cpu" else BF16
     inputs = with_one_answer(lsr_head_inputs(5, 20, 24, 70, layout=layout, dtype=dtype, device=target.device))
-    truth = lsr_head_truth(inputs)
-    before = torch.randn(70, 24, device=target.device)
-    main_grad = before.clone()
-    hidden, weight, bias = (t.detach().requires_grad_() for t in (inputs.hidden, inputs.weight, inputs.bias))
+    truth, before = lsr_head_truth(inputs), torch.randn(70, 24, device=target.device)
+    main_grad, (hidden, weight, bias) = before.clone(), leaves_of(inputs)
     for _ in range(2):
         scores = lsr_head(hidden, weight, bias, **inputs.layout, weight_main_grad=main_grad, impl=target.impl)
         scores.backward(inputs.dscores)
     assert weight.grad is None
-    assert_within_budget(main_grad - before, 2 * truth["dweight"], dtype, "gradient_bound", name="main_grad")
-    assert_within_budget(hidden.grad, 2 * truth["dhidden"], dtype, "gradient_bound", name="dhidden")
-    assert_within_budget(bias.grad, 2 * truth["dbias"], dtype, "gradient_bound", name="dbias")
+    found = {"dweight": main_grad - before, "dhidden": hidden.grad, "dbias": bias.grad}
+    for name, gradient in found.items():
+        assert_within_budget(gradient, 2 * truth[name], dtype, "gradient_bound", name=name)

@@ -14,7 +14,7 @@ FILES = (
     "lsr_head/test_properties.py",
     "lsr_head/test_quantized.py",
     "lsr_head/test_range.py",
-    "lsr_head/test_capacity_rows.py",
+    "lsr_head/test_sparse.py",
     "shared/test_quick_interpreter.py",
 )
 LEAST = 332 + 11 * (release() == (3, 6))  # tests that must pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +12,14 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from tests.ops.lsr_head.helpers import F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
 from tilefold.ops import lsr_head, quantize_weight
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head._problem import POOLINGS
-from tilefold.ops.lsr_head.api import chosen_impl
+from tilefold.ops.lsr_head import _problem, chosen_impl
 from tilefold.testing import assert_within_budget
-from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
+from tilefold.testing.lsr_head import lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
 
-pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-F32 = torch.float32
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -33,11 +30,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def leaves(inputs: LSRHeadInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    given = (inputs.hidden, inputs.weight, inputs.bias)
-    return tuple(None if t is None else t.detach().clone().requires_grad_() for t in given)  # type: ignore[return-value]
-
-
 def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
     """(name, case, arguments) for every operator that the LSR head registers.
 
@@ -45,11 +37,11 @@ def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
     """
     samples: list[tuple[str, str, tuple[Any, ...]]] = []
     forward = torch.ops.tilefold.lsr_head
-    layouts = (("full", F32), ("right", torch.float16), ("packed", F32))
+    layouts = (("full", F32), ("right", F16), ("packed", F32))
     for (row, pooling), (column, (layout, dtype)) in itertools.product(enumerate(POOLINGS), enumerate(layouts)):
         inputs = lsr_head_inputs(5, 9, 16, 21, layout=layout, dtype=dtype, device=device)
         options, impl = (pooling, "softplus", 0.5, dtype, dtype, dtype), chosen_impl(inputs.hidden)
-        hidden, weight, bias = leaves(inputs)
+        hidden, weight, bias = leaves_of(inputs)
         place, case = (inputs.attention_mask, inputs.cu_seqlens), f"{pooling}-{layout}-{dtype}"
         samples.append(("lsr_head", case, (hidden, *place, weight, None, bias, *options, True, impl)))
         plain = (inputs.hidden, *place, inputs.weight, None, inputs.bias)
@@ -57,7 +49,7 @@ def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
             results = forward(*plain, *options, True, impl)
         names = ("hidden", "attention_mask", "cu_seqlens", "weight", "bias", "scores", "winners")
         values = zip(names, (*plain[:4], inputs.bias, *results), strict=True)
-        saved = [value if name in POOLINGS[pooling].reads else None for name, value in values]
+        saved = [value if name in _problem.POOLINGS[pooling].reads else None for name, value in values]
         needs = ([True, True, True], [False, True, False], [True, False, False])[(row + column) % 3]
         back = (inputs.dscores, *saved, *options, needs, impl)
         samples.append(("lsr_head_backward", f"{case}-{needs}", back))
@@ -114,7 +106,7 @@ def test_the_public_function_compiles_whole_with_gradients(device: str, pooling:
         operands = (inputs.hidden, inputs.weight, inputs.bias)
         expected = lsr_head(2 * inputs.hidden, *operands[1:], pooling=pooling, **inputs.layout) + 1
         torch.testing.assert_close(compiled(*operands, **inputs.layout), expected)
-    mine, theirs = leaves(inputs), leaves(inputs)
+    mine, theirs = leaves_of(inputs), leaves_of(inputs)
     compiled(*mine, **inputs.layout).backward(inputs.dscores)
     (lsr_head(2 * theirs[0], *theirs[1:], pooling=pooling, **inputs.layout) + 1).backward(inputs.dscores)
     for a, b in zip(mine, theirs, strict=True):
@@ -141,7 +133,7 @@ def test_inductor_compiles_the_head_between_other_operations(
         scores = lsr_head(torch.nn.functional.gelu(hidden), weight, bias, **inputs.layout)
         return (scores.mean(dim=0) ** 2).sum()
 
-    mine, theirs = leaves(inputs), leaves(inputs)
+    mine, theirs = leaves_of(inputs), leaves_of(inputs)
     loss(*mine).backward()
     scores = lsr_head(torch.nn.functional.gelu(theirs[0]), *theirs[1:], **inputs.layout)
     (scores.mean(dim=0) ** 2).sum().backward()
@@ -160,7 +152,7 @@ def test_batches_of_other_sizes_reuse_one_dynamic_graph(pooling: str, layout: st
 
     for batch, length in ((3, 8), (5, 13), (6, 21), (9, 40)):
         inputs = lsr_head_inputs(batch, length, 16, 21, layout=layout)
-        hidden, weight, bias = leaves(inputs)
+        hidden, weight, bias = leaves_of(inputs)
         out = compiled(hidden, weight, bias, 0.5, **inputs.layout)
         out.backward(inputs.dscores)
         expected = lsr_head_results(inputs, pooling=pooling, logit_scale=0.5)
@@ -177,7 +169,7 @@ def test_a_changing_scale_does_not_break_the_graph() -> None:
         torch.testing.assert_close(compiled(inputs.hidden, inputs.weight, logit_scale=scale), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_autocast_sets_the_dtype_of_scores_and_leaves_gradients_that_of_their_parameters(
@@ -187,7 +179,7 @@ def test_autocast_sets_the_dtype_of_scores_and_leaves_gradients_that_of_their_pa
         lsr_head_inputs(5, 9, 16, 21, layout="right", device=device).cast(dtype).cast(F32), pooling
     )
     hidden = inputs.hidden.to(dtype).requires_grad_()  # what layers before the head hand out under autocast
-    _, weight, bias = leaves(inputs)
+    _, weight, bias = leaves_of(inputs)
     with torch.autocast(device, dtype=dtype):
         scores = lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout)
     scores.backward(inputs.dscores.to(dtype))
@@ -200,15 +192,15 @@ def test_autocast_sets_the_dtype_of_scores_and_leaves_gradients_that_of_their_pa
 
 
 def test_autocast_leaves_fp64_alone() -> None:
-    inputs = lsr_head_inputs(2, 3, 8, 5, dtype=torch.float64)
+    inputs = lsr_head_inputs(2, 3, 8, 5, dtype=F64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert lsr_head(inputs.hidden, inputs.weight).dtype == torch.float64
+        assert lsr_head(inputs.hidden, inputs.weight).dtype == F64
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_inference_mode_gives_the_scores_of_training(pooling: str) -> None:
     inputs = lsr_head_inputs(5, 9, 16, 21, layout="right")
-    hidden, weight, bias = leaves(inputs)
+    hidden, weight, bias = leaves_of(inputs)
     with torch.inference_mode():
         scores = lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout)
     assert scores.is_inference()
@@ -222,24 +214,9 @@ def test_no_tensor_of_the_size_of_the_logits_is_ever_allocated(pooling: str) -> 
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         lsr_head_results(inputs, pooling=pooling)
-    allocated = [event.nbytes for event in memory_events(profile)]
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     assert allocated, "the profiler saw no allocation"
     logits = 4 * batch * length * vocab
-    held, peak = 0, 0
-    for nbytes in allocated:
-        held += nbytes
-        peak = max(peak, held)
     assert max(allocated) <= logits / 8
-    assert peak <= logits / 2
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryEvent:
-    """One allocation (positive) or release (negative)."""
-
-    nbytes: int
-
-
-def memory_events(profile: torch.profiler.profile) -> list[MemoryEvent]:
-    found = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return [MemoryEvent(e.nbytes()) for e in sorted(found, key=lambda e: e.start_ns())]
+    assert max(itertools.accumulate(allocated)) <= logits / 2

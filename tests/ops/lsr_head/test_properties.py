@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
+from tests.ops.lsr_head.helpers import ACTIVATIONS, INTERPRETED, POOLINGS, close
 from tilefold.ops import lsr_head, lsr_head_sparse
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.lsr_head._problem import POOLINGS
 from tilefold.testing.lsr_head import LSRHeadInputs, assert_lsr_head_matches, lsr_head_inputs, lsr_head_results
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-EXAMPLES = settings(max_examples=8 if triton_interpreted() else 60)
-ANY_POOLING = st.sampled_from(tuple(POOLINGS))
-ACTIVATIONS = st.sampled_from(["log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none"])
+EXAMPLES = settings(max_examples=8 if INTERPRETED else 60)
+ANY_POOLING, ANY_ACTIVATION = st.sampled_from(POOLINGS), st.sampled_from(ACTIVATIONS)
 
 
 @st.composite
@@ -40,34 +38,27 @@ def problems(draw: st.DrawFn, whole_numbers: bool = False) -> LSRHeadInputs:
     return inputs.packed() if draw(st.booleans()) else inputs
 
 
-def to_device(inputs: LSRHeadInputs, device: str) -> LSRHeadInputs:
-    fields = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
-    return LSRHeadInputs(**{name: None if t is None else t.to(device) for name, t in fields.items()})
-
-
 @EXAMPLES
-@given(inputs=problems(), pooling=ANY_POOLING, activation=ACTIVATIONS, scale=st.sampled_from([1.0, -0.5, 3.0]))
+@given(inputs=problems(), pooling=ANY_POOLING, activation=ANY_ACTIVATION, scale=st.sampled_from([1.0, -0.5, 3.0]))
 def test_every_problem_stays_within_budget(
     target: Target, inputs: LSRHeadInputs, pooling: str, activation: str, scale: float
 ) -> None:
-    inputs = to_device(inputs, target.device)
+    inputs = inputs.to(target.device)
     assert_lsr_head_matches(inputs, pooling=pooling, activation=activation, logit_scale=scale, impl=target.impl)
 
 
 @EXAMPLES
-@given(inputs=problems(whole_numbers=True), activation=ACTIVATIONS)
+@given(inputs=problems(whole_numbers=True), activation=ANY_ACTIVATION)
 def test_ties_are_settled_as_in_the_reference(target: Target, inputs: LSRHeadInputs, activation: str) -> None:
-    inputs = to_device(inputs, target.device)
-    found = lsr_head_results(inputs, activation=activation, impl=target.impl)
-    truth = lsr_head_results(inputs, activation=activation, impl="reference")
-    for name, value in truth.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    inputs = inputs.to(target.device)
+    found, truth = (lsr_head_results(inputs, activation=activation, impl=impl) for impl in (target.impl, "reference"))
+    close(found, truth, rtol=1e-4, atol=1e-5)
 
 
 @EXAMPLES
 @given(inputs=problems(), extra=st.integers(0, 20))
 def test_padding_changes_nothing(target: Target, inputs: LSRHeadInputs, extra: int) -> None:
-    inputs = to_device(inputs, target.device)
+    inputs = inputs.to(target.device)
     if inputs.attention_mask is None:
         return
     longer = dataclasses.replace(
@@ -75,13 +66,7 @@ def test_padding_changes_nothing(target: Target, inputs: LSRHeadInputs, extra: i
         hidden=torch.nn.functional.pad(inputs.hidden, (0, 0, 0, extra), value=float("nan")),
         attention_mask=torch.nn.functional.pad(inputs.attention_mask, (0, extra)),
     )
-    options = {"impl": target.impl}
-    torch.testing.assert_close(
-        lsr_head_results(longer, needs=(), **options)["scores"],
-        lsr_head_results(inputs, needs=(), **options)["scores"],
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    close(*(lsr_head_results(each, needs=(), impl=target.impl) for each in (longer, inputs)))
 
 
 @EXAMPLES
@@ -90,7 +75,7 @@ def test_sequences_do_not_see_each_other(target: Target, inputs: LSRHeadInputs, 
     if inputs.attention_mask is None:
         return
     order = torch.tensor(data.draw(st.permutations(range(inputs.hidden.size(0)))))
-    inputs, order = to_device(inputs, target.device), order.to(target.device)
+    inputs, order = inputs.to(target.device), order.to(target.device)
     shuffled = lsr_head(
         inputs.hidden[order], inputs.weight, inputs.bias, attention_mask=inputs.attention_mask[order], impl=target.impl
     )
@@ -116,7 +101,7 @@ def top_entries(dense: Tensor, top_k: int | None, min_weight: float) -> Tensor:
 def test_sparse_rows_are_the_best_of_the_dense_ones(
     target: Target, inputs: LSRHeadInputs, top_k: int | None, min_weight: float
 ) -> None:
-    inputs = to_device(inputs, target.device)
+    inputs = inputs.to(target.device)
     operands = (inputs.hidden, inputs.weight, inputs.bias)
     dense = lsr_head(*operands, **inputs.layout, impl=target.impl)
     sparse = lsr_head_sparse(*operands, **inputs.layout, top_k=top_k, min_weight=min_weight, impl=target.impl)

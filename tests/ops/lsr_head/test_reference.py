@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tests.ops.lsr_head.helpers import ACTIVATIONS, POOLINGS
 from tilefold.ops import lsr_head
-from tilefold.ops.lsr_head._problem import POOLINGS
-
-ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
 
 
 def head(hidden: object, weight: object, bias: object = None, **options: object) -> Tensor:
@@ -26,36 +24,38 @@ def head(hidden: object, weight: object, bias: object = None, **options: object)
     return lsr_head(*tensors, impl="reference", **options)
 
 
-def test_max_picks_the_largest_valid_logit() -> None:
-    out = head([[[1.0, 0], [0, 2], [3, 1]]], [[1.0, 0], [0, 1], [1, 1]])
-    assert out.tolist() == [[3.0, 2.0, 4.0]]
+TOKENS = [[[10.0], [11.0], [12.0], [13.0]]]
+BY_HAND = {
+    "the largest valid logit": ([[[1.0, 0], [0, 2], [3, 1]]], [[1.0, 0], [0, 1], [1, 1]], None, {}, [3.0, 2.0, 4.0]),
+    "a bias once, after the scale": ([[[1.0], [2.0]]], [[3.0]], [10.0], {"logit_scale": 0.5}, [13.0]),
+    "products alone without a bias": ([[[1.0], [2.0]]], [[3.0]], None, {"logit_scale": 0.5}, [3.0]),
+    "the smallest under a negative scale": ([[[1.0], [-2.0], [5.0]]], [[1.0]], None, {"logit_scale": -1.0}, [2.0]),
+    "minus infinity beats what is masked": (
+        [[[5.0], [-math.inf]]], [[1.0]], None, {"attention_mask": [[0, 1]]}, [-math.inf],
+    ),
+    **{name: ([[[1.0]]], [[-2.0], [3.0]], None, {"activation": name}, values)
+       for name, values in (
+           ("log1p_relu", [0.0, math.log(4)]), ("log1p_log1p_relu", [0.0, math.log1p(math.log(4))]),
+           ("relu", [0.0, 3.0]), ("softplus", [math.log1p(math.exp(-2)), math.log1p(math.exp(3))]),
+           ("none", [-2.0, 3.0]))},
+    "sum of activated tokens": ([[[1.0], [-5.0], [3.0], [9.0]]], [[1.0]], None,
+                                {"attention_mask": [[1, 1, 1, 0]], "activation": "relu", "pooling": "sum"}, [4.0]),
+    "mean of activated tokens": ([[[1.0], [-5.0], [3.0], [9.0]]], [[1.0]], None,
+                                 {"attention_mask": [[1, 1, 1, 0]], "activation": "relu", "pooling": "mean"}, [4 / 3]),
+    **{f"{pooling} of {mask}": (TOKENS, [[1.0]], None, {"pooling": pooling, "attention_mask": [mask]}, [token])
+       for pooling, mask, token in (
+           ("cls", [1, 1, 0, 0], 10.0), ("last", [1, 1, 0, 0], 11.0), ("cls", [0, 0, 1, 1], 12.0),
+           ("last", [0, 0, 1, 1], 13.0), ("cls", [0, 1, 0, 1], 11.0), ("last", [1, 0, 1, 0], 12.0))},
+    **{f"any nonzero mask value, as {mask}": ([[[1.0], [2.0], [3.0]]], [[1.0]], None,
+                                              {"attention_mask": torch.tensor([mask]), "pooling": "sum"}, [3.0])
+       for mask in ([0.5, -1.0, 0.0], [True, True, False], [2, 7, 0])},
+}  # fmt: skip
 
 
-def test_bias_is_added_once_after_the_products_are_scaled() -> None:
-    assert head([[[1.0], [2.0]]], [[3.0]], [10.0], logit_scale=0.5).tolist() == [[13.0]]
-
-
-def test_without_a_bias_the_products_alone_count() -> None:
-    assert head([[[1.0], [2.0]]], [[3.0]], logit_scale=0.5).tolist() == [[3.0]]
-
-
-def test_a_negative_scale_makes_the_smallest_product_win() -> None:
-    assert head([[[1.0], [-2.0], [5.0]]], [[1.0]], logit_scale=-1.0).tolist() == [[2.0]]
-
-
-@pytest.mark.parametrize(
-    ("activation", "expected"),
-    [
-        ("log1p_relu", [0.0, math.log(4)]),
-        ("log1p_log1p_relu", [0.0, math.log1p(math.log(4))]),
-        ("relu", [0.0, 3.0]),
-        ("softplus", [math.log1p(math.exp(-2)), math.log1p(math.exp(3))]),
-        ("none", [-2.0, 3.0]),
-    ],
-)
-def test_activations_are_what_their_names_say(activation: str, expected: list[float]) -> None:
-    out = head([[[1.0]]], [[-2.0], [3.0]], activation=activation)
-    assert out[0].tolist() == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_scores_by_hand(case: str) -> None:
+    hidden, weight, bias, options, expected = BY_HAND[case]
+    assert head(hidden, weight, bias, **options)[0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_ties_go_to_the_lowest_token_which_takes_the_whole_gradient() -> None:
@@ -84,12 +84,6 @@ def test_a_masked_token_never_counts_whatever_it_holds(pooling: str, poison: flo
     assert weight.grad.item() == out.item()
 
 
-def test_a_valid_token_of_minus_infinity_still_beats_a_masked_one() -> None:
-    hidden = torch.tensor([[[5.0], [-math.inf]]], dtype=torch.float64)
-    out = head(hidden, [[1.0]], attention_mask=[[0, 1]])
-    assert out.item() == -math.inf
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_a_row_with_no_valid_token_is_zero_with_zero_gradient(pooling: str, activation: str) -> None:
@@ -109,35 +103,6 @@ def test_nan_in_a_valid_token_gives_nan_out(pooling: str, activation: str) -> No
     hidden = torch.tensor([[[1.0], [math.nan], [3.0]], [[1.0], [2.0], [3.0]]])
     out = lsr_head(hidden, torch.tensor([[1.0], [-1.0]]), pooling=pooling, activation=activation, impl="reference")
     assert out[0].isnan().all() and out[1].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("pooling", "mask", "expected"),
-    [
-        ("cls", [1, 1, 0, 0], 10),
-        ("last", [1, 1, 0, 0], 11),
-        ("cls", [0, 0, 1, 1], 12),
-        ("last", [0, 0, 1, 1], 13),
-        ("cls", [0, 1, 0, 1], 11),
-        ("last", [1, 0, 1, 0], 12),
-    ],
-)
-def test_cls_is_the_first_and_last_the_last_valid_token(pooling: str, mask: list[int], expected: int) -> None:
-    hidden = [[[10.0], [11.0], [12.0], [13.0]]]
-    assert head(hidden, [[1.0]], pooling=pooling, attention_mask=[mask]).item() == expected
-
-
-def test_sum_and_mean_activate_each_token_first() -> None:
-    hidden = [[[1.0], [-5.0], [3.0], [99.0]]]
-    options = {"attention_mask": [[1, 1, 1, 0]], "activation": "relu"}
-    assert head(hidden, [[1.0]], pooling="sum", **options).item() == 4.0
-    assert head(hidden, [[1.0]], pooling="mean", **options).item() == pytest.approx(4 / 3)
-
-
-def test_any_nonzero_mask_value_means_valid() -> None:
-    hidden = [[[1.0], [2.0], [3.0]]]
-    for mask in (torch.tensor([[0.5, -1.0, 0.0]]), torch.tensor([[True, True, False]]), torch.tensor([[2, 7, 0]])):
-        assert head(hidden, [[1.0]], attention_mask=mask, pooling="sum").item() == 3.0
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
-from tilefold.ops._shared.impl import triton_interpreted
+from tests.ops.lsr_head.helpers import INTERPRETED, close, only_kernels
+from tilefold.ops import lsr_head
+from tilefold.ops._shared._triton import releases
 from tilefold.ops.lsr_head._problem import HeadOptions, Tokens
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
@@ -24,8 +26,7 @@ SHAPES = [(5, 19, 16, 21), (3, 40, 8, 33), (4, 1, 8, 17)]
 
 @pytest.fixture
 def kernels(target: Target) -> Target:
-    if target.impl != "triton":
-        pytest.skip("a kernel's test")
+    only_kernels(target)
     return target
 
 
@@ -90,7 +91,7 @@ def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_rep
 @pytest.fixture
 def later_columns_win() -> Iterator[None]:
     """Products that grow by some ulps from one column to the next, as a BLAS may round equal columns apart."""
-    if not triton_interpreted():
+    if not INTERPRETED:
         pytest.skip("a fault of interpreted products")
     import numpy
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -138,5 +139,29 @@ def test_scratch_never_shows_where_a_repeated_row_wins_by_an_ulp(kernels: Target
     expected = lsr_head_results(inputs, impl="tiled")
     with nan_poisoned_empty():
         found = lsr_head_results(inputs, impl="triton")
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3)
+    close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [256, 150, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_constants_find_the_winners_that_registers_find(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, length: int
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0) or releases.why_no_warp_roles() is not None:
+        pytest.skip("the Hopper kernel does not run here")
+    generator = torch.Generator("cuda").manual_seed(length)
+    # few different numbers: ties, of which the lowest place wins
+    hidden = torch.randint(-2, 3, (9, length, 128), device="cuda", generator=generator).to(dtype).requires_grad_()
+    weight = torch.randint(-2, 3, (1000, 128), device="cuda", generator=generator).to(dtype).requires_grad_()
+    mask = torch.rand(9, length, device="cuda", generator=generator) > 0.3
+    with torch.no_grad():
+        hidden[0, 0, 0] = float("nan")
+    results = []
+    for lean in (False, True):
+        monkeypatch.setattr(releases, "lean_places", lambda lean=lean: lean)
+        for attention_mask in (None, mask):
+            scores = lsr_head(hidden, weight, attention_mask=attention_mask, out_dtype=torch.float32)
+            results.append((scores, *torch.autograd.grad(scores.sum(), (hidden, weight))))
+    for one, other in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True))

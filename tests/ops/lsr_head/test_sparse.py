@@ -1,4 +1,4 @@
-"""lsr_head_sparse keeps what the dense scores would have kept, block of the vocabulary by block."""
+"""Sparse scores keep what dense ones would have kept, block by block; rows of a fixed capacity say what they lack."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
+from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED, only_kernels
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tilefold.ops import lsr_head, lsr_head_sparse
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.lsr_head import api
+from tilefold.ops.lsr_head import rows as module
+from tilefold.ops.lsr_head.rows import lsr_head_rows
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs
 
-pytestmark = [
-    pytest.mark.skipif(triton_interpreted(), reason="nothing here depends on the kernels"),
-    pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),  # what the tests themselves do with CSR tensors
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # what the tests themselves do with CSR tensors
+no_kernels = pytest.mark.skipif(INTERPRETED, reason="nothing here depends on the kernels")
 
 
 @pytest.fixture
-def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 vocabulary entries, so that small problems cross their borders."""
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", 16)
-    return 16
+    monkeypatch.setattr(module, "BLOCK_SCORES", 16)
+    monkeypatch.setattr(module, "_ALIGNMENT", 16)
 
 
 def run(inputs: LSRHeadInputs, **options: Any) -> Tensor:
     return lsr_head_sparse(inputs.hidden, inputs.weight, inputs.bias, **inputs.layout, **options)
 
 
+def rows(inputs: LSRHeadInputs, capacity: int, **options: Any) -> Any:
+    return lsr_head_rows(inputs.hidden, inputs.weight, inputs.bias, capacity=capacity, **inputs.layout, **options)
+
+
 def dense(inputs: LSRHeadInputs, **options: Any) -> Tensor:
     return lsr_head(inputs.hidden, inputs.weight, inputs.bias, **inputs.layout, **options)
 
 
+@no_kernels
 @pytest.mark.parametrize("layout", ["full", "right", "packed"])
 @pytest.mark.parametrize("pooling", ["max", "sum", "mean", "cls", "last"])
 @pytest.mark.parametrize(("top_k", "min_weight"), [(None, 0.0), (None, 0.8), (1, 0.0), (7, 0.0), (40, 0.5), (500, 0.0)])
@@ -53,6 +59,7 @@ def test_it_keeps_the_best_entries_of_the_dense_scores(
     assert entries(sparse) == expected_entries(scores, top_k, min_weight)
 
 
+@no_kernels
 @pytest.mark.parametrize("block", [1, 3, 16, 64, 1000])
 @pytest.mark.parametrize("top_k", [None, 1, 5, 20])
 def test_ties_keep_the_lowest_vocabulary_index_at_every_block_size(
@@ -71,29 +78,26 @@ def test_ties_keep_the_lowest_vocabulary_index_at_every_block_size(
         assert entries(sparse)[0] == twos
 
 
+@no_kernels
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.usefixtures("narrow_blocks")
 def test_nan_is_kept_so_that_it_is_seen(top_k: int | None) -> None:
     inputs = lsr_head_inputs(3, 4, 8, 50)
     inputs.hidden[1, 2] = math.nan
     sparse = run(inputs, top_k=top_k, min_weight=0.1)
-    assert len(entries(sparse)[1]) == (50 if top_k is None else 3)
-    assert sparse.to_dense()[1].isnan().sum() == (50 if top_k is None else 3)
+    assert len(entries(sparse)[1]) == sparse.to_dense()[1].isnan().sum() == (50 if top_k is None else 3)
     assert sparse.to_dense()[[0, 2]].isfinite().all()
 
 
+@no_kernels
 @pytest.mark.usefixtures("narrow_blocks")
-def test_rows_without_a_valid_token_are_empty() -> None:
-    inputs = lsr_head_inputs(5, 9, 16, 70, layout="packed")
-    counts = run(inputs).crow_indices().diff().tolist()
+def test_rows_without_a_valid_token_are_empty_and_a_minimum_of_minus_infinity_keeps_zeros() -> None:
+    counts = run(lsr_head_inputs(5, 9, 16, 70, layout="packed")).crow_indices().diff().tolist()
     assert [count == 0 for count in counts] == [True, False, True, False, True]
+    assert run(lsr_head_inputs(2, 3, 8, 20), min_weight=-math.inf).values().numel() == 40
 
 
-def test_a_minimum_of_minus_infinity_keeps_zeros_but_not_minus_infinity() -> None:
-    inputs = lsr_head_inputs(2, 3, 8, 20)
-    assert run(inputs, min_weight=-math.inf).values().numel() == 40
-
-
+@no_kernels
 @pytest.mark.parametrize(("shape", "rows"), [((0, 3, 4), 0), ((2, 0, 4), 2)])
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_empty_batches_give_empty_tensors(shape: tuple[int, ...], rows: int, top_k: int | None) -> None:
@@ -101,38 +105,35 @@ def test_empty_batches_give_empty_tensors(shape: tuple[int, ...], rows: int, top
     assert sparse.shape == (rows, 5) and sparse.values().numel() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@no_kernels
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 def test_the_dtype_is_that_of_the_input_or_the_one_asked_for(dtype: torch.dtype) -> None:
     inputs = lsr_head_inputs(2, 3, 8, 20, dtype=dtype)
-    assert run(inputs).values().dtype == dtype
-    wide = run(inputs, out_dtype=torch.float32)
-    assert wide.values().dtype == torch.float32
+    wide = run(inputs, out_dtype=F32)
+    assert run(inputs).values().dtype == dtype and wide.values().dtype == F32
     assert wide.col_indices().dtype == torch.int64
 
 
+@no_kernels
 def test_half_precision_selects_on_scores_that_are_not_rounded_yet() -> None:
     # logits 2048 and 2049 are one number in fp16 and in bf16: rounded, the lower index would win
     hidden, weight = torch.ones(1, 1, 2, dtype=torch.float16), torch.tensor([[2048.0, 0.0], [2048.0, 1.0]]).half()
     assert entries(lsr_head_sparse(hidden, weight, activation="relu", top_k=1)) == [[1]]
 
 
-def test_it_raises_no_warning_and_carries_no_graph() -> None:
-    inputs = lsr_head_inputs(2, 3, 8, 20)
+@no_kernels
+def test_the_result_is_a_valid_csr_tensor_that_others_can_use_without_a_warning_or_a_graph() -> None:
+    inputs = lsr_head_inputs(4, 9, 16, 70, layout="right")
     inputs.weight.requires_grad_()
     with warnings_are_errors():
-        sparse = run(inputs, top_k=3)
+        sparse = run(inputs, top_k=9)
     assert not sparse.requires_grad
-
-
-def test_the_result_is_a_valid_csr_tensor_that_others_can_use() -> None:
-    inputs = lsr_head_inputs(4, 9, 16, 70, layout="right")
-    sparse = run(inputs, top_k=9)
-    torch._validate_sparse_csr_tensor_args(
-        sparse.crow_indices(), sparse.col_indices(), sparse.values(), list(sparse.shape)
-    )
+    parts = sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    torch._validate_sparse_csr_tensor_args(*parts, list(sparse.shape))
     torch.testing.assert_close(sparse @ torch.ones(70, 1), sparse.to_dense().sum(dim=1, keepdim=True))
 
 
+@no_kernels
 def test_the_dense_scores_are_never_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, length, vocab, block = 64, 4, 200_000, 1024
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", block)
@@ -146,21 +147,61 @@ def test_the_dense_scores_are_never_allocated(monkeypatch: pytest.MonkeyPatch) -
     assert max(sizes) < 4 * batch * vocab / 10
 
 
-@pytest.mark.parametrize("top_k", [0, -1, 1.5, True, "3"])
-def test_a_bad_top_k_is_refused(top_k: Any) -> None:
-    with pytest.raises(ValueError, match=r"top_k must be a positive integer or None, got "):
-        run(lsr_head_inputs(1, 2, 4, 5), top_k=top_k)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"top_k": wrong}, r"top_k must be a positive integer or None, got ") for wrong in (0, -1, 1.5, True, "3")),
+    *(
+        ({"min_weight": wrong}, r"min_weight must be a Python number, got .*-inf keeps every entry")
+        for wrong in (math.nan, "a", None, torch.tensor(1.0))
+    ),
+    ({"pooling": "avg"}, r"pooling must be one of 'max', .*got 'avg'"),
+    ({"out_dtype": torch.int32}, r"out_dtype must be one of float16, .* got torch.int32"),
+]
 
 
-@pytest.mark.parametrize("min_weight", [math.nan, "a", None, torch.tensor(1.0)])
-def test_a_bad_min_weight_is_refused(min_weight: Any) -> None:
-    with pytest.raises(ValueError, match=r"min_weight must be a Python number, got .*-inf keeps every entry"):
-        run(lsr_head_inputs(1, 2, 4, 5), min_weight=min_weight)
+@no_kernels
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+def test_bad_options_are_refused_as_by_the_dense_function(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError if "out_dtype" in options else ValueError, match=said):
+        run(lsr_head_inputs(1, 2, 4, 5), **options)
 
 
-def test_arguments_are_checked_as_by_the_dense_function() -> None:
-    inputs = lsr_head_inputs(1, 2, 4, 5)
-    with pytest.raises(ValueError, match=r"pooling must be one of 'max', .*got 'avg'"):
-        run(inputs, pooling="avg")
-    with pytest.raises(TypeError, match=r"out_dtype must be one of float16, .* got torch.int32"):
-        run(inputs, out_dtype=torch.int32)
+# Rows of a fixed capacity
+
+
+@pytest.mark.parametrize("layout", ["right", "packed"])
+@pytest.mark.parametrize(("top_k", "min_weight"), [(None, 0.0), (None, 0.8), (7, 0.0), (90, 0.0)])
+@pytest.mark.usefixtures("narrow_blocks")
+def test_rows_of_a_capacity_hold_what_is_kept(
+    target: Target, layout: str, top_k: int | None, min_weight: float
+) -> None:
+    only_kernels(target)
+    inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=target.device)
+    options = {"top_k": top_k, "min_weight": min_weight, "impl": target.impl}
+    found, expected = rows(inputs, 80, **options), run(inputs, **options).cpu()
+    assert found.vocab_size == 70 and bool((found.counts <= 80).all())
+    counts = expected.crow_indices().diff()
+    assert found.kept.tolist() == counts.tolist()
+    inside = torch.arange(found.columns.size(1)) < counts[:, None]
+    assert found.columns.cpu()[inside].tolist() == expected.col_indices().tolist()
+    torch.testing.assert_close(found.values.cpu()[inside], expected.values(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_that_does_not_fit_says_how_many_there_were_and_nan_is_kept(target: Target) -> None:
+    only_kernels(target)
+    inputs = lsr_head_inputs(4, 6, 16, 70, layout="packed", device=target.device)
+    found, expected = rows(inputs, 3, impl=target.impl), entries(run(inputs, impl=target.impl).cpu())
+    counts = [len(row) for row in expected]
+    assert found.counts.tolist() == counts and found.kept.tolist() == [min(count, 3) for count in counts]
+    for columns, kept, row in zip(found.columns, found.kept, expected, strict=True):
+        assert columns[:kept].tolist() == row[:3]
+    inputs.hidden[0, :] = math.nan
+    first = next(b for b, count in enumerate(counts) if count)
+    found = rows(inputs, 80, impl=target.impl)
+    assert int(found.counts[first]) == 70 and bool(found.values[first, :70].isnan().all())
+
+
+def test_where_no_kernels_run_there_are_no_rows_of_a_capacity() -> None:
+    inputs = lsr_head_inputs(2, 3, 16, 40, layout="packed")
+    assert rows(inputs, 4, impl="tiled") is None
+    with pytest.raises(ValueError, match="capacity and top_k must be at least 1"):
+        rows(inputs, 0)

@@ -1,0 +1,49 @@
+"""What the tests of the LSR head share: names of its options, and comparisons of results by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.conftest import Target
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.testing import assert_within_budget
+from tilefold.testing.lsr_head import LSRHeadInputs
+
+INTERPRETED = triton_interpreted()
+POOLINGS = ("max", "sum", "mean", "cls", "last")
+ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def only_kernels(target: Target) -> None:
+    """Skip a kernel's test elsewhere."""
+    if target.impl != "triton":
+        pytest.skip("a kernel's test")
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """All results are there, with the same bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **tolerance: Any) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)
+
+
+def within_budget(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *, dtype: Any = None) -> None:
+    for name, value in truth.items():
+        assert_within_budget(found[name], value, dtype, kind="gradient", name=name)
+
+
+def leaves_of(inputs: LSRHeadInputs) -> list[Any]:
+    """Hidden, weight and bias as leaves of their own."""
+    given = (inputs.hidden, inputs.weight, inputs.bias)
+    return [None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in given]
