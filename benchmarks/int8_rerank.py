@@ -25,8 +25,7 @@ tile; ``prefetch`` lets the first document travel to L2 meanwhile.
 
 First compares: rounded queries with ``quantize_tokens`` bit by bit, scores with the reference, variants with each
 other bit by bit. A variant is a change of the streaming kernel's configuration (``VARIANTS``); the winner goes into
-``stream_config`` and ``STREAM_PREFETCH`` of ``src/tilefold/ops/maxsim/configs.py``. ``flash_maxsim`` is timed where
-it is installed.
+the table ``STREAM`` of ``src/tilefold/ops/maxsim/configs.py``. ``flash_maxsim`` is timed where it is installed.
 """
 
 from __future__ import annotations

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
 from tilefold.ops._shared.tuning import Between, Row, lookup
+
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
+MAX_BLOCK_K = 128
+MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
+AMPERE, HOPPER, BLACKWELL = Between(most=(8, 9)), Between((9, 0), (9, 9)), Between(least=(10, 0))
+INTERPRETED = {"capability": (0, 0)}
 
 
 @dataclass(frozen=True)
@@ -18,7 +26,7 @@ class ForwardConfig:
         block_q, block_t: query and document tokens of a tile.
         block_k: dimensions of a tile; the whole dimension where it fits, so that a query tile is loaded once.
         num_warps, num_stages: warps of a program, depth of the load pipeline.
-        programs: programs for each multiprocessor.
+        programs: programs for each multiprocessor; of the streaming kernel, more would wait for all others to end.
         use_tma: read documents through TMA descriptors (compute capability 9.0 and newer).
         precision: ``input_precision`` of fp32 products.
         prefetch: document tokens that a program of the streaming kernel asks for before it reads the query.
@@ -37,70 +45,128 @@ class ForwardConfig:
     registers: int | None = None
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
-    """Tiles of the backward kernels.
-
-    Attributes:
-        block_r, block_d: query rows and dimensions of a tile of the query gradient.
-        warps_q, stages_q: of its kernel.
-        few_rows: query rows of all pairs up to which each has a program of its own, with block_n documents at a time.
-        warps_few: of its kernel.
-        block_t, block_e: document tokens, and query rows added at a time, of a tile of the document gradient of
-            grouped and listed pairs.
-        block_dd: dimensions of a tile of document gradients.
-        warps_d, stages_d: of its kernel.
-        list_t, list_e: as block_t and block_e, for all pairs.
-        list_s, list_s_many: query rows whose winners are read at a time, and from 16,384 query rows on.
-        list_warps, list_stages: of its kernel.
-        smooth_r, smooth_t, smooth_k: query rows, document tokens and dimensions of a tile of the smooth maximum.
-        smooth_warps, smooth_stages: of its kernels.
-        smooth_registers: what a thread of them may take at most, ``None`` for as many as the assembler likes.
-        precision: ``input_precision`` of fp32 products.
-    """
-
-    block_r: int = 8
-    block_d: int = 128
-    warps_q: int = 4
-    stages_q: int = 3
-    few_rows: int = 1024
-    block_n: int = 64
-    warps_few: int = 8
-    block_t: int = 128
-    block_e: int = 64
-    block_dd: int = 128
-    warps_d: int = 8
-    stages_d: int = 3
-    list_t: int = 64
-    list_e: int = 32
-    list_s: int = 512
-    list_s_many: int = 2048
-    list_warps: int = 4
-    list_stages: int = 3
-    smooth_r: int = 64
-    smooth_t: int = 64
-    smooth_k: int = 64
-    smooth_warps: int = 8
-    smooth_stages: int = 2
-    smooth_registers: int | None = None
-    precision: str = "ieee"
-
-
-BACKWARD_16BIT = BackwardConfig()
-BACKWARD_FP32 = BackwardConfig(
-    block_n=32, block_t=32, block_e=32, block_dd=64, warps_d=4, stages_d=2, list_t=16, list_e=32, list_stages=2,
-    smooth_r=32, smooth_t=16, smooth_k=16, smooth_warps=4, smooth_stages=1, precision="tf32x3",
+# Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many make it a matrix product:
+# 128 rows, so that each document token that is loaded meets as many query tokens. Facts: capability, dtype, dim, rows
+# (query tokens that can share a tile), tf32, winners (whether they are kept, which costs as much as the products: more
+# elements per thread), even (documents of a length that tiles of 128 tokens hardly pad). `block_q` of 0 is by rows.
+FEW, FP32 = {"rows": Between(most=64)}, {"dtype": torch.float32}
+FORWARD = (
+    Row({}, {"block_q": 128, "block_t": 64, "block_k": MAX_BLOCK_K, "num_warps": 8, "num_stages": 3}, "H200"),
+    Row({"capability": Between(least=(9, 0))}, {"use_tma": True}, "H200"),
+    Row({"capability": AMPERE, "dim": Between(least=MAX_BLOCK_K + 1)}, {"block_k": 64}, "compile gates of 8.0"),
+    Row({"capability": HOPPER, "winners": True}, {"num_warps": 4}, "H200"),
+    Row({"capability": HOPPER, "winners": True, "even": True}, {"block_q": 64, "block_t": 128}, "H200"),
+    Row(
+        FEW,  # Hopper's instructions take 64 rows at least; Ampere's 16. 16 KB at D = 128
+        {"block_q": 64, "block_t": 64, "block_k": MAX_BLOCK_K, "num_warps": 4, "num_stages": 4, "use_tma": False},
+        "H200",
+    ),
+    Row(FEW | {"capability": AMPERE}, {"block_q": 0, "num_stages": 3}, "compile gates of 8.0"),
+    Row(FEW | {"dtype": torch.int8}, {"block_t": 128}, "H200"),
+    Row(
+        FEW | {"dtype": torch.int8, "capability": HOPPER}, {"num_stages": 3, "programs": 3, "use_tma": True},
+        "H200: as many programs as the shared memory of a multiprocessor holds",
+    ),
+    Row(
+        FEW | {"capability": BLACKWELL}, {"num_warps": 8},
+        "compile gates of 10.0: products lie in a memory of their own, and their copies take registers",
+    ),
+    Row(
+        FP32,
+        {
+            "block_q": 64, "block_t": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "use_tma": False,
+            "precision": "tf32x3",
+        },
+        "H200",
+    ),
+    Row(FP32 | {"rows": Between(most=32)}, {"block_q": 32}, "H200"),
+    Row(FP32 | {"capability": BLACKWELL}, {"num_warps": 8}, "compile gates of 10.0"),
+    Row(FP32 | {"tf32": True}, {"precision": "tf32"}, "as it was asked for"),
 )  # fmt: skip
-BACKWARD_INTERPRETED = BackwardConfig(
-    block_r=32, block_d=64, few_rows=16, block_n=16, block_t=16, block_e=32, block_dd=64, list_t=16, list_e=16,
-    list_s=32, list_s_many=32, smooth_r=16, smooth_t=16, smooth_k=32,
+# It holds all query rows and the whole dimension. Facts: capability, documents (their dtype), rows (a power of two),
+# wide (queries in fp32: with fp8 documents their shared memory decides how many programs fit, else their registers).
+INT8, FP8 = {"documents": torch.int8, "capability": HOPPER}, {"documents": torch.float8_e4m3fn, "capability": HOPPER}
+STREAM = (
+    Row({}, {"block_t": 64, "num_warps": 4, "num_stages": 3}, "compile gates of 8.0"),
+    Row({"capability": Between(least=(9, 0))}, {"use_tma": True}, "H200"),
+    Row({"capability": HOPPER}, {"prefetch": 256}, "H200"),
+    Row(INT8, {"programs": 6}, "H200"),
+    Row(INT8 | {"wide": True}, {"programs": 5}, "H200"),
+    Row(INT8 | {"rows": 64}, {"programs": 4, "registers": 128}, "H200"),
+    Row(INT8 | {"rows": 64, "wide": True}, {"programs": 3, "registers": None}, "H200"),
+    Row(FP8, {"programs": 5}, "H200"),
+    Row(FP8 | {"rows": 64}, {"programs": 3}, "H200"),
+    Row(FP8 | {"wide": True}, {"programs": 3}, "H200"),
+    Row(FP8 | {"rows": 64, "wide": True}, {"programs": 2}, "H200"),
+    Row({"capability": BLACKWELL}, {"num_warps": 8, "programs": 2}, "compile gates of 10.0: copies of products"),
+    Row({"capability": BLACKWELL, "rows": 32}, {"programs": 3}, "compile gates of 10.0"),
+    Row({"capability": BLACKWELL, "rows": 16}, {"programs": 4}, "compile gates of 10.0"),
+    Row(INTERPRETED, {"block_t": 16, "use_tma": True}, "small tiles, so that small inputs take several steps"),
+)
+# Constants of the kernels of gradients. BLOCK_S and BLOCK_S_MANY: query rows whose winners are read at a time, and from
+# 16,384 query rows on. FEW_ROWS: query rows of all pairs up to which each has a program of its own.
+ROW, ROWS, DOCUMENTS = {"kernel": "row"}, {"kernel": "rows"}, {"kernel": "documents"}
+LISTED, SMOOTH = {"kernel": "listed"}, {"kernel": "smooth"}
+WIDE, HALF = {"fp32": True}, {"fp32": False}
+BACKWARD = (
+    Row({}, {"PRECISION": "ieee", "num_stages": 3}, "H200"),
+    Row(ROW, {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 8, "FEW_ROWS": 1024}, "H200"),
+    Row(ROWS, {"BLOCK_R": 8, "BLOCK_D": 128, "num_warps": 4}, "H200"),
+    Row(DOCUMENTS, {"BLOCK_T": 128, "BLOCK_E": 64, "BLOCK_D": 128, "num_warps": 8}, "H200"),
+    Row(
+        LISTED, {"BLOCK_T": 64, "BLOCK_E": 32, "BLOCK_D": 128, "BLOCK_S": 512, "BLOCK_S_MANY": 2048, "num_warps": 4},
+        "H200",
+    ),
+    Row(
+        SMOOTH, {"BLOCK_Q": 64, "BLOCK_T": 64, "BLOCK_K": 64, "BLOCK_D": 128, "num_warps": 8, "num_stages": 2}, "H200"
+    ),
+    Row(WIDE, {"PRECISION": "tf32x3"}, "fp32 in three TF32 parts"),
+    Row(WIDE | {"tf32": True}, {"PRECISION": "tf32"}, "as it was asked for"),
+    Row(ROW | WIDE, {"BLOCK_N": 32}, "H200"),
+    Row(DOCUMENTS | WIDE, {"BLOCK_T": 32, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 2}, "H200"),
+    Row(LISTED | WIDE, {"BLOCK_T": 16, "BLOCK_D": 64, "num_stages": 2}, "H200"),
+    Row(
+        SMOOTH | WIDE, {"BLOCK_Q": 32, "BLOCK_T": 16, "BLOCK_K": 16, "BLOCK_D": 64, "num_warps": 4, "num_stages": 1},
+        "H200",
+    ),
+    Row(DOCUMENTS | WIDE | {"capability": AMPERE}, {"num_stages": 1}, "compile gates of 8.0"),
+    Row(LISTED | WIDE | {"capability": AMPERE}, {"BLOCK_E": 16, "num_warps": 8}, "compile gates of 8.0"),
+    Row(
+        LISTED | WIDE | {"capability": AMPERE, "release": Between(least=(3, 8))}, {"num_warps": 4},
+        "compile gates of 8.0: lists spill with 4 warps in 3.4 and 3.6, with 8 in 3.8 and 3.9",
+    ),
+    Row(
+        SMOOTH | WIDE | {"capability": AMPERE, "release": Between(least=(3, 7))}, {"maxnreg": ALL_REGISTERS},
+        "compile gates of 8.0: smooth maxima of packed queries are held to 128 registers from 3.7 on, and spill",
+    ),
+    Row(
+        SMOOTH | WIDE | {"capability": AMPERE, "release": frozenset([(3, 4), (3, 9)])}, {"num_stages": 2},
+        "compile gates of 8.0: smooth maxima spill in 3.4 without a pipeline, and with ptxas 13.4, which 3.9 brings",
+    ),
+    Row(SMOOTH | WIDE | {"capability": BLACKWELL}, {"num_stages": 2}, "compile gates of 10.0"),
+    Row(
+        DOCUMENTS | HALF | {"capability": BLACKWELL}, {"BLOCK_T": 64, "BLOCK_E": 32, "num_stages": 2},
+        "compile gates of 10.0",
+    ),
+    Row(
+        DOCUMENTS | HALF | {"capability": AMPERE, "release": frozenset([(3, 4), (3, 7), (3, 8)])},
+        {"BLOCK_T": 64, "num_stages": 2},
+        "compile gates of 8.0: where tokens are scaled and masked, tiles of 128 documents' tokens spill there",
+    ),
+    Row(
+        ROWS | HALF | {"capability": Between(least=(9, 0)), "release": (3, 4)}, {"num_warps": 8},
+        "compile gates of 9.0 and 10.0: queries of listed pairs spill in 3.4 with 4 warps",
+    ),
 )  # fmt: skip
-INTERPRETED = ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=True)
-BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
-MAX_BLOCK_K = 128
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
-STREAM_PREFETCH = 256  # document tokens, on compute capability 9.0; 0 for none
-MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
+INTERPRETED_BACKWARD: dict[str, dict[str, Any]] = {
+    "row": {"BLOCK_N": 16, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3, "FEW_ROWS": 16},
+    "rows": {"BLOCK_R": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3},
+    "documents": {"BLOCK_T": 16, "BLOCK_E": 32, "BLOCK_D": 64, "num_warps": 8, "num_stages": 3},
+    "listed": {
+        "BLOCK_T": 16, "BLOCK_E": 16, "BLOCK_D": 64, "BLOCK_S": 32, "BLOCK_S_MANY": 32, "num_warps": 4, "num_stages": 3
+    },
+    "smooth": {"BLOCK_Q": 16, "BLOCK_T": 16, "BLOCK_K": 32, "BLOCK_D": 64, "num_warps": 8, "num_stages": 2},
+}  # fmt: skip
 
 
 def _power_of_two(size: int, low: int, high: int) -> int:
@@ -120,42 +186,18 @@ def forward_config(
 ) -> ForwardConfig:
     """The configuration for a compute capability, ``(0, 0)`` interpreted; ``query_rows`` of them can share a tile.
 
-    Few query rows make the kernel a stream of document tokens: small tiles, many programs. Many make it a matrix
-    product: 128 rows, so that each document token that is loaded meets as many query tokens. Winners, if they are
-    kept (``winners_in`` documents of that many tokens, 0 for packed ones), cost as much as the products: more
-    elements per thread, and more tokens per tile where that makes no padding.
+    Winners, if they are kept, are among ``winners_in`` tokens of each document, 0 for packed ones.
     """
     if capability == (0, 0):
-        return replace(INTERPRETED, use_tma=query_rows > 16)
-    if dtype == torch.float32:
-        block_k = _power_of_two(dim, 16, 32)
-        block_q, warps = 32 if query_rows <= 32 else 64, 8 if capability >= (10, 0) else 4
-        config = ForwardConfig(block_q, 32, block_k, num_warps=warps, num_stages=2, precision="tf32x3")
-        return replace(config, precision="tf32") if tf32 else config
-    block_k = _power_of_two(dim, 32 if dtype == torch.int8 else 16, MAX_BLOCK_K)  # int8 products take 32 at least
-    if query_rows <= 64:
-        return _few_rows(capability, dtype, query_rows, block_k)
-    if capability < (9, 0) and dim > MAX_BLOCK_K:
-        block_k = min(block_k, 64)
-    config = ForwardConfig(128, 64, block_k, num_warps=8, num_stages=3, use_tma=capability >= (9, 0))
-    if (9, 0) <= capability < (10, 0) and winners_in is not None:
-        config = replace(config, num_warps=4)
-        if winners_in and -winners_in % 128 <= winners_in // 10:
-            config = replace(config, block_q=64, block_t=128)
-    return config
-
-
-def _few_rows(capability: tuple[int, int], dtype: torch.dtype, query_rows: int, block_k: int) -> ForwardConfig:
-    # Hopper's instructions take 64 rows at least; Ampere's 16
-    block_q = 64 if capability >= (9, 0) else _power_of_two(query_rows, 16, 64)
-    block_t = 128 if dtype == torch.int8 else 64  # 16 KB at D = 128
-    if capability >= (10, 0):  # products lie in a memory of their own: their copies take registers
-        return ForwardConfig(block_q, block_t, block_k, num_warps=8, num_stages=4)
-    config = ForwardConfig(block_q, block_t, block_k, num_warps=4, num_stages=3)
-    if capability < (9, 0):
-        return config
-    # as many programs as the shared memory of a multiprocessor holds
-    return replace(config, programs=3, use_tma=True) if dtype == torch.int8 else replace(config, num_stages=4)
+        return ForwardConfig(32, 16, 32, num_warps=4, num_stages=1, use_tma=query_rows > 16)
+    even = winners_in is not None and winners_in > 0 and -winners_in % 128 <= winners_in // 10
+    found = lookup(
+        FORWARD, capability=capability, dtype=dtype, dim=dim, rows=query_rows, tf32=tf32, even=even,
+        winners=winners_in is not None,
+    )  # fmt: skip
+    found["block_q"] = found["block_q"] or _power_of_two(query_rows, 16, 64)
+    least = 32 if dtype == torch.int8 else 16  # int8 products take 32 at least
+    return ForwardConfig(**found | {"block_k": _power_of_two(dim, least, found["block_k"])})
 
 
 def stream_config(
@@ -165,85 +207,19 @@ def stream_config(
     query_rows: int,
     queries: torch.dtype = torch.bfloat16,
 ) -> ForwardConfig | None:
-    """The configuration of the streaming kernel, which holds all query rows and the whole dimension, if it is better.
+    """The configuration of the streaming kernel, if it is better: where documents have 8 bits.
 
-    It is where documents have 8 bits: their scales, and the conversions of fp8, then fall on rows that are in use.
+    Their scales, and the conversions of fp8, then fall on rows that are in use.
     """
     if documents not in QUANTIZED_DTYPES or query_rows > MAX_STREAMED_ROWS or dim > MAX_BLOCK_K:
         return None
-    block_q = _power_of_two(query_rows, 16, MAX_STREAMED_ROWS)
-    block_k = _power_of_two(dim, 32, MAX_BLOCK_K)  # int8 products take 32 at least
+    rows, wide = _power_of_two(query_rows, 16, MAX_STREAMED_ROWS), queries == torch.float32
+    found = lookup(STREAM, capability=capability, documents=documents, rows=rows, wide=wide)
+    return ForwardConfig(block_q=rows, block_k=_power_of_two(dim, 32, MAX_BLOCK_K), **found)
+
+
+def backward_config(kernel: str, capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> dict[str, Any]:
+    """Constants of a kernel of gradients: tiles that keep to the registers of a compute capability."""
     if capability == (0, 0):
-        return ForwardConfig(block_q, INTERPRETED.block_t, block_k, num_warps=4, num_stages=3, use_tma=True)
-    if capability < (9, 0):
-        return ForwardConfig(block_q, 64, block_k, num_warps=4, num_stages=3)
-    programs, registers = _streams_at_a_time(capability, documents, block_q, queries == torch.float32)
-    warps = 8 if capability >= (10, 0) else 4  # products lie in a memory of their own: their copies take registers
-    return ForwardConfig(
-        block_q, 64, block_k, num_warps=warps, num_stages=3, programs=programs, use_tma=True, registers=registers,
-        prefetch=STREAM_PREFETCH if capability < (10, 0) else 0,
-    )  # fmt: skip
-
-
-def _streams_at_a_time(
-    capability: tuple[int, int], documents: torch.dtype, block_q: int, wide: bool
-) -> tuple[int, int | None]:
-    """Programs of the streaming kernel on a multiprocessor at a time, and a limit of registers if one helps.
-
-    Programs beyond those wait for all others to end. Their registers decide, and for fp8 with ``wide`` queries in fp32
-    their shared memory.
-    """
-    if capability >= (10, 0):
-        return {16: 4, 32: 3, 64: 2}[block_q], None
-    if documents == torch.int8:
-        if block_q <= 32:
-            return 5 if wide else 6, None
-        return (3, None) if wide else (4, 128)
-    if wide:
-        return 3 if block_q <= 32 else 2, None
-    return 5 if block_q <= 32 else 3, None
-
-
-AMPERE, BLACKWELL = Between(most=(8, 9)), Between(least=(10, 0))
-BACKWARD = (
-    Row({"fp32": True, "capability": AMPERE}, {"stages_d": 1, "list_e": 16, "list_warps": 8}, "compile gates of 8.0"),
-    Row(
-        {"fp32": True, "capability": AMPERE, "release": Between(least=(3, 8))}, {"list_warps": 4},
-        "compile gates of 8.0: lists spill with 4 warps in 3.4 and 3.6, with 8 in 3.8 and 3.9",
-    ),
-    Row(
-        {"fp32": True, "capability": AMPERE, "release": Between(least=(3, 7))}, {"smooth_registers": ALL_REGISTERS},
-        "compile gates of 8.0: smooth maxima of packed queries are held to 128 registers from 3.7 on, and spill",
-    ),
-    Row(
-        {"fp32": True, "capability": AMPERE, "release": (3, 4)}, {"smooth_stages": 2},
-        "compile gates of 8.0: smooth maxima spill in 3.4 without a pipeline",
-    ),
-    Row(
-        {"fp32": True, "capability": AMPERE, "release": Between(least=(3, 9))}, {"smooth_stages": 2},
-        "compile gates of 8.0: so they do with ptxas 13.4, which 3.9 brings",
-    ),
-    Row({"fp32": True, "capability": BLACKWELL}, {"smooth_stages": 2}, "compile gates of 10.0"),
-    Row(
-        {"fp32": False, "capability": BLACKWELL}, {"block_t": 64, "block_e": 32, "stages_d": 2},
-        "compile gates of 10.0",
-    ),
-    Row(
-        {"fp32": False, "capability": AMPERE, "release": frozenset([(3, 4), (3, 7), (3, 8)])},
-        {"block_t": 64, "stages_d": 2},
-        "compile gates of 8.0: where tokens are scaled and masked, tiles of 128 documents' tokens spill there",
-    ),
-    Row(
-        {"fp32": False, "capability": Between(least=(9, 0)), "release": (3, 4)}, {"warps_q": 8},
-        "compile gates of 9.0 and 10.0: queries of listed pairs spill in 3.4 with 4 warps",
-    ),
-)  # fmt: skip
-
-
-def backward_config(capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> BackwardConfig:
-    """The backward configuration for a compute capability: tiles that keep to the registers there."""
-    if capability == (0, 0):
-        return BACKWARD_INTERPRETED
-    fp32 = dtype == torch.float32
-    config = replace(BACKWARD_FP32 if fp32 else BACKWARD_16BIT, **lookup(BACKWARD, fp32=fp32, capability=capability))
-    return replace(config, precision="tf32") if fp32 and tf32 else config
+        return INTERPRETED_BACKWARD[kernel] | {"PRECISION": "ieee"}
+    return lookup(BACKWARD, kernel=kernel, capability=capability, fp32=dtype == torch.float32, tf32=tf32)
