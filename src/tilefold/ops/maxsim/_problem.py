@@ -1,21 +1,11 @@
-"""One description of every layout: rows of tokens, where each sequence lies among them, and which pairs are scored.
+"""Layouts of MaxSim: rows of tokens, where each sequence lies among them, which pairs are scored, what is saved.
 
 Queries and documents are rows ``[T, D]``. Sequence ``i`` of a padded side is rows ``i * length`` to
-``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. A mask has one entry per row.
-
-Pairs are "all" of them, "grouped" (document ``d`` belongs to query ``d // group``; "aligned" ones are groups of one) or
-an "index" ``[P, 2]``. What backward needs of each (pair, query token) is saved in one place of a tensor:
-
-========  ============  ==================================
-pairing   saved shape   place of token ``t`` (row of queries)
-========  ============  ==================================
-all       [Nd, Tq]      ``[d, t]``
-grouped   [group, Tq]   ``[d % group, t]``
-index     [P, longest]  ``[p, t - first row of the query]``
-========  ============  ==================================
-
-A winner is the position of the token in its document, padding counted. Places of the index layout past the end of their
-query hold "no winner" too, or infinity where smooth maxima are saved.
+``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. Pairs are "all" of them, "grouped" (document ``d``
+belongs to query ``d // group``; "aligned" ones are groups of one) or an "index" ``[P, 2]``. What backward needs of each
+(pair, query token) is saved in one place of a tensor: "all" ``[Nd, Tq]`` at ``[d, t]``, "grouped" ``[group, Tq]`` at
+``[d % group, t]``, "index" ``[P, longest]`` at ``[p, t - first row of the query]``. A winner is the position of the token
+in its document, padding counted; places past the end of their query hold "no winner", or infinity for smooth maxima.
 """
 
 from __future__ import annotations
@@ -82,10 +72,8 @@ class MaxSimOptions(NamedTuple):
 class MaxSimSaved(NamedTuple):
     """Tensors saved for backward: those of the call, and results beside the scores, ``None`` if they were not made.
 
-    Attributes:
-        saved: winners, or smooth maxima.
-        query_norms, document_norms: ``[Tq]`` and ``[Td]`` fp32, inverse, of rows that are normalised.
-        row_query: ``[Tq]`` int32 query of each packed row, for all pairs.
+    ``saved`` are winners, or smooth maxima; norms ``[Tq]`` and ``[Td]`` fp32, inverse, of rows that are normalised;
+    ``row_query`` ``[Tq]`` int32 query of each packed row, for all pairs.
     """
 
     queries: Tensor
@@ -102,7 +90,6 @@ class MaxSimSaved(NamedTuple):
 
     @property
     def tensors(self) -> MaxSimTensors:
-        """Tensors of the call."""
         return MaxSimTensors(*self[:7], None)
 
 
@@ -118,7 +105,6 @@ class XtrOptions(NamedTuple):
 
     @property
     def maximum(self) -> MaxSimOptions:
-        """Options of the maximum, whose gradient this one's is."""
         return MaxSimOptions("all", False, 0.0, self.normalize, False, 0)
 
 
@@ -136,7 +122,6 @@ class XtrSaved(NamedTuple):
 
     @property
     def maximum(self) -> MaxSimSaved:
-        """Saved tensors that the maximum's gradient reads."""
         return MaxSimSaved(*self[:6], None, self.saved, None, None, None)
 
 
@@ -211,7 +196,6 @@ class Problem:
 
     @property
     def score_shape(self) -> tuple[int, ...]:
-        """Shape of the scores."""
         if self.pairing == "all":
             return (self.n_queries, self.n_documents)
         if self.pairing == "grouped":
@@ -220,12 +204,10 @@ class Problem:
 
     @property
     def n_pairs(self) -> int:
-        """Number of pairs, unless they are all."""
         return self.n_documents if self.index is None else self.index.size(0)
 
     @property
     def divisor(self) -> float:
-        """Divisor of the scores."""
         return float(max(self.query_length, 1)) if self.mean else 1.0
 
     @property

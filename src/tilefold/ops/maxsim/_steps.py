@@ -106,7 +106,8 @@ class Steps:
         named: list[str] = []
         numbers: list[int | float] = []
         values = self.values | dict(own)
-        constants: dict[str, Any] = {name: values[name] for name in ("num_warps", "num_stages", "maxnreg") if name in values}
+        build = ("num_warps", "num_stages", "maxnreg")
+        constants: dict[str, Any] = {name: values[name] for name in build if name in values}
         for name in kernel.arg_names:
             if name in places:
                 named.append(self.stands.get(places[name], places[name]))
