@@ -4,8 +4,8 @@ Queries and documents are rows ``[T, D]``. Sequence ``i`` of a padded side is ro
 ``(i + 1) * length``; of a packed side, ``cu[i]`` to ``cu[i + 1]``. Pairs are "all" of them, "grouped" (document ``d``
 belongs to query ``d // group``; "aligned" ones are groups of one) or an "index" ``[P, 2]``. What backward needs of each
 (pair, query token) is saved in one place of a tensor: "all" ``[Nd, Tq]`` at ``[d, t]``, "grouped" ``[group, Tq]`` at
-``[d % group, t]``, "index" ``[P, longest]`` at ``[p, t - first row of the query]``. A winner is the position of the token
-in its document, padding counted; places past the end of their query hold "no winner", or infinity for smooth maxima.
+``[d % group, t]``, "index" ``[P, longest]`` at ``[p, t - first row of the query]``. A winner is the position of the
+token in its document, padding counted; places past the end of a query hold "no winner", or infinity for smooth maxima.
 """
 
 from __future__ import annotations
