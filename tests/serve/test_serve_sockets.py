@@ -80,11 +80,6 @@ def test_a_body_that_is_none_gets_a_clear_answer(
     assert message in answer["error"]
 
 
-def test_json_under_another_name_is_json(client: Client) -> None:
-    for kind in ("application/json", "application/JSON; charset=UTF-8", "application/vnd.api+json"):
-        assert client.request("POST", "/embed_sparse", b'{"inputs": "a"}', content_type=kind).status == 200
-
-
 def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhile(sparse: Any) -> None:
     with serving(service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1)) as client:
         with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:

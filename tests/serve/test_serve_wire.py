@@ -1,4 +1,4 @@
-"""Details of text-embeddings-inference: token ids, offsets, metrics, ``/info``, ``/docs``, CORS, ``/vertex``."""
+"""Details of text-embeddings-inference: token ids, offsets, cuts, metrics, ``/info``, ``/docs``, CORS, ``/vertex``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
 from tests.serve.running import Client, Reply, serving
 from tests.serve.test_serve_contract import similar
@@ -24,9 +28,6 @@ SITE = "https://example.org"
 @pytest.fixture(scope="module")
 def dense(masked_lm: str) -> Any:
     """The vector of ``[CLS]``, made of length 1."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-
     transformer = Transformer(masked_lm)
     pooling = Pooling(transformer.get_embedding_dimension(), "cls")
     prompts = {"query": "find ", "named": "dates "}
@@ -123,8 +124,6 @@ def test_offsets_are_bytes_and_on_request_characters(client: Client) -> None:
 
 
 def test_normalize_false_leaves_out_the_module_that_normalizes(embeds: Client, dense: Any) -> None:
-    from sentence_transformers import SentenceTransformer
-
     expected = SentenceTransformer(modules=list(dense)[:2], device="cpu").encode(TEXTS)
     assert np.abs(np.linalg.norm(expected, axis=1) - 1).min() > 0.1
     for inputs in (TEXTS, [ids_of(embeds, text) for text in TEXTS]):
@@ -162,6 +161,8 @@ def test_metrics_have_the_names_labels_and_bounds_of_text_embeddings_inference(s
         "te_queue_size": 0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
+    assert found["te_request_duration_bucket le=+Inf"] == found["te_request_duration_count"]
+    assert min(found[f"te_{name}_sum"] for name in ("batch_next_size", "batch_next_tokens", "request_input_length")) > 0
     for kind in ("request", "embed", "predict"):
         for part in ("", "tokenization_", "queue_", "inference_"):
             assert found[f"te_{kind}_{part}duration_sum"] >= 0
@@ -285,3 +286,38 @@ def test_routes_of_models_that_are_not_served_answer_424_and_not_404(client: Cli
         reply = other.post("/similarity", similar("a", "b"))
         assert (reply.status, "POST /rerank" in reply.json["error"]) == (424, True)
         assert other.post("/vertex", {"instances": [{"query": "a", "texts": ["b"]}]}).status == 200
+
+
+@pytest.fixture(scope="module")
+def cutting(two_sided: Any, masked_lm: str) -> Iterator[Client]:
+    """An inference-free sparse model that reads 64 tokens, and a late one that expands queries to 16."""
+    transformer = Transformer(masked_lm, query_expansion={"strategy": "fixed", "length": 16}, document_length=32)
+    late = MultiVectorEncoder(modules=[transformer, MultiVectorMask()], device="cpu")
+    with serving(Service([Served(two_sided, "sparse", "two-sided"), Served(late, "multi-vector", "late")])) as running:
+        yield running
+
+
+def cut(client: Client, path: str, body: Any) -> str:
+    reply = client.post(path, body)
+    assert reply.status == 200, reply.raw
+    return reply.headers["x-truncated-inputs"]
+
+
+def test_inputs_beyond_the_limit_of_their_side_are_counted_and_what_encodes_nothing_says_nothing(
+    cutting: Client,
+) -> None:
+    texts = [" ".join("a" * count) for count in (1, 62, 63, 64, 65, 90)]  # each a token
+    assert cut(cutting, "/document/embed_sparse", {"inputs": texts}) == "4", "two special tokens are among the 64"
+    assert cut(cutting, "/query/embed_sparse", {"inputs": texts}) == "2", "queries have no special tokens"
+    assert cut(cutting, "/document/embed_sparse", {"inputs": texts[:2]}) == "0"
+    assert cut(cutting, "/document/embed_sparse", {"inputs": "a " * 60 + " " * 20_000}) == "1"
+    assert cut(cutting, "/document/embed_sparse", {"inputs": [list(range(10, 75)), list(range(10, 74))]}) == "1"
+    for reply in (cutting.get("/info"), cutting.get("/health"), cutting.post("/tokenize", {"inputs": "a " * 90})):
+        assert reply.status == 200 and "x-truncated-inputs" not in reply.headers
+
+
+def test_queries_that_are_expanded_are_cut_where_the_expansion_ends(cutting: Client) -> None:
+    query, texts = " ".join("a" * 15), [" ".join("a" * 30), " ".join("a" * 31)]
+    assert cut(cutting, "/rerank", {"query": query, "texts": texts}) == "2"
+    assert cutting.post("/query/embed_all", {"inputs": query, "truncate": False}).status == 422
+    assert cutting.get("/query/info").json["max_input_length"] == 64  # of the first model

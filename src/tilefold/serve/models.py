@@ -16,6 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers import encode_sparse
+from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, pack_features
+from tilefold.integrations.transformers.packed import padding_position
 from tilefold.retrieval.encoding import encode_batch
 from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
@@ -185,8 +187,8 @@ class Served:
             "modality": "text",
             "task": way.side,
         }
-        pack = getattr(getattr(self.model[0], "preprocess", None), "pack", None)  # of an accelerated encoder
-        features = features if pack is None else pack(features)
+        if isinstance(getattr(self.model[0], "preprocess", None), PackedInputs):  # of an accelerated encoder
+            features = pack_features(features, padding_position(self.model[0].model))
         device = self.model.device
         features = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in features.items()}
         with torch.inference_mode():
