@@ -62,7 +62,7 @@ def without_a_gpu() -> None:
     implementations, keys, private, launching, memory, driver, operators = modules
     attention: Any = attention_configs
     implementations.resolve_impl = lambda *_: "triton"
-    implementations.interpreter_fault = lambda dtype: None
+    implementations.INTERPRETER_FAULTS = {}
     keys.triton_interpreted = lambda: True
     private.torch._C._cuda_getCurrentRawStream = abs
     private._tma_map = tma_map
@@ -73,9 +73,8 @@ def without_a_gpu() -> None:
     operators.sm_count = memory.sm_count
     driver.enter_context = lambda index: None
     driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
-    launching.Launcher.__call__ = lambda self, grid, arguments: None
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    launching.Launcher.compiled = lambda self, arguments: (
+    launching.Launcher.__call__ = lambda self, grid, arguments: (
         compiled(arguments, self._constants),
         tuple(self._constants.values()),
     )

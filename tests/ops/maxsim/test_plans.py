@@ -72,9 +72,9 @@ def test_inference_is_one_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     launched: list[str] = []
     honest = shared_launch.Launcher.__call__
 
-    def counted(self: Any, *arguments: Any) -> None:
+    def counted(self: Any, *arguments: Any) -> Any:
         launched.append(self.name)
-        honest(self, *arguments)
+        return honest(self, *arguments)
 
     monkeypatch.setattr(shared_launch.Launcher, "__call__", counted)
     with nan_poisoned_empty():
@@ -174,11 +174,11 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
     tried: list[str] = []
     honest = shared_launch.Launcher.__call__
 
-    def launch(self: shared_launch.Launcher, grid: Any, arguments: tuple[Any, ...]) -> None:
+    def launch(self: shared_launch.Launcher, grid: Any, arguments: tuple[Any, ...]) -> Any:
         tried.append(self._kernel.__name__)
         if when(arguments):
             raise KernelUnavailableError(self._kernel.__name__, "PTXASError: no such instruction")
-        honest(self, grid, arguments)
+        return honest(self, grid, arguments)
 
     monkeypatch.setattr(shared_launch.Launcher, "__call__", launch)
     return tried

@@ -207,8 +207,12 @@ def test_what_a_release_changed_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, launched = Driver(monkeypatch), list[Any]()
-    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, arguments: launched.append(arguments))
-    monkeypatch.setattr(Launcher, "compiled", lambda self, arguments: (unbound({"ptx": PTX}), ()))
+
+    def call(self: Launcher, grid: Any, arguments: Any) -> Any:
+        launched.append(arguments)
+        return unbound({"ptx": PTX}), ()
+
+    monkeypatch.setattr(Launcher, "__call__", call)
     step, x, y = Step(_scale_kernel, (1, 1, 1), (9,), {}), torch.ones(4), torch.ones(4)
     for same, tensor, bound in (
         (True, x, False),

@@ -198,7 +198,7 @@ def test_a_gradient_that_is_given_is_written_and_not_returned(steps: list[Record
 def test_pieces_lie_apart_in_one_buffer() -> None:
     parts = (((3, 5), torch.bfloat16), ((), torch.int64), ((0,), torch.int32), ((77,), torch.float32))
     pieces = Pieces(CPU, *parts)
-    assert pieces._like.untyped_storage().nbytes() == 0
+    assert pieces.like.untyped_storage().nbytes() == 0
     made, again = pieces(), pieces()
     tensors = [piece.tensor() for piece in made]
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == list(parts)

@@ -47,6 +47,8 @@ def test_reductions_have_the_bits_of_those_that_go_number_by_number(
         scope = interpreter._patch_lang(nan_max.fn)
         try:
             given = interpreter.ReduceOps(axis, function, keep), blocks(shape, count)
+            assert [int(size) for size in given[1][0].shape] == list(shape)
+            assert int(given[1][0].numel) == np.prod(shape)
             expected, found = (
                 quick_interpreter.HONEST[quick_interpreter.reduce_in_rows](*given),
                 quick_interpreter.reduce_in_rows(*given),

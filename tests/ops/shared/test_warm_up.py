@@ -83,7 +83,7 @@ assert len(launches) == 2, launches
 with ThreadPoolExecutor(2) as pool:
     list(pool.map(lambda entry: entry[0][0].build(*entry[1]), launches.items()))
 for (launcher, kind), (grid, arguments) in launches.items():
-    assert launcher.compiled(arguments)[0].asm["cubin"]
+    assert launcher.build(grid, arguments)[0].asm["cubin"]
 """
 
 

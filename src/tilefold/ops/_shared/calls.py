@@ -89,6 +89,7 @@ class Pass:
     key: Key | None  # of the calls; None where nothing is remembered
     ready: Callable[[Any], Any] | None = None
     into: tuple[str, ...] = ()  # tensors whose gradients are added to buffers that are given
+    take: Any = None  # selects what backward reads, of a call's tensors, its results and None
     program: Program | None = None  # of the kernels, once they ran
 
 
@@ -105,7 +106,7 @@ class _Eager(torch.autograd.Function):
         results = run(operator.compute, tensors[0], call, tensors)
         request[:] = results[1:]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operator.taker(call.options)((*tensors, *results, None)))
+        ctx.save_for_backward(*call.take((*tensors, *results, None)))
         ctx.operator, ctx.call, ctx.into = operator, call, into
         return results[0]  # type: ignore[no-any-return]
 

@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.releases import interpreter_fault, release_name
+from tilefold.ops._shared._triton.releases import INTERPRETER_FAULTS, release_name
 from tilefold.ops._shared.checks import check_choice, dtype_name
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.internals import in_forward_mode, in_function_transform
@@ -117,7 +117,7 @@ def check_interpreted(impl: str, device: torch.device, *dtypes: torch.dtype) -> 
     if impl != "triton" or device.type == "cuda":
         return
     for dtype in dtypes:
-        if (fault := interpreter_fault(dtype)) is not None:
+        if (fault := INTERPRETER_FAULTS.get(dtype)) is not None:
             raise RuntimeError(
                 f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
                 f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or impl='tiled'."

@@ -166,7 +166,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         if not training:
             return tuple(run(self.compute, tensors[0], call, tensors))
         request = [self, call, tensors, tuple(into.values())]
-        first = APPLY(request, *[tensors[place] for place in self._leaves])
+        first = APPLY(request, *map(tensors.__getitem__, self._leaves))
         return first, *request
 
     def _first(
@@ -192,9 +192,10 @@ class Operator(Generic[TensorsT, OptionsT]):
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
             return None, _tuple(self._registered(*tensors, *options, training, impl))
-        return self._kept(self.calls, Pass(name, options, impl, training, False, key, ready, tuple(into))), tensors
+        call = Pass(name, options, impl, training, False, key, ready, tuple(into), self._taker(options))
+        return self._kept(self.calls, call), tensors
 
-    def taker(self, options: OptionsT) -> Callable[[Any], tuple[Any, ...]]:
+    def _taker(self, options: OptionsT) -> Callable[[Any], tuple[Any, ...]]:
         """Function that selects what backward reads, of a call's tensors, its results and ``None``."""
         reads = self._saved._fields if self._reads is None else self._reads(options)
         take = self._takers.get(reads)
@@ -360,7 +361,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         results = _tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*self.taker(ctx.options)((*tensors, *results, None)))
+        ctx.save_for_backward(*self._taker(ctx.options)((*tensors, *results, None)))
 
     def _differentiate(self, ctx: Any, dfirst: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)

@@ -7,15 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import (
-    SOFTMAX,
-    alpha_terms,
-    check_alphas,
-    kind_of,
-    probabilities,
-    slopes,
-    solve,
-)
+from tilefold.ops._shared.entmax_root import SOFTMAX, alpha_terms, check_alphas, kind_of, probabilities, slopes, solve
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 
 TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the cache

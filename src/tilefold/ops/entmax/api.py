@@ -43,12 +43,7 @@ def chosen_impl(x: Tensor, impl: str = "auto") -> str:
 
 
 def entmax(
-    x: Tensor,
-    alpha: float | Tensor = 1.5,
-    dim: int = -1,
-    *,
-    return_support_size: bool = False,
-    impl: str = "auto",
+    x: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, *, return_support_size: bool = False, impl: str = "auto"
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Alpha-entmax along a dimension: softmax whose small entries are exactly 0 (Peters et al., arXiv 1905.05702).
 

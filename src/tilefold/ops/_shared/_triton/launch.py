@@ -23,6 +23,7 @@ from tilefold.ops._shared.internals import Grid, LaunchAt, Tma, bind, specialize
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
+Compiled = tuple[Any, tuple[Any, ...]]  # a kernel, and the constants to append to its arguments
 _COUNT_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
 
 
@@ -30,42 +31,42 @@ class Launcher:
     """``launcher(grid, arguments)``: ``kernel[grid](*arguments, **constants)`` on the current device and stream.
 
     Constants are every ``constexpr`` parameter, which come last, warps and stages; arguments tensors, descriptors,
-    numbers and ``None``. Triton looks at ``TRITON_DEBUG`` and instrumentation when a kernel is first launched.
+    numbers and ``None``. It returns what was compiled, if anything. Triton looks at ``TRITON_DEBUG`` when a kernel is
+    first launched.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
         self._kernel, self._constants, self.name = kernel, constants, str(getattr(kernel, "__name__", kernel))
         self._specialized: list[bool] = []
         # by what Triton specialises on: the compiled kernel, and the constants in the kernel's order
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._unavailable: dict[tuple[Any, ...], str] = {}  # why it cannot be built: trying again takes seconds
 
-    def __call__(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
+    def __call__(self, grid: Grid, arguments: tuple[Any, ...]) -> Compiled | None:
         if _LISTED:
             compiles = isinstance(self._kernel, JITFunction)
             _LISTED[-1].setdefault((self, self._kind(arguments) if compiles else None), (grid, arguments))
-            return
+            return None
         if not isinstance(self._kernel, JITFunction):  # interpreted
             self._kernel[grid](*arguments, **self._constants)
-            return
+            return None
         kind = self._kind(arguments)
         enter_context(kind[0])
         known = self._compiled.get(kind)
         if known is not None:
             compiled, tail = known
             compiled[grid](*(addresses(arguments) if graph_owns_memory() else arguments), *tail)
-            return
+            return known
         if kind in self._unavailable:
             raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind])
-        self._build(kind, grid, arguments, not graph_owns_memory())
+        return self._build(kind, grid, arguments, not graph_owns_memory())
 
-    def build(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
+    def build(self, grid: Grid, arguments: tuple[Any, ...]) -> Compiled:
         """Compile for arguments like these, on any thread, and launch nothing; Triton keeps the result on the disk."""
         kind = self._kind(arguments)
-        if kind not in self._compiled:
-            self._build(kind, grid, arguments, None)
+        return self._compiled.get(kind) or self._build(kind, grid, arguments, None)
 
-    def _build(self, kind: tuple[Any, ...], grid: Grid, arguments: tuple[Any, ...], run: bool | None) -> None:
+    def _build(self, kind: tuple[Any, ...], grid: Grid, arguments: tuple[Any, ...], run: bool | None) -> Compiled:
         """Compile, and launch: with tensors (``run``), with their addresses (``False``), or not at all (``None``)."""
         try:
             if run:
@@ -83,11 +84,8 @@ class Launcher:
                 raise
             self._unavailable[kind] = what_failed(error)
             raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind]) from error
-        self._compiled[kind] = compiled, tail
-
-    def compiled(self, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-        """The kernel that a call like this one ran, and the constants to append to its arguments."""
-        return self._compiled.get(self._kind(arguments)) if isinstance(self._kernel, JITFunction) else None
+        found = self._compiled[kind] = compiled, tail
+        return found
 
     def _kind(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._specialized:
@@ -212,13 +210,11 @@ class Step:
             self.bound_at(tuple([None if x is None else x.data_ptr() for x in tensors]))
             return
         arguments = (*self._described(tensors), *self._numbers)
-        self._launcher(self._grid, arguments)
-        if same:
+        found = self._launcher(self._grid, arguments)
+        if same and found is not None:
             self._runs += 1
-            found = self._launcher.compiled(arguments) if self._runs == 2 else None
-            if found is not None:
-                tail = (*self._numbers, *found[1])
-                self.bound_at = bind(found[0], self._grid, arguments, tail, self._tma)
+            if self._runs == 2:
+                self.bound_at = bind(found[0], self._grid, arguments, (*self._numbers, *found[1]), self._tma)
 
     def _described(self, given: Sequence[Tensor | Piece | None]) -> Sequence[object]:
         """Tensors for Triton; a bound launch reads addresses, of which bool's are those of bytes."""

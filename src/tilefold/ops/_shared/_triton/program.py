@@ -127,10 +127,13 @@ class Program:
                 made[place].fill_(value)
             results += made
             addresses += map(Tensor.data_ptr, made)
-            held: Tensor | None = stretch.scratch.extend(addresses) if stretch.allocates else None
+            held = None
+            if stretch.allocates:
+                held = torch.empty_like(stretch.scratch.like)
+                addresses += map(held.data_ptr().__add__, stretch.scratch.firsts)
             for launch, take in launches:
                 launch(take(addresses))
-            held = None  # noqa: F841 (only now may its memory be given to the next)
+            held = None
         return results if self._made is None else self._made((*results, None))
 
     def _run(self, same: bool, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -79,11 +79,6 @@ def interpreted_rows_count_elements() -> bool:
     return release() <= (3, 5)
 
 
-def interpreter_fault(dtype: torch.dtype) -> str | None:
-    """Fault of this release's interpreter with ``dtype``, or ``None`` if none is known."""
-    return INTERPRETER_FAULTS.get(dtype)
-
-
 def gluon_tma_load() -> Any:
     """Gluon's copy of a tile by TMA: ``(descriptor, place, barrier, destination)``."""
     from triton.experimental.gluon.language.nvidia.hopper import tma

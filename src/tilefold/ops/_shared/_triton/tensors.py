@@ -77,7 +77,7 @@ class Piece:
 class Pieces:
     """Scratch of several shapes and dtypes that is allocated at once, as no result may be: it would keep the rest."""
 
-    __slots__ = ("_firsts", "_like", "_nothing", "_parts", "size")
+    __slots__ = ("_nothing", "_parts", "firsts", "like", "size")
 
     def __init__(self, device: torch.device, *parts: tuple[Any, ...]) -> None:
         self._parts: list[_Part] = []
@@ -85,23 +85,13 @@ class Pieces:
         for shape, dtype, *_ in parts:
             self._parts.append(_Part(total, math.prod(shape) * dtype.itemsize, shape, dtype))
             total += cdiv(self._parts[-1].size, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-        self._like, self.size = without_memory(device, (total,), torch.uint8), total
-        self._nothing = None if total else [Piece(self._like, 0, part) for part in self._parts]
-        self._firsts = [part.first for part in self._parts]
+        self.like, self.size = without_memory(device, (total,), torch.uint8), total
+        self._nothing = None if total else [Piece(self.like, 0, part) for part in self._parts]
+        self.firsts = [part.first for part in self._parts]  # of each piece, its first byte
 
     def __call__(self) -> list[Piece]:
         if self._nothing is not None:
             return self._nothing
-        buffer = torch.empty_like(self._like)
+        buffer = torch.empty_like(self.like)
         address = buffer.data_ptr()
         return [Piece(buffer, address + part[0], part) for part in self._parts]
-
-    def extend(self, addresses: list[int | None]) -> Tensor:
-        """Put the addresses of the pieces behind others, and return the buffer."""
-        if self._nothing is not None:
-            addresses += [0] * len(self._parts)
-            return self._like
-        buffer = torch.empty_like(self._like)
-        address = buffer.data_ptr()
-        addresses += [address + first for first in self._firsts]
-        return buffer
