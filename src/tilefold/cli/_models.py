@@ -13,7 +13,10 @@ from tilefold.cli._common import CommandError, UsageError, first_line, note
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 
+    from tilefold.retrieval.collection import Collection
+
 PACKAGED = "minilm"
+KINDS = {"sparse": "sparse", "tokens": "multi-vector"}  # of vectors, and of the models that make them
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
 _NAMES = {
     "sparse": "a SparseEncoder",
@@ -177,6 +180,34 @@ def load_model(
         if kind in fast:
             _accelerate(model)
     return model, kind
+
+
+def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
+    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
+    if model != PACKAGED or kind == "tokens":
+        kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
+        return load_model(absolute(model), kinds=kinds, fast=kinds)
+    if collection is None:
+        raise UsageError(
+            f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "
+            "tilefold train --steps 0"
+        )
+    from tilefold.retrieval.provenance import texts_digest
+
+    documents = collection.contents()
+    what = f"the documents of {collection.name}"
+    return load_untrained(texts_digest(documents), lambda: documents, what), "sparse"
+
+
+@cache
+def load_once(name: str, kinds: tuple[str, ...]) -> Any:
+    """The model of a worker."""
+    return load_model(name, kinds=kinds, fast=kinds)[0]
+
+
+def absolute(model: str) -> str:
+    """The name of a model as other machines know it."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:

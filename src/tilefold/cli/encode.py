@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.text_ranges import Texts
 
 STORAGES = ("fp16", "int8")
-KINDS = {"sparse": "sparse", "tokens": "multi-vector"}  # of vectors, and of the models that make them
 ENGINES = ("local", "ray")
 _SAMPLE = 512  # texts whose tokens a dry run counts, about
 _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
@@ -87,7 +86,7 @@ def encode(
     asked = locals()
     for name, value, allowed in (
         ("--storage", storage, STORAGES),
-        ("--kind", kind, KINDS),
+        ("--kind", kind, _models.KINDS),
         ("--engine", engine, ENGINES),
     ):
         _common.check_choice(name, value, allowed)
@@ -107,7 +106,7 @@ def encode(
         with first_rank_first() if model == _models.PACKAGED or data == "pydocs" else nullcontext():
             collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
             texts = None if collection is None else _texts(collection, data, queries, split)
-            encoder, made = _load(model, kind, None if engine == "ray" else collection)
+            encoder, made = _models.load_kind(model, kind, None if engine == "ray" else collection)
         encoding = _encoding(made, asked)
         if dry_run:
             found = _dry_run(encoder, encoding, _source(data, texts), shard_size, workers or 1, rate)
@@ -120,7 +119,7 @@ def encode(
             if engine == "ray":
                 from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
 
-                load = functools.partial(_load_once, _absolute(model), (made,))
+                load = functools.partial(_models.load_once, _models.absolute(model), (made,))
                 cluster = RayCluster(address=address, workers=workers, worker_cpus=worker_cpus)
                 manifest: Any = encode_on_ray(load, _source(data, texts), output, encoding, cluster=cluster, **options)
             else:
@@ -187,34 +186,6 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
 
 
-def _absolute(model: str) -> str:
-    """The name of a model as other machines know it."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
-
-
-@functools.cache
-def _load_once(name: str, kinds: tuple[str, ...]) -> Any:
-    """The model of a worker."""
-    return _models.load_model(name, kinds=kinds, fast=kinds)[0]
-
-
-def _load(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
-    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
-    if model != _models.PACKAGED or kind == "tokens":
-        kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-        return _models.load_model(_absolute(model), kinds=kinds, fast=kinds)
-    if collection is None:
-        raise UsageError(
-            f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "
-            "tilefold train --steps 0"
-        )
-    from tilefold.retrieval.provenance import texts_digest
-
-    documents = collection.contents()
-    what = f"the documents of {collection.name}"
-    return _models.load_untrained(texts_digest(documents), lambda: documents, what), "sparse"
-
-
 def _encoding(made: str, asked: Mapping[str, Any]) -> Encoding:
     """The record of what a model of the kind `made` makes of texts; refuses options of the other kind."""
     late, model = made == "multi-vector", asked["model"]
@@ -228,7 +199,7 @@ def _encoding(made: str, asked: Mapping[str, Any]) -> Encoding:
     if late:
         from tilefold.retrieval.token_encoding import TokenEncoding
 
-        source = model if model == _models.PACKAGED else _absolute(model)
+        source = model if model == _models.PACKAGED else _models.absolute(model)
         return TokenEncoding(storage=asked["storage"] or STORAGES[0], source=source, **shared)
     from tilefold.retrieval.encoding import SparseEncoding
 
