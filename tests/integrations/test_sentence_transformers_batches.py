@@ -24,7 +24,7 @@ from tests.integrations.test_sentence_transformers_packed import (
     without_dropout,
 )
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse
-from tilefold.integrations.sentence_transformers.multi_vector import colbert_kd_scores, colbert_scores
+from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs
 
 FIVE = PAIRS.select(range(5))  # a batch of 4, and one of 1
@@ -183,25 +183,6 @@ def test_columns_of_documents_go_through_the_encoder_together(cached: bool, tiny
         counts.append(len(runs))
     assert_same(results[1], results[0])
     assert counts[1] == counts[0] and (cached or counts == [2, 2])
-
-
-@needs_stock
-def test_distillation_with_many_documents_takes_two_forwards() -> None:
-    from sentence_transformers.multi_vector_encoder.losses import MultiVectorDistillKLDivLoss
-
-    results, counts = [], []
-    for fused in (False, True):
-        model = without_dropout(build_colbert())
-        if fused:
-            accelerate(model)
-        runs = forwards_of(model)
-        texts = [QUERIES, *([f"{text} {place}" for text in POSITIVES] for place in range(32))]
-        columns = [model.preprocess(column, task="document" if i else "query") for i, column in enumerate(texts)]
-        loss = MultiVectorDistillKLDivLoss(model, **({"similarity_fct": colbert_kd_scores} if fused else {}))
-        value = loss(columns, torch.arange(128.0).view(4, 32).sin())
-        results.append(value.item())
-        counts.append(len(runs))
-    assert results[1] == pytest.approx(results[0], rel=1e-4) and counts == [2, 2]
 
 
 def test_a_model_card_counts_tokens(tiny: SparseEncoder) -> None:

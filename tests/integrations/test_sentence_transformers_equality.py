@@ -18,7 +18,6 @@ from tests.integrations.splade_models import (
     assert_close,
     assert_same_training,
     build_tiny_splade,
-    decided_columns,
     needs_all_causal_logits,
     scores_and_gradients,
     without_dropout,
@@ -80,21 +79,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(tokenizer_folder: Path)
     fused.transformers_model.gradient_checkpointing_enable({"use_reentrant": False})
     accelerate(fused)
     assert_same_training(stock.train(), fused.train())
-
-
-def test_a_tied_embedding_receives_the_gradient_of_the_head_too(minilm_folder: Path) -> None:
-    stock = SparseEncoder(str(minilm_folder), device="cpu")
-    network = stock.transformers_model
-    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
-    fused = fused_copy(stock)
-    decided = decided_columns(without_dropout(stock))
-    _, expected = scores_and_gradients(stock, decided)
-    _, got = scores_and_gradients(without_dropout(fused), decided)
-    (name,) = [n for n, p in stock.named_parameters() if p is network.get_input_embeddings().weight]
-    used = stock.preprocess(TEXTS)["input_ids"].unique()
-    unused = torch.ones(len(expected[name]), dtype=torch.bool).index_fill(0, used, False)
-    assert expected[name][unused].abs().max() > 0  # only the head reaches the words that no text uses
-    assert_close(got[name], expected[name], 1e-5)
 
 
 def one_percent_more(hidden: Tensor) -> Tensor:
@@ -204,13 +188,3 @@ def test_dropout_draws_the_same_numbers_in_training(minilm_folder: Path) -> None
     torch.manual_seed(5)
     got, _ = scores_and_gradients(fused)
     assert_close(got, expected, 1e-5)
-
-
-def test_encode_with_max_active_dims_is_unchanged(tiny_folder: Path) -> None:
-    model = SparseEncoder(str(tiny_folder), device="cpu")
-    expected = model.encode(TEXTS, max_active_dims=16)
-    with accelerate(model):
-        got = model.encode(TEXTS, max_active_dims=16)
-    assert got.layout == expected.layout
-    assert torch.equal((got.to_dense() > 0).sum(1), torch.full((len(TEXTS),), 16))
-    assert_close(got.to_dense(), expected.to_dense(), 1e-5)

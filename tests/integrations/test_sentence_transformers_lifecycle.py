@@ -187,13 +187,6 @@ def test_accelerating_and_encoding_leave_modes_and_random_numbers_alone(model: S
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_in_half_precision_can_be_accelerated(model: SparseEncoder) -> None:
-    model.bfloat16()
-    expected = encode(model)
-    accelerate(model)
-    assert_close(encode(model), expected, 2**-6)
-
-
 def test_the_embedding_dimension_is_known_after_the_first_batch(tiny_folder: Path) -> None:
     model = SparseEncoder(str(tiny_folder), device="cpu")
     model[1].embedding_dimension = None

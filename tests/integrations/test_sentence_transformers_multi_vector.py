@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from tests.integrations.multi_vector_models import (
     problem,
     results,
 )
-from tests.integrations.splade_models import FP32_BUDGET, assert_close, five_steps
+from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tilefold.integrations.sentence_transformers import multi_vector
 
 scoring = pytest.importorskip("sentence_transformers.multi_vector_encoder.scoring")
@@ -204,58 +202,6 @@ def test_functions_with_options_of_their_own_are_named_in_a_loss_configuration_a
         assert_close(found[1][1][weight], found[0][1][weight], FP32_BUDGET, "gradient of the projection")
         configs = [getattr(losses, kind)(model, similarity_fct=f).get_config_dict()["similarity_fct"] for f in both]
         assert configs[0] == configs[1]
-
-
-@needs_stock
-@pytest.mark.filterwarnings("ignore:.*teacher.*")
-def test_a_training_run_with_four_losses_has_the_same_losses_step_by_step(model: Any, tmp_path: Path) -> None:
-    """Adam turns rounding into steps of the learning rate where a gradient is near 0: hence 1e-3, after 8 steps."""
-    from datasets import Dataset
-    from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-    from sentence_transformers.multi_vector_encoder import losses
-
-    rows = dict(zip(("anchor", "positive", "negative"), COLUMNS, strict=True))
-    data = {
-        "in batch": Dataset.from_dict(rows),
-        "cached": Dataset.from_dict(rows),
-        "margins": Dataset.from_dict({**rows, "label": MARGINS.tolist()}),
-        "teacher": Dataset.from_dict({**rows, "label": TEACHER.tolist()}),
-    }
-    curves = []
-    for fused in (False, True):
-        trained = copy.deepcopy(model)
-        functions = [getattr(multi_vector, name) if fused else None for name in NAMES[:3]]
-        kd, every, pairwise = functions  # colbert_kd_scores, colbert_scores, colbert_scores_pairwise
-        by_name = {
-            "in batch": losses.MultiVectorMultipleNegativesRankingLoss(trained, similarity_fct=every),
-            "cached": losses.CachedMultiVectorMultipleNegativesRankingLoss(
-                trained, similarity_fct=every, mini_batch_size=2
-            ),
-            "margins": losses.MultiVectorMarginMSELoss(trained, similarity_fct=pairwise),
-            "teacher": losses.MultiVectorDistillKLDivLoss(trained, similarity_fct=kd),
-        }
-        how = {"max_steps": 8, "per_device_train_batch_size": 2, "learning_rate": 1e-4}
-        arguments = five_steps(
-            tmp_path, MultiVectorEncoderTrainingArguments, **how, multi_dataset_batch_sampler="round_robin"
-        )
-        trainer = MultiVectorEncoderTrainer(model=trained, args=arguments, train_dataset=data, loss=by_name)
-        trainer.train()
-        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(curves[0]) == 8 and len(set(curves[0])) == 8
-    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
-
-
-@needs_stock
-def test_the_distillation_evaluator_takes_the_pairwise_function(model: Any) -> None:
-    from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorDistillationEvaluator
-
-    evaluators = [
-        MultiVectorDistillationEvaluator(QUERIES, POSITIVES, torch.rand(4).tolist(), similarity_fct=function)
-        for function in (scoring.colbert_scores_pairwise, multi_vector.colbert_scores_pairwise)
-    ]
-    evaluators[1].scores = evaluators[0].scores
-    expected, found = (evaluator(model) for evaluator in evaluators)
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:

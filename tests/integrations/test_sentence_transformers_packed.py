@@ -165,18 +165,6 @@ def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None
     assert_same(results[1], results[0])
 
 
-@needs_stock
-def test_multi_vectors_are_encoded_as_before() -> None:
-    model = build_colbert()
-    expected = [model.encode_query(QUERIES), model.encode_document(POSITIVES)]
-    accelerate(model)
-    for got, right in zip([model.encode_query(QUERIES), model.encode_document(POSITIVES)], expected, strict=True):
-        for one, other in zip(got, right, strict=True):
-            assert_close(torch.as_tensor(one), torch.as_tensor(other), 1e-5)
-    restore(model)
-    assert "forward" not in vars(model[2]) and "attention_mask" in model.preprocess(QUERIES)
-
-
 def train(model: SparseEncoder, folder: Path, ahead: bool, data: Dataset = PAIRS, **options: Any) -> list[float]:
     trainer = SparseEncoderTrainer(
         model=model,

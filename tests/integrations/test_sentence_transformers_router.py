@@ -52,15 +52,6 @@ def test_both_routes_score_as_stock(kind: str, heads: int, tokenizer_folder: Pat
     assert torch.equal(fused.encode_document(TEXTS).to_dense(), expected)
 
 
-def test_an_accelerated_router_saves_and_loads_as_stock(tokenizer_folder: Path, tmp_path: Path) -> None:
-    model = build("two models", tokenizer_folder)
-    expected = model.encode_query(TEXTS).to_dense()
-    accelerate(model)
-    model.save_pretrained(str(tmp_path), create_model_card=False)
-    assert "tilefold" not in (tmp_path / "router_config.json").read_text()
-    assert torch.equal(SparseEncoder(str(tmp_path), device="cpu").encode_query(TEXTS).to_dense(), expected)
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_a_padding_token_in_a_query_of_static_weights_counts_in_no_batch(own: bool, tokenizer_folder: Path) -> None:
     model = build("static queries", tokenizer_folder)

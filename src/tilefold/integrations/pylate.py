@@ -6,7 +6,6 @@ use them. Only :func:`accelerate` imports PyLate.
 PyLate multiplies similarities by the masks *before* the maximum. A masked document token (padding, a word of the
 skiplist) thus counts as a similarity of 0, and wins where all others are negative; a document without an unmasked
 token scores 0. These functions compute the same, for masks of any pattern, and all of them are differentiable.
-PyLate's own ``"flash"`` backend reads a mask as a length, and loses the gradient of the pairwise form.
 """
 
 from __future__ import annotations
@@ -85,9 +84,6 @@ def colbert_scores_pairwise(
 
     Returns:
         ``[B]`` fp32 (fp64 for fp64), differentiable. A document without a row, in a list, scores 0.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
     """
     queries, cu_queries = _rows("queries", queries_embeddings)
     documents, cu_documents = _rows("documents", documents_embeddings)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from sentence_transformers import SparseEncoder
-from torch import nn
+from torch import Tensor, nn
 
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._encoders import (
@@ -15,23 +15,21 @@ from tilefold.integrations.sentence_transformers._encoders import (
     SparseBatchEncoder,
     TokenBatchEncoder,
 )
-from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs
+from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs, is_multi_vector
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pooling import (
     FUSED_FORWARDS,
     FusedForward,
+    check_pair,
     count_no_padding,
     fused_pooling,
     pass_hidden_states,
 )
-from tilefold.integrations.sentence_transformers._selfcheck import check_pair
-from tilefold.integrations.sentence_transformers._similarity import (
-    FusedSimilarity,
-    fuse_similarity,
-    is_multi_vector,
-)
+from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
 from tilefold.ops.implementations import check_impl
 
+SIMILARITY_TOLERANCE = 2**-6  # of the largest score: error of the stock function from rounding similarities to bf16
+_METHODS = ("similarity", "similarity_pairwise")
 ASKED = "_replicate_for_data_parallel"  # which torch.nn.parallel.replicate calls on every module that it copies
 
 
@@ -123,7 +121,7 @@ def accelerate(
                 f"quantize must be None for a MultiVectorEncoder, which has no LM head, got {quantize!r}; see "
                 "tilefold.ops.quantize_tokens for documents in int8."
             )
-        fuse_similarity(model, impl, check)
+        _fuse_similarity(model, impl, check)
         _carry(model, encode_token_batch=TokenBatchEncoder(model), encode=FusedTokenEncode(model))
         return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
@@ -215,6 +213,58 @@ def _check_head_is_fused(transformer: Any, _: Any) -> None:
         raise RuntimeError(
             f"the LM head must be the one that accelerate(model) saw, got a {type(head).__name__} in its place "
             "(an adapter was added, merged or removed, or the head was replaced); call accelerate(model) again."
+        )
+
+
+class FusedSimilarity:
+    """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its ``similarity_fn_name``."""
+
+    def __init__(self, model: Model, name: str, impl: str) -> None:
+        self.model, self.name, self.impl = model, name, impl
+
+    def __call__(self, embeddings1: object, embeddings2: object, **options: Any) -> Tensor:
+        """Scores, with the keywords of the stock function."""
+        mean = self.model.similarity_fn_name == "meanmaxsim"
+        function = maxsim if self.name == "similarity" else maxsim_pairwise
+        return function(embeddings1, embeddings2, **{"length_normalize": mean, "impl": self.impl, **options})
+
+
+def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
+    """Put :class:`FusedSimilarity` on the instance, after a ``check`` against the model's own scores if asked for."""
+    stock = next(kind for kind in type(model).__mro__ if kind.__name__ == "MultiVectorEncoder")
+    for name in _METHODS:
+        if name in vars(model) or getattr(type(model), name) is not getattr(stock, name):
+            raise ValueError(
+                f"model must score with MultiVectorEncoder.{name}, got a {type(model).__name__} with another one; call "
+                "tilefold.ops.maxsim in it."
+            )
+    fused = [FusedSimilarity(model, name, impl) for name in _METHODS]
+    for function in fused if check else []:
+        _check_similarity(model, function)
+    for function in fused:
+        setattr(model, function.name, function)
+
+
+def _check_similarity(model: Model, function: FusedSimilarity) -> None:
+    """Compare both on a few vectors, on the model's device and in its dtype."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))
+    wave = torch.arange(10 * 16, dtype=torch.float32).sin().view(10, 16).to(parameter.device, parameter.dtype)
+    queries, documents = [wave[:3], wave[3:4]], [wave[4:8], wave[8:]]
+    try:
+        with torch.no_grad():
+            expected, got = getattr(model, function.name)(queries, documents), function(queries, documents)
+        difference = (got - expected.float()).abs().max().item() if got.shape == expected.shape else float("nan")
+        allowed = SIMILARITY_TOLERANCE * expected.abs().max().item()
+    except Exception as error:
+        raise RuntimeError(
+            f"model must be able to score four short sequences on {parameter.device} for the check of accelerate(), "
+            f"but it raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
+        ) from error
+    if not difference <= allowed:
+        raise ValueError(
+            f"fused scores must equal those of model.{function.name} within {allowed:.3g} on four short sequences, got "
+            f"a difference of {difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); a changed "
+            "model._similarity does this: leave such a model stock."
         )
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
-from tilefold.integrations.sentence_transformers._batch import (
+from tilefold.integrations.sentence_transformers._encoders import batches_of
+from tilefold.integrations.sentence_transformers.stream import (
+    SparseStream,
     as_csr,
     encode_batch,
     fused_vocab_size,
     prompt_of,
     sparse_options,
 )
-from tilefold.integrations.sentence_transformers._encoders import batches_of
-from tilefold.integrations.sentence_transformers.stream import SparseStream
 from tilefold.integrations.transformers.packed import in_eval_mode
 
 FEW = 32  # texts that are encoded in one batch, without threads
@@ -40,12 +40,9 @@ def encode_sparse(
 
     Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the order in which encoder and head
     evaluate sums. A model that is not accelerated is accelerated for the duration of the call. Routes without an LM
-    head (static query embeddings) are encoded densely and made sparse afterwards. The matrix has an attribute
-    ``vocabulary_fingerprint``,
-    by which :class:`tilefold.retrieval.SparseVectors` refuses to be compared with vectors of another vocabulary.
-
-    More than 32 texts are tokenised by a thread that works ahead, sorted by length, and encoded in batches of equal
-    numbers of tokens, without padding where the model allows.
+    head (static query embeddings) are encoded densely and made sparse afterwards. By the matrix's attribute
+    ``vocabulary_fingerprint``, :class:`tilefold.retrieval.SparseVectors` refuses vectors of another vocabulary. More
+    than 32 texts are tokenised ahead, and encoded in batches of equal numbers of tokens, without padding if possible.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder``.

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._batch import (
+from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
+from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
+from tilefold.integrations.sentence_transformers.stream import (
+    SparseStream,
+    TextStream,
+    TokenStream,
+    VectorStream,
     as_csr,
     encode_batch,
     fused_vocab_size,
     prompt_of,
     sparse_options,
 )
-from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
-from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
-from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream, TokenStream, VectorStream
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd
 from tilefold.pipeline.truncated import watched

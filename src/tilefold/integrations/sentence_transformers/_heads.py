@@ -50,6 +50,14 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
     return list(pairs.values())
 
 
+def is_multi_vector(model: object) -> bool:
+    """Whether ``model`` is a ``MultiVectorEncoder``, compared by name, because earlier versions do not have it."""
+    return any(
+        kind.__name__ == "MultiVectorEncoder" and kind.__module__.startswith("sentence_transformers.")
+        for kind in type(model).__mro__
+    )
+
+
 def pipelines_of(model: nn.Module) -> Iterator[list[Any]]:
     """Every sequence of modules that an input of the model may pass."""
     return _pipelines(model._modules.values())

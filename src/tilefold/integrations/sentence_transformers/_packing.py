@@ -11,9 +11,8 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._heads import pipelines_of
-from tilefold.integrations.sentence_transformers._selfcheck import TOLERANCE, as_evaluated, tiny_batch
-from tilefold.integrations.sentence_transformers._similarity import is_multi_vector
+from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
+from tilefold.integrations.sentence_transformers._pooling import TOLERANCE, as_evaluated, tiny_batch
 from tilefold.integrations.sentence_transformers.collating import PackedForward
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, packed_inputs, padded_inputs
 from tilefold.integrations.transformers import stop_packed, use_packed

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
-from tilefold.integrations.sentence_transformers._batch import on_device
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
+from tilefold.integrations.sentence_transformers.packed_inputs import on_device, packed_inputs
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built

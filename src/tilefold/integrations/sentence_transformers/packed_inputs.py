@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -180,6 +180,11 @@ class PackedInputs:
         longest = int(lengths.max(initial=0))
         padding = padding_position(self.transformer.model)
         return packed_features(ids, torch.from_numpy(lengths), padding, longest) | plan.others
+
+
+def on_device(features: Mapping[str, Any], device: torch.device | str) -> Features:
+    """Features whose tensors are there."""
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
 
 
 def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: int) -> Features:

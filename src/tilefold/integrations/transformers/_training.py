@@ -18,14 +18,10 @@ SHAPES = ("linear", "cosine")
 class AlphaSchedule(TrainerCallback):
     """Anneal alpha from softmax to its target while a trainer runs, as AdaSplash's encoders do (arXiv 2502.12082).
 
-    trainer = Trainer(model, ..., callbacks=[AlphaSchedule(1.5, until=0.5)])
-
-    A callback for ``transformers.Trainer`` and the trainers of sentence-transformers. Alpha follows the number of
-    optimiser steps done, so a resumed run continues with the alpha it had; checkpoints and
-    evaluations in between have that of their step. After ``until`` it stays at the target. With start 1 the first steps
-    are those of a softmax model: alpha = 1 is softmax attention.
-
-    The model must run entmax attention already: :func:`tilefold.integrations.transformers.use_entmax`.
+    A callback for ``transformers.Trainer`` and the trainers of sentence-transformers, ``callbacks=[AlphaSchedule()]``,
+    of models that run entmax attention (:func:`tilefold.integrations.transformers.use_entmax`). Alpha follows the
+    number of optimiser steps done, in checkpoints, evaluations and resumed runs too. After ``until`` it stays at the
+    target. Alpha = 1 is softmax attention.
 
     Args:
         alpha: the target, in [1, 2]; one number, or one per attention layer.
@@ -92,10 +88,9 @@ class AlphaSchedule(TrainerCallback):
 def one_gpu(arguments_class: Any) -> Any:
     """Training arguments with which a Trainer that no launcher started uses one GPU, however many are visible.
 
-    With several visible GPUs and no launcher (``torchrun``, ``accelerate launch``), transformers' Trainer wraps the
-    model in ``torch.nn.DataParallel``. That cuts every tensor of a batch along its first dimension, which packed
-    batches do not survive, and an accelerated model refuses it. With these arguments the Trainer uses ``cuda:0`` alone;
-    under a launcher, on one GPU and on the CPU they change nothing::
+    There transformers' Trainer would wrap the model in ``torch.nn.DataParallel``, which an accelerated model refuses.
+    With these arguments the Trainer uses ``cuda:0`` alone; under a launcher (``torchrun``, ``accelerate launch``), on
+    one GPU and on the CPU they change nothing::
 
         arguments = one_gpu(SparseEncoderTrainingArguments)(output_dir="model", per_device_train_batch_size=32)
 

@@ -92,8 +92,7 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
 def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[EntmaxAlpha]:
     """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it.
 
-    transformers makes a stock model, reports ``entmax_alpha.theta`` as unexpected weights, and the model refuses to run
-    until its alphas are loaded.
+    transformers reports ``entmax_alpha.theta`` as unexpected weights; the model refuses to run without its alphas.
 
     Args:
         model: a transformers model, of the saved class or another one of its architecture.
