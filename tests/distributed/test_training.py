@@ -76,6 +76,14 @@ def assert_same_gradients(model: Any, expected: dict[str, Tensor], dtype: torch.
         assert error <= 4 * budget(dtype, "gradient_bound") * scale, (name, error, scale)
 
 
+def accelerated(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], Any, Any]:
+    """Gradients of :func:`one_process`, an accelerated model, and a mesh of all ranks."""
+    _, expected, _ = one_process(folder, rank)
+    model = load(folder, rank)
+    accelerate(model)
+    return expected, model, init_device_mesh(rank.device.type, (rank.size,))
+
+
 def ddp_step(rank: Rank, folder: Path, fused: bool) -> None:
     expected_loss, expected, _ = one_process(folder, rank)
     model = load(folder, rank)
@@ -106,26 +114,16 @@ def local_flops_is_not_the_whole_batch(rank: Rank, folder: Path) -> float:
     return local.item() / rank.size / whole.item()
 
 
-def shard_layers(model: Any, mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model[0].model.bert.encoder.layer:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def fsdp_step(rank: Rank, folder: Path, layers: bool) -> None:
     """One step of SGD: gradients, and the parameters after it."""
     from torch.distributed.fsdp import fully_shard
 
-    _, expected, whole = one_process(folder, rank)
-    model = load(folder, rank)
-    accelerate(model)
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    _, _, whole = one_process(folder, rank)
+    expected, model, mesh = accelerated(rank, folder)
     if layers:
-        shard_layers(model, mesh)
-    else:
-        fully_shard(model, mesh=mesh)
+        for layer in model[0].model.bert.encoder.layer:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
     loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
     assert all(isinstance(p.grad, DTensor) for p in model.parameters() if p.grad is not None)
@@ -143,10 +141,7 @@ def fsdp_step(rank: Rank, folder: Path, layers: bool) -> None:
 def fsdp_mixed_precision_step(rank: Rank, folder: Path) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    _, expected, _ = one_process(folder, rank)
-    model = load(folder, rank)
-    accelerate(model)
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    expected, model, mesh = accelerated(rank, folder)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
     largest = max(expected, key=lambda name: 0 if expected[name] is None else float(expected[name].norm()))
@@ -156,39 +151,33 @@ def fsdp_mixed_precision_step(rank: Rank, folder: Path) -> None:
     assert difference < 0.1, float(difference)  # the whole trunk runs in bf16, in which other tokens may win
 
 
-def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> str:
-    """The decoder in a group of its own: its weight must outlive its forward. Returns the error's text, if any."""
+def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> None:
+    """The decoder in a group of its own: its weight must outlive its forward."""
     from torch.distributed.fsdp import fully_shard
 
-    _, expected, _ = one_process(folder, rank)
-    model = load(folder, rank)
-    accelerate(model)
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    expected, model, mesh = accelerated(rank, folder)
     fully_shard(model[0].model.get_output_embeddings(), mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
-    try:
-        loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
-    except RuntimeError as error:
-        return str(error)
+    if reshard:
+        message = r"must be whole when the pooling reads it.*reshard_after_forward=False"
+        with pytest.raises(RuntimeError, match=message):
+            loss_of(model, my_texts(rank), rank, GlobalFlopsLoss())
+        return
+    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
     assert_same_gradients(model, expected)
-    return ""
 
 
-def accelerating_a_sharded_model(rank: Rank, folder: Path) -> str:
+def accelerating_a_sharded_model(rank: Rank, folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     _, expected, _ = one_process(folder, rank)
     model = load(folder, rank)
     fully_shard(model, mesh=init_device_mesh(rank.device.type, (rank.size,)))
-    text = ""
-    try:
+    with pytest.raises(RuntimeError, match=r"before fully_shard.*check=False"):
         accelerate(model)
-    except RuntimeError as error:
-        text = str(error)
     accelerate(model, check=False)
     loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
     assert_same_gradients(model, expected)
-    return text
 
 
 def fsdp_around_an_lsr_head(rank: Rank) -> None:
@@ -328,14 +317,12 @@ def test_an_fsdp_step_in_mixed_precision_reduces_in_fp32(ranks: Ranks, tiny_fold
 def test_a_decoder_sharded_alone_is_refused_unless_it_stays_whole_after_its_forward(
     ranks: Ranks, untied_folder: Path
 ) -> None:
-    for text in ranks.run(fsdp_of_the_head_alone, untied_folder, True):
-        assert "must be whole when the pooling reads it" in text and "reshard_after_forward=False" in text
-    assert ranks.run(fsdp_of_the_head_alone, untied_folder, False) == [""] * ranks.size
+    for reshard in (True, False):
+        ranks.run(fsdp_of_the_head_alone, untied_folder, reshard)
 
 
 def test_accelerate_comes_before_fully_shard_or_skips_its_check(ranks: Ranks, tiny_folder: Path) -> None:
-    for text in ranks.run(accelerating_a_sharded_model, tiny_folder):
-        assert "before fully_shard" in text and "check=False" in text
+    ranks.run(accelerating_a_sharded_model, tiny_folder)
 
 
 def test_an_lsr_head_inside_an_fsdp_module_sees_its_whole_weight(ranks: Ranks) -> None:

@@ -274,40 +274,33 @@ def plain_shards_add_up(rank: Rank) -> None:
     assert_within_budget(results["dweight"], truth["dweight"][columns], kind="gradient_bound")
 
 
-def errors_name_argument_and_remedy(rank: Rank) -> list[str]:
-    """The texts of the errors, in the order of the attempts."""
+def errors_name_argument_and_remedy(rank: Rank) -> None:
     mesh = mesh_of(rank)
     other = init_device_mesh(rank.device.type, (1, rank.size))
     inputs = lsr_head_inputs(2, 3, 8, 6, device=rank.device)
     hidden, weight, bias = sharded_leaves(inputs, mesh)
     assert bias is not None
-    attempts: list[tuple[Any, Any, Any]] = [
-        (inputs.hidden, weight, bias),
-        (hidden, inputs.weight, None),
-        (hidden, distribute_tensor(inputs.weight, mesh, [Shard(1)]), None),
-        (hidden, weight, inputs.bias),
-        (hidden, weight, distribute_tensor(inputs.bias, mesh, [Replicate()])),
-        (distribute_tensor(inputs.hidden, mesh, [Shard(0)]), weight, bias),
-        (DTensor.from_local(inputs.hidden, other, [Replicate(), Replicate()], run_check=False), weight, bias),
-        (hidden.detach().bfloat16(), weight, bias),
+    rows, biases = (
+        distribute_tensor(inputs.hidden, mesh, [Shard(0)]),
+        distribute_tensor(inputs.bias, mesh, [Replicate()]),
+    )
+    replicated = DTensor.from_local(inputs.hidden, other, [Replicate(), Replicate()], run_check=False)
+    attempts: list[tuple[Any, Any, Any, str, str]] = [
+        (inputs.hidden, weight, bias, "hidden must be a DTensor where weight is one", "FSDP"),
+        (hidden, inputs.weight, None, "weight must be a DTensor where hidden", "distribute_tensor"),
+        (hidden, distribute_tensor(inputs.weight, mesh, [Shard(1)]), None, "weight must be Shard(0)", "redistribute"),
+        (hidden, weight, inputs.bias, "bias must be a DTensor where weight is one", "distribute_tensor"),
+        (hidden, weight, biases, "bias must lie like weight", "redistribute"),
+        (rows, weight, bias, "hidden must be Replicate()", "redistribute"),
+        (replicated, weight, bias, "hidden must lie on the mesh of weight", "redistribute"),
+        (hidden.detach().bfloat16(), weight, bias, "weight must have the dtype of hidden (bfloat16)", "autocast"),
     ]
-    texts: list[str] = []
-    for attempt in attempts:
-        try:
+    for *attempt, problem, remedy in attempts:
+        with pytest.raises((ValueError, TypeError)) as caught:
             lsr_head(*attempt)
-        except (ValueError, TypeError) as error:
-            texts.append(str(error))
-        else:
-            texts.append("")
-    return texts
-
-
-def a_style_refuses_other_modules(rank: Rank) -> str:
-    try:
-        parallelize_module(nn.Linear(4, 4), mesh_of(rank), VocabularyParallel())
-    except TypeError as error:
-        return str(error)
-    return ""
+        assert problem in str(caught.value) and remedy in str(caught.value)
+    with pytest.raises(TypeError, match=r"must be applied to a tilefold\.nn\.LSRHead"):
+        parallelize_module(nn.Linear(4, 4), mesh, {"": VocabularyParallel()})
 
 
 def fsdp_around_tensor_parallelism(rank: Rank, dp: int) -> None:
@@ -357,6 +350,8 @@ def fsdp_around_tensor_parallelism(rank: Rank, dp: int) -> None:
         (a_parallelized_module_trains_like_the_whole_one, ["sharded"]),
         (a_parallelized_module_trains_like_the_whole_one, ["gathered"]),
         (plain_shards_add_up, []),
+        (errors_name_argument_and_remedy, []),
+        (fsdp_around_tensor_parallelism, [1]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -393,26 +388,5 @@ def test_the_benchmark_measures_what_it_has_checked(ranks: Ranks) -> None:
         assert "whole, forward + backward" in names and "shared, forward + backward" in names
 
 
-def test_errors_name_the_argument_and_the_remedy(ranks: Ranks) -> None:
-    expected = [
-        ("hidden must be a DTensor where weight is one", "FSDP"),
-        ("weight must be a DTensor where hidden", "distribute_tensor"),
-        ("weight must be Shard(0)", "redistribute"),
-        ("bias must be a DTensor where weight is one", "distribute_tensor"),
-        ("bias must lie like weight", "redistribute"),
-        ("hidden must be Replicate()", "redistribute"),
-        ("hidden must lie on the mesh of weight", "redistribute"),
-        ("weight must have the dtype of hidden (bfloat16)", "autocast"),
-    ]
-    for texts in ranks.run(errors_name_argument_and_remedy):
-        for text, (problem, remedy) in zip(texts, expected, strict=True):
-            assert problem in text and remedy in text, text
-
-
-def test_the_style_is_for_heads_only(ranks: Ranks) -> None:
-    assert all("must be applied to a tilefold.nn.LSRHead" in text for text in ranks.run(a_style_refuses_other_modules))
-
-
 def test_fsdp_over_rows_goes_with_a_vocabulary_over_columns(ranks: Ranks) -> None:
-    ranks.run(fsdp_around_tensor_parallelism, 1)
     ranks.run(fsdp_around_tensor_parallelism, ranks.size)

@@ -67,14 +67,22 @@ def watched() -> Truncation | None:
 @contextmanager
 def watching(into: Truncation | None = None) -> Iterator[Truncation]:
     """Within it, what tokenizers of transformers cut in this thread is counted."""
+    from transformers import PreTrainedTokenizerBase as Tokenizer  # there is no tokenizer without it
+
     found = Truncation() if into is None else into
-    _look()
+    with _lock:  # what tokenizers give is looked at as long as somebody watches, in whatever thread
+        _stock.append(_stock[0] if _stock else Tokenizer.__call__)
+        if len(_stock) == 1:
+            setattr(Tokenizer, "__call__", _counting(_stock[0]))  # noqa: B010 - of a class
     token = _watch.set(found)
     try:
         yield found
     finally:
         _watch.reset(token)
-        _look_away()
+        with _lock:
+            stock = _stock.pop()
+            if not _stock:
+                setattr(Tokenizer, "__call__", stock)  # noqa: B010 - of a class
 
 
 @contextmanager
@@ -85,25 +93,6 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         _watch.reset(token)
-
-
-def _look() -> None:
-    """Look at what tokenizers give as long as somebody watches, in whatever thread."""
-    from transformers import PreTrainedTokenizerBase  # there is no tokenizer without it
-
-    with _lock:
-        _stock.append(_stock[0] if _stock else PreTrainedTokenizerBase.__call__)
-        if len(_stock) == 1:
-            setattr(PreTrainedTokenizerBase, "__call__", _counting(_stock[0]))  # noqa: B010 - of a class
-
-
-def _look_away() -> None:
-    from transformers import PreTrainedTokenizerBase  # there is no tokenizer without it
-
-    with _lock:
-        stock = _stock.pop()
-        if not _stock:
-            setattr(PreTrainedTokenizerBase, "__call__", stock)  # noqa: B010 - of a class
 
 
 def _counting(stock: Callable[..., Any]) -> Callable[..., Any]:

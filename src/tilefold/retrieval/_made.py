@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +105,6 @@ class Job(ABC, Generic[V]):
         how = self.how
         stream = getattr(getattr(self.model, self.fused, None), "stream", None)
         self.ahead = stream is not None  # of the device; else a shard is written before the next one begins
-        self.plain = PlainStream(self.run, how.batch_size or PLAIN_TEXTS)
         self.stream: Stream = self.plain
         if stream is not None:
             options = {name: getattr(how, name) for name in ("batch_size", "batch_tokens", *self.options)}
@@ -115,7 +114,26 @@ class Job(ABC, Generic[V]):
 
     @abstractmethod
     def run(self, texts: list[str]) -> Any:
-        """Rows of some texts, by a model that is not accelerated."""
+        """Rows of some texts of similar length, longest first, by a model that is not accelerated."""
+
+    def plain(self, windows: Iterator[Window | None]) -> Generator[Any, None, None]:
+        """Batches of all texts without threads, as :class:`tilefold.pipeline.rows.Item` says."""
+        yield Begun()
+        size, seen = self.how.batch_size or PLAIN_TEXTS, Truncation()
+
+        def attempt(part: list[int]) -> Any:
+            nonlocal seen
+            with watching() as seen:
+                return self.run([texts[place] for place in part])
+
+        for number, window in enumerate(filter(None, windows)):
+            texts = window.prepared()
+            order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
+            for start in range(0, len(order), size):
+                places = [place for place in order[start : start + size] if place not in window.skip]
+                for part, rows in halved(places, attempt) if places else ():
+                    yield Batch(number, part, rows, seen.count, seen.max_length)
+            yield WindowEnd(number)
 
     @abstractmethod
     def vectors(self, names: list[str], rows: Any) -> V:
@@ -162,36 +180,6 @@ class Job(ABC, Generic[V]):
             name, why = next(iter(failed.items()))
             raise DataError(f"{what}: {len(failed)} of {len(self.texts)} failed, {name!r} first ({why}).")
         return vectors
-
-
-class PlainStream:
-    """Windows of texts to batches by a function of texts of similar length, longest first; without threads."""
-
-    def __init__(self, run: Callable[[list[str]], Any], batch_size: int) -> None:
-        self.run, self.batch_size = run, batch_size
-
-    def __call__(self, windows: Iterator[Window | None]) -> Generator[Any, None, None]:
-        """Batches of all texts, window by window, as :class:`tilefold.pipeline.rows.Item` says."""
-        yield Begun()
-        for number, window in enumerate(filter(None, windows)):
-            texts = window.prepared()
-            order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
-            for start in range(0, len(order), self.batch_size):
-                places = [place for place in order[start : start + self.batch_size] if place not in window.skip]
-                if places:
-                    yield from self._encoded(number, texts, places)
-            yield WindowEnd(number)
-
-    def _encoded(self, window: int, texts: Sequence[str], places: list[int]) -> Iterator[Batch]:
-        seen = Truncation()
-
-        def attempt(part: list[int]) -> Any:
-            nonlocal seen
-            with watching() as seen:
-                return self.run([texts[place] for place in part])
-
-        for part, rows in halved(places, attempt):
-            yield Batch(window, part, rows, seen.count, seen.max_length)
 
 
 @dataclass

@@ -86,11 +86,6 @@ class Receipt:
     shard: dict[str, Any]  # what the manifest is to say of it
     failed: dict[str, str]  # id -> reason
 
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether :func:`check_some` would refuse it wherever the shard is."""
-        return not self.shard["rows"] and len(self.failed) >= TOO_MANY
-
     @staticmethod
     def file_of(folder: Path, number: int) -> Path:
         return folder / RECEIPTS.replace("*", f"{number:05d}")
@@ -213,12 +208,12 @@ class ShardWriter(Generic[M, V]):
         return hashlib.sha256(json.dumps(self.identified(self.manifest), sort_keys=True).encode()).hexdigest()
 
     def receive(self, numbers: Iterable[int]) -> set[int]:
-        """Take shards whose receipts are there, from processes that only share the folder.
+        """Take shards whose receipts are there, from processes that only share the folder; those that were found.
 
-        They are listed as far as none before them is missing; those that were found are returned.
+        They are listed as far as none before them is missing. What :func:`check_some` refuses anywhere is not taken.
         """
         found = ((number, Receipt.read(self.path, number, self.key)) for number in numbers)
-        taken = {number: receipt for number, receipt in found if receipt is not None and not receipt.is_hopeless}
+        taken = {n: each for n, each in found if each and (each.shard["rows"] or len(each.failed) < TOO_MANY)}
         self._received |= taken
         for number in sorted(taken):
             if number < len(self.manifest.shards):  # written again

@@ -83,18 +83,16 @@ class FolderShards(Generic[V]):
     def run(self) -> Any:
         """Encode and write; the complete manifest."""
         late = self.job.opens_late()
-        if not late:
-            self._open()
+        self.writer = None if late else self.job.open_writer(True)
         self.left.extend(self._missing())
         self.finished = self.reported = self.total - sum(len(shard.ids) for shard in self.left)
         if not late:
-            self.job.output.report(self.finished, self.total)
+            self._begin()
+        shards, begin = list(self.left), self._begin if late else None
         try:
             with (
                 Behind(WAITING_SHARDS, "tilefold-writer") as behind,
-                closing(
-                    encode_shards(self.job, list(self.left), self._write, behind, self._open_late if late else None)
-                ) as steps,
+                closing(encode_shards(self.job, shards, self._write, behind, begin)) as steps,
             ):
                 for shard in steps:
                     if not shard.is_whole and time.monotonic() - shard.saved >= self.save_seconds:
@@ -107,12 +105,9 @@ class FolderShards(Generic[V]):
         self._report()
         return self.writer.finish(self.total)
 
-    def _open(self) -> None:
-        self.writer = self.job.open_writer(True)
-
-    def _open_late(self) -> None:
-        self._open()
-        self.job.output.report(0, self.total)
+    def _begin(self) -> None:
+        self.writer = self.writer or self.job.open_writer(True)
+        self.job.output.report(self.finished, self.total)
 
     def _missing(self) -> Iterator[Shard[V]]:
         for number, ids in enumerate(self.job.chunks()):

@@ -66,7 +66,6 @@ class Survey:
 
     ranges: list[Range] = field(default_factory=list)
     count: int = 0
-    characters: int = 0
     sha256: str = ""
     sample: list[str] = field(default_factory=list)
 
@@ -129,12 +128,10 @@ def _survey(rows: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
         for _, name, text in part:
             digest.add(name, text)
             own.add(name, text)
-            if isinstance(text, str):
-                found.characters += len(text)
-                if wanted and found.count % every == 0:
-                    found.sample.append(text)
-                    if len(found.sample) >= 2 * wanted:
-                        found.sample, every = found.sample[::2], 2 * every
+            if isinstance(text, str) and wanted and found.count % every == 0:
+                found.sample.append(text)
+                if len(found.sample) >= 2 * wanted:
+                    found.sample, every = found.sample[::2], 2 * every
             found.count += 1
         held = {name: text for place, name, text in part if place is None}
         places = (place for place, _, _ in part if place is not None)
