@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from tilefold._files import atomic_directory
 from tilefold.retrieval._files import is_unicode, json_line
 from tilefold.retrieval._ids import check_text_ids
-from tilefold.retrieval._judgements import Known, read_splits
 from tilefold.retrieval._tables import (
     ROWS,
     TOPICS,
@@ -19,6 +18,7 @@ from tilefold.retrieval._tables import (
     is_saved_dataset,
     query_of_line,
     query_rows,
+    read_splits,
     table_rows,
 )
 from tilefold.retrieval.errors import DataError
@@ -168,7 +168,8 @@ def load_beir(
         collection.queries = _texts(query_rows(queries), queries)
     elif (folder / "qrels").exists():
         raise FileNotFoundError(f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}")
-    collection.qrels = read_splits(folder / "qrels", Known(collection.queries, collection.documents, unknown), splits)
+    known = collection.queries, collection.documents
+    collection.qrels = read_splits(folder / "qrels", known, unknown == "drop", splits)
     return collection
 
 

@@ -69,8 +69,8 @@ def rerank(
     if queries.values.dtype == torch.int8:
         raise ValueError("queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.")
     if queries.dimension != (got := documents.dimension):
-        wanted = f"token vectors of the queries' dimension {queries.dimension}"
-        raise ValueError(f"documents: expected {wanted}, got {got}. Encode both with the same model.")
+        dimension = f"token vectors of the queries' dimension {queries.dimension}"
+        raise ValueError(f"documents: expected {dimension}, got {got}. Encode both with the same model.")
     for query, first in run.items():
         check_scores("run", query, first, finite=False)
     ordered = {query: sorted(scores, key=lambda name: -scores[name]) for query, scores in run.items()}

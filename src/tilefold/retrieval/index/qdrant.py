@@ -26,7 +26,7 @@ from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.collection import QdrantCollection, Where
 from tilefold.retrieval.qdrant.documents import Documents
 from tilefold.retrieval.qdrant.edge import OWN_NAMES, RECORD, SHARD, EdgeEngine, allocated, need_space
-from tilefold.retrieval.qdrant.layout import Layout
+from tilefold.retrieval.qdrant.engine import Layout
 from tilefold.retrieval.qdrant.server import ServerEngine
 
 __all__ = ["QdrantIndex"]

@@ -6,8 +6,8 @@ from tilefold._lazy import lazy_exports
 
 _HOME = {
     "Documents": "documents",
-    "Filter": "layout",
-    "Layout": "layout",
+    "Filter": "engine",
+    "Layout": "engine",
     "QdrantCollection": "collection",
     "Queries": "documents",
     "UnreachableError": "server",

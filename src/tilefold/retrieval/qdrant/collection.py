@@ -16,8 +16,18 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
-from tilefold.retrieval.qdrant.engine import Engine, Point, Stage, last_stage
-from tilefold.retrieval.qdrant.layout import ID, SPARSE, TOKENS, Filter, Layout, Record
+from tilefold.retrieval.qdrant.engine import (
+    ID,
+    SPARSE,
+    TOKENS,
+    Engine,
+    Filter,
+    Layout,
+    Point,
+    Record,
+    Stage,
+    last_stage,
+)
 
 BATCH_BYTES = 8_000_000  # of a request; a server takes 32 MB
 BATCH = 2000

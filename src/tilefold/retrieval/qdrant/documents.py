@@ -15,8 +15,7 @@ import numpy.typing as npt
 from tilefold.retrieval._files import is_unicode
 from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.qdrant.engine import Point
-from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Layout, check_models
+from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Layout, Point, check_models
 from tilefold.retrieval.tokens import TokenVectors
 
 Dense = npt.NDArray[np.float32]

@@ -29,8 +29,7 @@ from tilefold._files import LOCK, DiskFullError, InUseError, hold_folder, naming
 from tilefold.retrieval._files import read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY
-from tilefold.retrieval.qdrant.engine import Engine, Stage
-from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Record
+from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Engine, Record, Stage
 
 RECORD = "collection.json"
 SHARD = "shard"

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from tilefold.retrieval._files import require
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.qdrant.engine import Engine, Stage
-from tilefold.retrieval.qdrant.layout import DENSE, ID, SPARSE, TOKENS, Record
+from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Engine, Record, Stage
 
 KEY_VARIABLE = "QDRANT_API_KEY"
 _META = "tilefold"  # in the metadata of the collection, as one text: servers merge objects
