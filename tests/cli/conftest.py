@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.cli.program import Call, Outcome, run_cli, run_steps
 from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.recipes.small import small_collection, small_masked_lm
@@ -54,3 +55,21 @@ def shared(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
 @pytest.fixture(scope="session")
 def masked_lm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(small_masked_lm(tmp_path_factory.mktemp("masked-lm")))
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+    """A folder with a collection, a model trained from it, its vectors and an index, all made by the program."""
+    folder = tmp_path_factory.mktemp("work")
+    small_collection().save_beir(folder / "data")
+    steps = (
+        ["train", "--data", "data", "--model", masked_lm, "--output", "model", "--steps", "2", "--batch-size", "4"],
+        ["encode", "--model", "model", "--data", "data", "--output", "vectors", "--top-k", "64"],
+        ["index", "--vectors", "vectors", "--output", "index"],
+    )
+    for step in steps:
+        done = programs.run("-m", "tilefold.cli", *step, "--json", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        (folder / f"{step[0]}.json").write_text(done.stdout)
+        (folder / f"{step[0]}.err").write_text(done.stderr)
+    return folder

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from tests import programs
+from tests.cli.program import Call
 from tests.recipes.small import small_collection
 from tilefold import cli
 from tilefold._version import __version__
@@ -24,45 +23,20 @@ from tilefold.retrieval.errors import DataError
 VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "bench", "warmup", "info")
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
-    """A folder with a collection, a model trained from it, its vectors and an index, all made by the program."""
-    folder = tmp_path_factory.mktemp("work")
-    small_collection().save_beir(folder / "data")
-    steps = (
-        ["train", "--data", "data", "--model", masked_lm, "--output", "model", "--steps", "2", "--batch-size", "4"],
-        ["encode", "--model", "model", "--data", "data", "--output", "vectors", "--top-k", "64"],
-        ["index", "--vectors", "vectors", "--output", "index"],
-    )
-    for step in steps:
-        done = programs.run("-m", "tilefold.cli", *step, "--json", cwd=folder)
-        assert done.returncode == 0, done.stderr
-        (folder / f"{step[0]}.json").write_text(done.stdout)
-        (folder / f"{step[0]}.err").write_text(done.stderr)
-    return folder
-
-
-def test_help_names_every_verb_and_loads_no_torch() -> None:
-    code = "import sys; from tilefold import cli\ntry: cli.main(['--help'])\nfinally: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(re.search(rf"\b{verb}\b", done.stdout) for verb in VERBS)
-    assert done.stdout.strip().endswith("False")
-
-
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb: str, call: Any) -> None:
+def test_every_verb_has_help(verb: str, call: Call) -> None:
     outcome = call(verb, "--help")
     assert outcome.code == 0, outcome.err
     assert f"tilefold {verb}" in outcome.out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
-def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Any, tmp_path: Path) -> None:
+def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Call, tmp_path: Path) -> None:
     outcome = call("warmup", "--model", tmp_path)
     assert outcome.code == 1 and "torch sees none here; on a CPU nothing is built" in outcome.err
 
 
-def test_the_version_is_printed(call: Any) -> None:
+def test_the_version_is_printed(call: Call) -> None:
     outcome = call("--version")
     assert (outcome.code, outcome.out) == (0, f"tilefold {__version__}\n")
 
@@ -82,7 +56,7 @@ def test_the_steps_write_json_alone_to_stdout_and_no_progress_to_a_pipe(work: Pa
     assert all("too many for an index" in line for line in said)
 
 
-def test_search_explains_a_score_by_the_terms_that_matched(call: Any, work: Path) -> None:
+def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Path) -> None:
     places = ("--model", work / "model", "--index", work / "index")
     explained = ("--data", work / "data", "--vectors", work / "vectors")
     outcome = call("search", "how do I work with csv files", *places, *explained, "--k", "3", "--json")
@@ -103,9 +77,7 @@ def test_search_explains_a_score_by_the_terms_that_matched(call: Any, work: Path
     assert hits[0]["id"] in table.out and hits[0]["id"] in call("search", "csv files", *places).out
 
 
-def test_search_and_evaluate_give_a_query_the_same_scores_in_bf16(
-    call: Any, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_agrees_with_evaluate(call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = ("--model", work / "model", "--index", work / "index")
     run, query = tmp_path / "run.trec", small_collection().queries["q13"]
     alone = small_collection()  # a query in a larger batch may round otherwise
@@ -121,7 +93,7 @@ def test_search_and_evaluate_give_a_query_the_same_scores_in_bf16(
     assert scores[True] != scores[False]
 
 
-def test_search_reads_the_vectors_of_its_hits_only(call: Any, work: Path, tmp_path: Path) -> None:
+def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_path: Path) -> None:
     stored = read_vectors(work / "vectors")
     write_vectors(stored, tmp_path / "vectors", shard_size=4)
     places = ("--model", work / "model", "--index", work / "index", "--vectors", tmp_path / "vectors")
@@ -147,7 +119,7 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Any, work: Path, tmp_pa
     assert (refused.code, "its checksum is not the one" in refused.err) == (1, True)
 
 
-def test_search_reads_the_documents_of_its_hits_only(call: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilefold.retrieval import stored_documents
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
@@ -162,7 +134,7 @@ def test_search_reads_the_documents_of_its_hits_only(call: Any, work: Path, monk
     assert (again.code, again.out) == (0, first.out)
 
 
-def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Any, work: Path, tmp_path: Path) -> None:
+def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Call, work: Path, tmp_path: Path) -> None:
     vectors = tmp_path / "queries"
     asked = ("--queries", "--split", "test", "--jsonl", tmp_path / "q.jsonl", "--json")
     outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", vectors, *asked)
@@ -172,7 +144,7 @@ def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(call: Any, work:
     assert lines[0]["contents"] == small_collection().queries["q12"]
 
 
-def test_training_again_returns_the_finished_model(call: Any, work: Path, masked_lm: str, monkeypatch: Any) -> None:
+def test_training_again_returns_the_finished_model(call: Call, work: Path, masked_lm: str, monkeypatch: Any) -> None:
     monkeypatch.chdir(work)
     same = ("--data", "data", "--model", masked_lm, "--output", "model", "--batch-size", "4")
     again = call("train", *same, "--steps", "2")
@@ -182,7 +154,7 @@ def test_training_again_returns_the_finished_model(call: Any, work: Path, masked
     assert "differs in --steps" in other.err
 
 
-def test_damaged_weights_are_named_and_nothing_is_written(call: Any, work: Path, tmp_path: Path) -> None:
+def test_damaged_weights_are_named_and_nothing_is_written(call: Call, work: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(work / "model", broken)
     (broken / "model.safetensors").write_bytes(b"not weights")
@@ -197,14 +169,14 @@ def test_debug_shows_the_traceback_of_an_error(tmp_path: Path, monkeypatch: Any)
         cli.main(["search", "x", "--debug"])
 
 
-def test_a_missing_optional_package_is_named_with_its_extra(call: Any, work: Path, monkeypatch: Any) -> None:
+def test_a_missing_optional_package_is_named_with_its_extra(call: Call, work: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", work / "never")
     assert outcome.code == 1
     assert 'pip install "tilefold[sentence-transformers]"' in outcome.err
 
 
-def test_a_damaged_demo_record_says_to_run_the_demo_again(call: Any, tmp_path: Path) -> None:
+def test_a_damaged_demo_record_says_to_run_the_demo_again(call: Call, tmp_path: Path) -> None:
     (tmp_path / "demo.json").write_text("{")
     outcome = call("search", "x", "--demo", tmp_path)
     assert outcome.code == 1

@@ -54,9 +54,7 @@ def test_an_index_answers_only_to_the_model_that_made_it(call: Call, work: Path,
     assert "is not the model that made the index" in asked.err
 
 
-def test_an_index_carries_the_model_and_the_texts_and_is_read_without_them(
-    call: Call, work: Path, masked_lm: str, tmp_path: Path
-) -> None:
+def test_an_index_carries_model_and_texts_or_neither(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     vectors = json.loads((work / "vectors" / "manifest.json").read_text())["settings"]
     described = json.loads((work / "index" / "index.json").read_text())
     for name in ("model_fingerprint", "texts_sha256"):
@@ -74,9 +72,7 @@ def test_an_index_carries_the_model_and_the_texts_and_is_read_without_them(
 
 
 @pytest.mark.parametrize("data", ["changed", "elsewhere"])
-def test_an_index_and_a_run_answer_only_for_the_documents_that_they_were_made_from(
-    call: Call, work: Path, masked_lm: str, data: str
-) -> None:
+def test_an_index_and_a_run_answer_only_for_their_documents(call: Call, work: Path, masked_lm: str, data: str) -> None:
     places = ("--index", work / "index", "--model", masked_lm, "--data", work / data)
     runs = ("--run", work / "run.trec")
     for args in (
@@ -137,9 +133,7 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(call: Call
         (["--save-run", "{work}"], "--save-run: expected a file, got the folder"),
     ],
 )
-def test_measures_and_places_that_do_not_exist_are_found_before_any_work(
-    call: Call, work: Path, options: list[str], message: str
-) -> None:
+def test_wrong_measures_and_places_are_found_first(call: Call, work: Path, options: list[str], message: str) -> None:
     filled = [option.replace("{work}", str(work)) for option in options]
     runs = ("--run", work / "run.trec", "--data", work / "no such data")
     for verb in (("evaluate", *runs), ("fuse", *runs, *runs[:2])):
@@ -164,9 +158,7 @@ def plain_bert(masked_lm: str, folder: Path, *, config: bool = False) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_freshly_initialised_weights_and_foreign_tokenizers_are_refused(
-    call: Call, work: Path, masked_lm: str, tmp_path: Path
-) -> None:
+def test_fresh_weights_and_other_tokenizers_are_refused(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     headless, lying = plain_bert(masked_lm, tmp_path / "plain"), plain_bert(masked_lm, tmp_path / "l", config=True)
     speechless = tmp_path / "notok"
     shutil.copytree(masked_lm, speechless, ignore=shutil.ignore_patterns("tok*", "vocab*", "special*"))
@@ -209,9 +201,7 @@ def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Call, work: Pat
 
 
 @pytest.mark.parametrize("name", ["data/model", "a/b/c", "./nothing", "~nobody/model", "run.trec"])
-def test_a_mistyped_path_is_a_mistake_without_a_look_at_the_network(
-    call: Call, work: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_mistyped_path_asks_no_network(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(work)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: pytest.fail("the hub was asked"))
     for verb in (("encode", "--model", name), ("train", "--model", name)):
@@ -293,7 +283,7 @@ def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: C
         assert json.loads(found.out)["measures"]["RR"] == pytest.approx(value)
 
 
-def test_ids_that_a_saved_run_cannot_hold_are_refused_before_any_work(
+def test_ids_that_no_run_can_hold_are_refused_first(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collection = small_collection()

@@ -80,9 +80,7 @@ def test_search_answers_from_words_without_a_model(call: Call, work: Path, maske
     assert measured(reranked)["hits"][0]["first"]["rank"] >= 1
 
 
-def test_fused_runs_and_chosen_weights_are_those_of_the_python_functions(
-    call: Call, work: Path, tmp_path: Path
-) -> None:
+def test_fused_runs_and_chosen_weights_are_those_of_python(call: Call, work: Path, tmp_path: Path) -> None:
     collection = with_dev()
     runs = [r.read_trec_run(work / f"{name}.trec") for name in ("bm25", "dense")]
     qrels = collection.qrels
@@ -104,9 +102,7 @@ def test_fused_runs_and_chosen_weights_are_those_of_the_python_functions(
     assert "weights: " in shown.out and "nDCG@10" in shown.out
 
 
-def test_interpolated_reranking_is_that_of_the_python_functions(
-    call: Call, work: Path, masked_lm: str, tmp_path: Path
-) -> None:
+def test_interpolated_reranking_is_that_of_python(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     whole_run = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--json")
     places = (*whole_run, "--k", "8")
     late = ("--rerank", work / "tokens", "--rerank-depth", "4")
@@ -124,9 +120,7 @@ def test_interpolated_reranking_is_that_of_the_python_functions(
     assert found.keys() == plain.keys()
 
 
-def test_seismic_takes_its_options_and_is_advised_against_where_it_loses(
-    call: Call, work: Path, masked_lm: str, tmp_path: Path
-) -> None:
+def test_seismic_takes_options_and_is_advised_against(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     build = ("index", "--vectors", work / "vectors", "--output", tmp_path / "s", "--backend", "seismic")
     built = call(*build, "--n-postings", "50", "--doc-cut", "8", "--threads", "1", "--json")
     assert built.code == 0, built.err

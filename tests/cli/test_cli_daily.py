@@ -21,30 +21,18 @@ from tilefold.cli import _common, _models
 from tilefold.retrieval import _made, encoding, read_vectors
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
-    """A folder with a collection, the untrained start of a model, its vectors and an index."""
-    folder = tmp_path_factory.mktemp("daily")
-    small_collection().save_beir(folder / "data")
-    model, vectors = folder / "model", folder / "vectors"
-    corpus = folder / "data" / "corpus.jsonl"
+def test_a_corpus_alone_is_encoded_and_indexed_and_cannot_be_evaluated(call: Call, work: Path, tmp_path: Path) -> None:
+    corpus, model = ("--data", work / "data" / "corpus.jsonl"), ("--model", work / "model")
     run_steps(
-        ("train", "--data", folder / "data", "--model", masked_lm, "--output", model, "--steps", "0"),
-        ("encode", "--model", model, "--data", corpus, "--output", vectors, "--top-k", "32"),
-        ("index", "--vectors", vectors, "--output", folder / "index"),
+        ("encode", *model, *corpus, "--output", tmp_path / "vectors", "--top-k", "32"),
+        ("index", "--vectors", tmp_path / "vectors", "--output", tmp_path / "index"),
     )
-    return folder
-
-
-def test_a_corpus_alone_is_encoded_and_indexed_and_cannot_be_evaluated(call: Call, work: Path) -> None:
-    assert len(read_vectors(work / "vectors")) == len(SUBJECTS)
-    assert (work / "index" / "index.json").is_file()
-    corpus = ("--data", work / "data" / "corpus.jsonl")
-    judged = call("evaluate", *corpus, "--index", work / "index", "--model", work / "model")
+    assert len(read_vectors(tmp_path / "vectors")) == len(SUBJECTS)
+    judged = call("evaluate", *corpus, "--index", tmp_path / "index", *model)
     assert judged.code == 2 and "--data: corpus has no judgements" in judged.err
-    asked = call("encode", "--queries", *corpus, "--model", work / "model", "--output", work / "asked")
+    asked = call("encode", "--queries", *corpus, *model, "--output", tmp_path / "asked")
     assert asked.code == 2 and "corpus.jsonl has no queries" in asked.err
-    assert not (work / "asked").exists()
+    assert not (tmp_path / "asked").exists()
 
 
 def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, tmp_path: Path) -> None:
@@ -61,9 +49,7 @@ def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, t
     assert json.loads(dropped.out)["measures"]["nDCG@10"] == pytest.approx(1 / 3)
 
 
-def test_a_line_per_minute_says_what_is_done_and_what_is_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with _common.progress_bar("training") as update:
@@ -77,18 +63,14 @@ def test_a_line_per_minute_says_what_is_done_and_what_is_left(
     ]
 
 
-def test_work_of_unknown_length_says_that_it_goes_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_of_unknown_length_goes_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_common, "SECONDS_PER_LINE", 0.01)
     with _common.heartbeat("indexing (seismic)"):
         time.sleep(0.1)
     assert re.match(r"indexing \(seismic\): 0 s so far\n", capsys.readouterr().err)
 
 
-def test_what_is_in_the_way_is_named_with_the_option_that_removes_it(
-    call: Call, work: Path, tmp_path: Path, masked_lm: str
-) -> None:
+def test_what_is_in_the_way_is_named_with_its_option(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
     assert call(*asked, "--top-k", "8").code == 0
     other = call(*asked, "--top-k", "9")
@@ -116,9 +98,7 @@ def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Pa
     assert (rose and exploded.code == 0) or (dead and exploded.code == 1), exploded.err
 
 
-def test_ctrl_c_says_that_work_is_kept_only_where_it_is(
-    call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_says_what_is_kept(call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(owner: Any, name: str, calls: int, *args: str | Path) -> str:
         """What is said where Ctrl-C comes after so many calls of a function."""
         run, left = getattr(owner, name), iter(range(calls))
@@ -179,7 +159,7 @@ QUERIES = "how do I work with csv files\n\nq2\thow do I work with sockets\n"
 
 
 @pytest.mark.parametrize("way", ["-", "file", "shell"])
-def test_many_queries_are_answered_after_loading_once(
+def test_many_queries_load_once(
     call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     loads: Any = []

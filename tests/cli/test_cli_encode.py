@@ -55,17 +55,13 @@ sys.exit(3)
 """
 
 
-def test_what_a_later_rank_says_is_shown_where_the_first_cannot(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_later_rank_says_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ranks, "_GRACE_SECONDS", 0.2)
     assert _ranks.run_ranks([sys.executable, "-c", FAILS], 2) == 3
     assert capfd.readouterr().err.count("broken") == 1
 
 
-def test_a_dry_run_says_what_it_would_be_and_writes_nothing(
-    call: Call, masked_lm: str, shared: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_says_all_and_writes_nothing(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
     place = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
     asked = (*place, "--shard-size", "5", "--dry-run")
     printed = call(*asked)
@@ -123,9 +119,7 @@ def test_a_cluster_that_is_not_there_is_an_error_of_one_line(
     assert not (tmp_path / "v").exists()
 
 
-def test_encoded_documents_are_exported_with_tokens_and_texts(
-    call: Call, shared: Path, masked_lm: str, tmp_path: Path
-) -> None:
+def test_documents_are_exported_with_tokens_and_texts(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
     places = ("--vectors", shared / "vectors", "--model", masked_lm, "--data", shared / "data")
     done = call("export", "--to", "vespa", *places, "--output", tmp_path / "vespa", "--document", "article", "--json")
     assert done.code == 0, done.err

@@ -21,9 +21,7 @@ def places(shared: Path, masked_lm: str) -> tuple[str | Path, ...]:
     return ("--model", masked_lm, "--index", shared / "index", "--data", shared / "data")
 
 
-def test_training_again_returns_the_model_and_encoding_again_reports_what_is_there(
-    call: Call, shared: Path, masked_lm: str
-) -> None:
+def test_training_and_encoding_again_report_what_is_there(call: Call, shared: Path, masked_lm: str) -> None:
     small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
     place = ("--data", shared / "data", "--model", masked_lm, "--output", shared / "late")
     same = ("train", "--recipe", "colbert", *place)
@@ -57,6 +55,9 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared:
     # the program encodes in bf16 where the hardware has it: 8 bits a similarity, over at most 32 query tokens
     assert [hit["score"] for hit in hits] == pytest.approx(expected, abs=32 * 2**-8)
     assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
+    live = json.loads(call("search", query, *places, "--rerank", shared / "late", "--json").out)["hits"]
+    scores = {hit["id"]: hit["score"] for hit in hits}
+    assert {hit["id"]: hit["score"] for hit in live} == pytest.approx(scores, abs=32 * 2**-8)
     plain = json.loads(call("search", query, *places, "--k", "16", "--json").out)["hits"]
     before = {hit["id"]: {"rank": hit["rank"], "score": hit["score"]} for hit in plain}
     assert all(hit["first"] == before[hit["id"]] for hit in hits)
@@ -65,9 +66,7 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared:
     assert hits[0]["title"] in table.out
 
 
-def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers(
-    call: Call, shared: Path, places: Any, tmp_path: Path
-) -> None:
+def test_a_reranked_index_and_run_have_the_same_numbers(call: Call, shared: Path, places: Any, tmp_path: Path) -> None:
     first, second = tmp_path / "first.trec", tmp_path / "second.trec"
     assert call("evaluate", *places, "--save-run", first).code == 0
     tokens = ("encode", "--model", shared / "late", "--data", shared / "data", "--storage", "int8")
@@ -86,9 +85,7 @@ def test_evaluating_a_reranked_index_and_its_reranked_run_gives_the_same_numbers
     assert json.loads(shallow.out)["measures"] == untouched  # the best candidate stays the best
 
 
-def test_token_vectors_that_do_not_fit_are_refused_with_the_reason(
-    call: Call, shared: Path, places: Any, masked_lm: str, tmp_path: Path
-) -> None:
+def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, masked_lm: str, tmp_path: Path) -> None:
     from tilefold.recipes.colbert import ColbertRecipe, load_base_model
 
     def searched(*late: str | Path) -> str:

@@ -21,9 +21,7 @@ from tilefold.retrieval.mining import FalseNegatives, Window, drop_false_negativ
 from tilefold.retrieval.provenance import texts_digest
 
 
-def test_vectors_are_mined_as_by_the_python_functions_with_what_made_them(
-    call: Call, shared: Path, masked_lm: str, tmp_path: Path
-) -> None:
+def test_vectors_are_mined_as_by_python_functions(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
     output, collection = tmp_path / "negatives.parquet", small_collection()
     place = ("--data", shared / "data", "--vectors", shared / "vectors", "--model", masked_lm, "--seed", "3")
     ranks = ("--ranks", "1-4", "--per-query", "2", "--ranks", "1-16", "--per-query", "3")

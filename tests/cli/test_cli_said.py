@@ -81,9 +81,7 @@ def test_queries_and_dense_texts_that_were_cut_are_said(call: Call, work: Path) 
     assert [(total, what) for _, total, what in said] == [("16", "documents")], dense.err
 
 
-def test_encode_says_that_it_resumes_and_from_where(
-    call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encode_says_where_it_resumes(call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_of = ("encode", "--model", work / "model", "--data", work / "data")
     asked = (*made_of, "--shard-size", "4", "--output", tmp_path / "v")
     take, left = Shard.take, iter(range(2))
@@ -128,9 +126,7 @@ def test_train_says_that_it_resumes_and_what_it_starts_from(
     assert start.code == 0 and start.out.startswith("no step of training, ") and "untrained" not in start.out
 
 
-def test_what_changes_nothing_or_less_than_asked_is_said(
-    call: Call, work: Path, masked_lm: str, tmp_path: Path
-) -> None:
+def test_what_changes_nothing_or_less_is_said(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     index = ("evaluate", "--data", work / "data", "--index", work / "index", "--model", work / "model", "--json")
     assert call(*index, "--k", "5", "--measure", "nDCG@10").err.startswith("--k 5 changes nothing without --save-run")
     assert call(*index, "--k", "5", "--measure", "nDCG@10", "--save-run", tmp_path / "run").err == ""

