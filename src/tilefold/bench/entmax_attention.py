@@ -57,9 +57,8 @@ def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Ten
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
     """The last queries of the first head, and, where that is all of them, its dk and dv, in fp64.
 
-    Keys that are nearly alike cancel in dq, whose terms sum to nothing in every row, and what is left shows the
-    rounding of the weights and of dS that any kernel with 16-bit products makes. Where those roundings alone, applied
-    to exact numbers, lead further away than the budget, the gate allows half as much again as they do.
+    Keys that are nearly alike cancel in dq, so that the roundings of any kernel with 16-bit products show. Where these
+    alone, applied to exact numbers, exceed the budget, half as much again as they do is allowed.
     """
     (causal,), dout, dtype = inputs.others, inputs.grad_output, inputs.grad_output.dtype
     n = dout.size(2)

@@ -110,10 +110,7 @@ def _part_error(whole: Tensor, like: Tensor, part: Part) -> float:
 
 
 def poison_allocator(like: Sequence[Tensor]) -> None:
-    """Fill and free blocks of the sizes of ``like`` with NaN, so that an element nobody writes shows up as one.
-
-    Effective on CUDA, whose caching allocator hands the same blocks out again.
-    """
+    """Fill and free blocks of the sizes of ``like`` with NaN, which CUDA's allocator then hands out again."""
     blocks = [torch.full_like(tensor, float("nan")) for tensor in like if tensor.is_floating_point()]
     if blocks and blocks[0].is_cuda:
         torch.cuda.synchronize()

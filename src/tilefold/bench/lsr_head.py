@@ -57,9 +57,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
     """Some vocabulary entries over all sequences, and two sequences over the whole vocabulary, in fp64.
 
-    A winner is undefined in floating point where two logits, or a logit and zero, differ by less than evaluation order
-    does. ``inputs.grad_output`` becomes zero at such entries of the slices, so that what is left has one answer and the
-    budget can be tight.
+    The gradient becomes zero where two logits, or a logit and zero, differ by less than the order of evaluation does.
     """
     B, V = inputs.grad_output.shape
     device = inputs.grad_output.device
@@ -179,11 +177,7 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: forward multiplies valid tokens with the vocabulary; backward moves rows, once each.
-
-    Backward reads the scores' gradient, the scores and a two-byte winner, the hidden rows and the weight rows that have
-    an active score, and writes all of both gradients; its arithmetic is negligible.
-    """
+    """Least work: forward multiplies valid tokens with the vocabulary; backward moves rows, once each."""
     B, D, V = case.dims["B"], case.dims["D"], case.dims["V"]
     item, tokens = inputs.grad_output.element_size(), inputs.valid_tokens
     flops = 2.0 * tokens * D * V

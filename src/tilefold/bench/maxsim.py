@@ -81,10 +81,9 @@ class MaxSimGate(Gate):
 
 @torch.no_grad()
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
-    """Two queries with all documents, and a few documents with all queries: scores and their gradients in fp64.
+    """Scores and gradients in fp64 of two queries with all documents, and of a few documents with all queries.
 
-    ``inputs.grad_output`` becomes zero for pairs of the slices in which a query token has two best document tokens up
-    to the order of evaluation, so that what is left has one answer.
+    The gradient of pairs with two best document tokens, up to the order of evaluation, becomes zero.
     """
     grad = inputs.grad_output
     device = grad.device
@@ -238,11 +237,7 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Least work: forward multiplies all token pairs and reads each token once; backward moves rows, once each.
-
-    Backward reads the tokens, the scores' gradient and a two-byte winner per query token and document, and writes both
-    gradients; its arithmetic is negligible.
-    """
+    """Least work: all token pairs are multiplied and each token is read once; backward moves rows, once each."""
     rows = case.dims["Nq"] * case.dims["Lq"]
     queries, documents = inputs.leaves
     flops = 2.0 * rows * documents.numel()

@@ -1,8 +1,6 @@
-"""Estimates of a model's needs from its shape: memory and batch of training, rate and bytes of encoding.
+"""Estimates of a model's memory and batch in training, and of rate and bytes of encoding, from its shape.
 
-The constants are fitted to the rows of ``benchmarks/results/nvidia-h200``: ``train_splade.csv`` (BERT-base and
-XLM-R-base, bf16 autocast, AdamW, fused head; 12 rows, with which ``tests/bench/test_plan.py`` compares) and one row of
-``encode.csv``. Other widths and depths are worked out from the same formulas and were not measured.
+The constants are fitted to ``train_splade.csv`` and a row of ``encode.csv`` in ``benchmarks/results/nvidia-h200``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ _ENDS = 16.0  # the same of embedding and head, which checkpointing leaves
 _ROWS = 2.85  # fp32 rows [V] of a text at the peak: scores, their gradient, the regulariser's
 _ENCODING_FLOPS = 3.89e14  # per second, of an H200 that encodes BERT-base to Parquet
 _TOKENISED = 4.85e6  # tokens per second of the Rust tokenizer on the 16 cores beside it
-_TERM_BYTES, _POSTING_BYTES = 5.0, 8.0  # in Parquet, at most; in the exact index
+TERM_BYTES, POSTING_BYTES = 5.0, 8.0  # in Parquet, at most; in the exact index
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,6 @@ class Training:
     mib_a_pair: float  # that each query with its document adds at the peak
     largest_batch: int  # pairs that fit; 0 where the weights alone do not
 
-    def step_gib(self, batch: int) -> float:
-        """Peak memory of a step."""
-        return self.fixed_gib + batch * self.mib_a_pair / 1024
-
 
 def training(shape: Shape, length: int, query_length: int, memory_gib: float, *, checkpointing: bool) -> Training:
     """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for each pair."""
@@ -71,13 +65,3 @@ def texts_per_second(shape: Shape, length: int) -> float:
     attention = 4 * length * shape.hidden * shape.layers
     of_token = 2 * (shape.layer_parameters + shape.hidden * shape.vocab) + attention
     return min(_ENCODING_FLOPS / of_token, _TOKENISED) / length
-
-
-def vector_bytes(terms: float) -> float:
-    """Bytes of a sparse vector in Parquet, at most."""
-    return _TERM_BYTES * terms
-
-
-def index_bytes(terms: float) -> float:
-    """Bytes of a document in the exact index."""
-    return _POSTING_BYTES * terms

@@ -147,12 +147,9 @@ def results_file(folder: Path, name: str, provenance: Provenance) -> Path:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Provenance, key: Sequence[str]) -> None:
-    """Merge ``rows`` into the CSV at ``path``, atomically.
+    """Merge ``rows`` into the CSV at ``path``, atomically: rows of equal ``key`` are replaced, others stay as they are.
 
-    A row already there with the same values under ``key`` is replaced, others stay, each with its own provenance.
-
-    Raises:
-        ValueError: if the file exists and lacks one of the ``key`` columns.
+    ``ValueError`` if the file exists and lacks one of the ``key`` columns.
     """
     stamped = [{**row, **asdict(provenance)} for row in rows]
     fresh = [{name: _cell(value) for name, value in row.items()} for row in stamped]

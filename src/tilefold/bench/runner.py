@@ -244,10 +244,7 @@ def run_spec(
     on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[BenchRow]:
-    """Run ``cases`` in order, measuring the ceilings once per dtype; ``on_rows`` sees all rows of a case as it ends.
-
-    Slow implementations take a second round over the cases, each shown with the rows of the first.
-    """
+    """Run ``cases``, slow implementations in a second round; ``on_rows`` sees all rows of a case as it ends."""
     started = time.monotonic()
     ceilings: dict[str, Ceilings] = {}
     rows: dict[str, list[BenchRow]] = {}

@@ -129,11 +129,7 @@ Build = Callable[[Any], Runnable]  # of an implementation, from its inputs
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to compute the operator.
-
-    A baseline is gated with the budget of rounded intermediates; what is bare, the unavoidable matrix product alone or
-    another function, is not gated.
-    """
+    """A way to compute the operator; baselines are gated by budgets of rounded intermediates, what is bare is not."""
 
     name: str  # what --impl takes
     build: Build

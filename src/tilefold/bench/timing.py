@@ -65,10 +65,7 @@ def _cuda_samples(run: Callable[[], Any], reps: int, flush: torch.Tensor) -> lis
 
 
 def time_cuda(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[str, Timing]:
-    """Time every call of ``runs`` with CUDA events, L2 flushed before each, in interleaved rounds.
-
-    Rounds let a clock that drifts touch every implementation alike.
-    """
+    """Time every call of ``runs`` with CUDA events, L2 flushed before each, in rounds that share a clock's drift."""
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(budget.rounds):
@@ -83,10 +80,7 @@ def time_cuda(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict
 
 
 def time_cpu(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[str, Timing]:
-    """Time every call of ``runs`` by wall clock, one call of each in turn, so that noise hits all alike.
-
-    The number of turns follows the slowest implementation's first timed call.
-    """
+    """Time every call of ``runs`` by wall clock, one of each in turn, as many as the slowest one allows."""
     for run in runs.values() if budget.warmup else ():
         run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -121,11 +115,7 @@ def cuda_extra_peak_mib(run: Callable[[], Any]) -> float:
 
 
 def in_fresh_process(call: Callable[_Asked, _Answer], *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Answer:
-    """``call`` of these arguments in a new interpreter: resident memory has no other honest baseline.
-
-    Raises:
-        RuntimeError: when the process died without an answer; an error of ``call`` is raised as it is.
-    """
+    """``call`` of these arguments in a new interpreter; ``RuntimeError`` when it died without an answer."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(call, *args, **kwargs).result()
@@ -160,11 +150,7 @@ def resident_mib() -> float:
 
 
 def resident_peak_mib(run: Callable[[], Any]) -> float:
-    """MiB of resident memory that one call of ``run`` adds at its peak in this process.
-
-    Where the kernel lets the high-water mark be reset it is; elsewhere the whole life of the process counts, so a fresh
-    process that did nothing bigger before is needed either way.
-    """
+    """MiB of resident memory that one call of ``run`` adds at its peak, in a process that did nothing bigger before."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
     was_reset = _reset_high_water()
@@ -189,10 +175,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
-    """Rate of a large square matrix product in ``dtype`` and of a large copy, on ``device``, random data.
-
-    A ceiling is what the device can do, so it takes the 20th percentile of the time, not the median.
-    """
+    """Rate of a large matrix product in ``dtype`` and of a large copy, by the 20th percentile of their times."""
     on_gpu = device.type == "cuda"
     size, copy_bytes = (8192, 2**31) if on_gpu else (2048, 2**28)
     budget = TimeBudget(seconds=0.3, min_reps=5, max_reps=30, rounds=1, warmup=3)

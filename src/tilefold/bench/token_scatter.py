@@ -42,8 +42,7 @@ def _to_csr(scores: Tensor) -> Tensor:
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
     """Random ``weights [B, S]``, half of them negative, ``input_ids [B, S]``, the ids that score nothing, and V.
 
-    Ids are as frequent as the words of a text, CLS first, SEP last, then PAD: ``"ragged"`` ones are padded on the right
-    to three times their length. Of ``"csr"`` ones the scores are wanted in CSR form.
+    Ids are as frequent as words, CLS first, SEP last; ``"ragged"`` ones are padded to three times their length.
     """
     batch, length, vocab = (case.dims[name] for name in "BSV")
     normal, generator = spec.random_tensors(device, seed)
@@ -66,11 +65,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
 
 
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
-    """Two whole sequences in fp64, with only the entries that occur in them.
-
-    Where two tokens of one id have the same weight, who takes the gradient is a convention, which baselines do not
-    share: ``inputs.grad_output`` becomes zero there.
-    """
+    """Two whole sequences in fp64; where two tokens of one id have the same weight the gradient becomes zero."""
     rows = sorted({0, inputs.grad_output.size(0) - 1})
     scores, gradients = zip(*(_sequence_truth(inputs, row) for row in rows), strict=True)
     return Gate(
@@ -108,11 +103,7 @@ def membership_scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab
 
 
 def reduced_scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
-    """FlagEmbedding's inference of BGE-M3: a ``scatter_reduce`` with amax.
-
-    It clears the unused columns of the result in place, which autograd forbids here; so their tokens are cleared, which
-    is also less work.
-    """
+    """FlagEmbedding's inference of BGE-M3: a ``scatter_reduce`` with amax, unused tokens cleared first for autograd."""
     used = weights.relu().masked_fill(torch.isin(input_ids, unused), 0)
     scores = torch.zeros(input_ids.size(0), vocab_size, dtype=weights.dtype, device=weights.device)
     return scores.scatter_reduce(dim=-1, index=input_ids, src=used, reduce="amax")

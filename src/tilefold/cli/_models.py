@@ -110,11 +110,7 @@ def load_untrained(
 ) -> SparseEncoder:
     """The packaged model as a SparseEncoder without training, for the documents with this fingerprint.
 
-    Args:
-        texts_sha256: of the documents.
-        texts: gives them, where the command has them.
-        what: says in messages which documents are meant.
-        option: of the command.
+    `texts` gives them, where the command has them, and `what` says in messages which documents are meant.
     """
     find_model(PACKAGED, option)
     check_sentence_transformers()

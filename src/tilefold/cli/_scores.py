@@ -73,12 +73,7 @@ def read_run(path: Path, option: str) -> NamedRun:
 def load_splits(
     data: str, split: Sequence[str] | None, drop_unknown: bool, also: Sequence[str] | None = None
 ) -> tuple[Collection, list[str]]:
-    """The collection, and the splits that were asked for: test if none.
-
-    Args:
-        data, split, drop_unknown: the options.
-        also: other splits whose judgements are needed; None reads all there are.
-    """
+    """The collection, with judgements of `also` too (None: all), and the splits asked for, test if none."""
     splits = list(dict.fromkeys(split or ["test"]))
     needed = None if also is None else [*splits, *also]
     collection = _common.load_data(data, drop_unknown=drop_unknown, splits=needed)

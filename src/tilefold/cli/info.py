@@ -214,8 +214,8 @@ def _plan(model: str, asked: dict[str, Any], as_json: bool) -> None:
     found["encoding"] = {
         "texts_per_second_on_an_h200": rate,
         "hours": asked["documents"] / rate / 3600,
-        "vector_gigabytes_at_most": formulas.vector_bytes(asked["terms"]) * asked["documents"] / 1e9,
-        "exact_index_gigabytes": formulas.index_bytes(asked["terms"]) * asked["documents"] / 1e9,
+        "vector_gigabytes_at_most": formulas.TERM_BYTES * asked["terms"] * asked["documents"] / 1e9,
+        "exact_index_gigabytes": formulas.POSTING_BYTES * asked["terms"] * asked["documents"] / 1e9,
     }
     _common.print_result(found, as_json, _said_of_plan(model, found))
 
