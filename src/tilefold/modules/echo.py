@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 __all__ = ["DOCUMENT_TEMPLATE", "QUERY_TEMPLATE", "EchoTransformer"]
 
@@ -74,13 +75,21 @@ class EchoTransformer(Transformer):
                 f"prompt, got {limit}; raise it to {others + 2} or more."
             )
         texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
-        rows, starts = [], []
+        rows, marks = [], []
         for ids in self.tokenizer(
             texts, add_special_tokens=False, truncation=room is not None, max_length=room, return_attention_mask=False
         )["input_ids"]:
-            starts.append((len(head) + len(ids) + len(middle), len(ids)))
             rows.append([*head, *ids, *middle, *ids, *tail])
-        return {**self._padded(rows, starts), "modality": "text", **self._logits_to_keep()}
+            before_second = len(head) + len(ids) + len(middle)
+            marks.append([*[0] * before_second, *[1] * len(ids), *[0] * len(tail)])
+        padded = {
+            "input_ids": self._padded(rows, self.tokenizer.pad_token_id or 0),
+            "attention_mask": self._padded([[1] * len(row) for row in rows], 0),
+            "pooling_mask": self._padded(marks, 0),
+        }
+        # all logits are kept: one alone could not be pooled
+        keeps = {"logits_to_keep": 0} if self.transformer_task == "text-generation" else {}
+        return {**padded, "modality": "text", **keeps}
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new dictionary."""
@@ -116,22 +125,9 @@ class EchoTransformer(Transformer):
         known = [limit for limit in limits if limit is not None and limit < 1 << 30]
         return min(known, default=None)
 
-    def _padded(self, rows: list[list[int]], copies: list[tuple[int, int]]) -> dict[str, Tensor]:
-        width = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id
-        shape = (len(rows), width)
-        ids = torch.full(shape, 0 if pad is None else pad, dtype=torch.int64)
-        mask, pooled = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-        for row, (tokens, (start, length)) in enumerate(zip(rows, copies, strict=True)):
-            shift = width - len(tokens) if self.tokenizer.padding_side == "left" else 0
-            ids[row, shift : shift + len(tokens)] = torch.tensor(tokens)
-            mask[row, shift : shift + len(tokens)] = 1
-            pooled[row, shift + start : shift + start + length] = 1
-        return {"input_ids": ids, "attention_mask": mask, "pooling_mask": pooled}
-
-    def _logits_to_keep(self) -> dict[str, int]:
-        """All logits are kept: one alone could not be pooled."""
-        return {"logits_to_keep": 0} if self.transformer_task == "text-generation" else {}
+    def _padded(self, rows: list[list[int]], fill: int) -> Tensor:
+        tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=self.tokenizer.padding_side)
 
 
 def _checked(template: str, name: str) -> str:

@@ -63,12 +63,8 @@ class ProsperTransformer(Transformer):
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
         super().__init__(model_name_or_path, **options)
-        self.pooling, self.literal_residual, self.logit_scale, self.impl = (
-            pooling,
-            literal_residual,
-            logit_scale,
-            "auto",
-        )
+        self.pooling, self.literal_residual = pooling, literal_residual
+        self.logit_scale, self.impl = logit_scale, "auto"
         decoder = self._head()
         self.vocab_size = decoder.out_features
         self.literal = None
@@ -86,23 +82,13 @@ class ProsperTransformer(Transformer):
         weight = head.weight
         if not autocasts(hidden):
             hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
-        base = lsr_head(
-            hidden,
-            weight,
-            head.bias if head.bias is None or self.logit_scale == 1 else head.bias * self.logit_scale,
-            attention_mask=mask,
-            pooling=self.pooling,
-            activation="log1p_relu",
-            logit_scale=self.logit_scale,
-            impl=self.impl,
-        )
-        final = base
+        bias = head.bias if head.bias is None or self.logit_scale == 1 else head.bias * self.logit_scale
+        options: dict[str, Any] = {"pooling": self.pooling, "logit_scale": self.logit_scale, "impl": self.impl}
+        final = base = lsr_head(hidden, weight, bias, attention_mask=mask, **options)
         if self.literal is not None:
-            pooled = pooled_activation(hidden, mask, self.pooling)
-            special = self.tokenizer.all_special_ids
-            final = base + literal_residual(
-                pooled, self.literal.weight, out["input_ids"], mask, ignore_ids=special, impl=self.impl
-            ).to(base.dtype)
+            pooled, special = pooled_activation(hidden, mask, self.pooling), self.tokenizer.all_special_ids
+            operands = pooled, self.literal.weight, out["input_ids"], mask
+            final = base + literal_residual(*operands, ignore_ids=special, impl=self.impl).to(base.dtype)
         return {**out, "sentence_embedding": final, "base_embedding": base}
 
     def get_embedding_dimension(self) -> int:
@@ -169,8 +155,7 @@ def literal_residual(
     Returns:
         ``[B, V]`` fp32 (fp64 for fp64 operands), none negative.
     """
-    device_type = pooled.device.type
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(pooled.device.type, enabled=False):
         pooled = pooled.to(weight.dtype)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         # the rows of the matrix as tokens of one sequence, the texts as its vocabulary: the maximum over rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +22,12 @@ _ALIGNMENT = 1024  # columns, so that blocks of the weight begin at multiples of
 
 
 class CapacityRows(NamedTuple):
-    """Sparse rows of which the host need not know the sizes.
+    """Sparse rows of which the host need not know the sizes."""
 
-    Attributes:
-        counts: int32 ``[B]``, entries that each row has; more than ``capacity`` if some did not fit.
-        kept: int32 ``[B]``, entries that are stored: ``min(counts, capacity)``, or at most ``top_k`` of them.
-        columns: int32 ``[B, capacity]`` (``[B, top_k]``), rising; what lies behind ``kept[b]`` is undefined.
-        values: ``[B, capacity]`` (``[B, top_k]``), as ``columns``.
-        vocab_size: V.
-    """
-
-    counts: Tensor
-    kept: Tensor
-    columns: Tensor
-    values: Tensor
+    counts: Tensor  # int32 [B], entries that each row has; more than the capacity if some did not fit
+    kept: Tensor  # int32 [B], entries that are stored: at most the capacity, or top_k
+    columns: Tensor  # int32 [B, capacity] ([B, top_k]), rising; undefined behind kept[b]
+    values: Tensor  # as columns
     vocab_size: int
 
 
@@ -59,11 +51,7 @@ def lsr_head_rows(
     A row with more entries is incomplete, which its count says; who reads it must encode it again with more room.
     ``top_k`` chooses among the entries that fit, so it too holds only for rows whose count is at most ``capacity``.
 
-    Args:
-        capacity: entries of a row; the other arguments are those of :func:`lsr_head_sparse`.
-
-    Returns:
-        The rows, or None where Triton's kernels do not run; :func:`lsr_head_sparse` serves there.
+    None where Triton's kernels do not run: :func:`lsr_head_sparse` serves there, which explains the other arguments.
     """
     if capacity < 1 or math.isnan(min_weight) or (top_k is not None and top_k < 1):
         raise ValueError(
@@ -80,21 +68,13 @@ def lsr_head_rows(
     counts = torch.zeros(batch, dtype=torch.int32, device=device)
     columns = torch.empty(batch, capacity, dtype=torch.int32, device=device)
     values = torch.empty(batch, capacity, dtype=torch.float32, device=device)
+    options: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "pooling": pooling}
+    options |= {"activation": activation, "out_dtype": torch.float32, "impl": impl}
     with torch.no_grad():
         for v0 in range(0, vocab, block):
-            whole = v0 == 0 and block >= vocab
-            part = slice(v0, v0 + block)
-            scores = lsr_head(
-                hidden,
-                weight if whole else weight[part],
-                bias if whole or bias is None else bias[part],
-                attention_mask=attention_mask,
-                cu_seqlens=cu_seqlens,
-                pooling=pooling,
-                activation=activation,
-                out_dtype=torch.float32,
-                impl=impl,
-            )
+            whole, part = v0 == 0 and block >= vocab, slice(v0, v0 + block)
+            some = bias if whole or bias is None else bias[part]
+            scores = lsr_head(hidden, weight if whole else weight[part], some, **options)
             failed = attempt(append_rows, scores, v0, min_weight, counts, columns, values)
             if isinstance(failed, KernelUnavailableError):
                 give_up(KERNEL, device, str(failed), "lsr_head_sparse runs instead, which waits for the GPU.")

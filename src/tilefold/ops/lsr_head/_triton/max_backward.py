@@ -1,14 +1,4 @@
-"""Max pooling, backward: only winners carry gradient, and every gradient row has one owner. No atomics on gradients.
-
-``g[b, v] = dscores[b, v] * act'(x)`` belongs to the hidden row that won (b, v). The weight's row v sums
-``g[b, v] * hidden[winner]`` over b, in rising b. The hidden rows are owned by tiles of BLOCK_R: a first pass counts,
-for each tile and vocabulary split, the entries that its rows won; their sums give each its place in one list; a
-second pass writes the list, in rising (split, v); then each tile's gradient is a one-hot matrix of g times the
-gathered weight rows, on the tensor cores.
-
-fp16 has too small a range for g. There one-hot matrices are SCALED by powers of two, that of the largest g so far of a
-tile of hidden rows or of a row of the weight, and so are the sums of their products until they are stored.
-"""
+"""Max pooling, backward: only winners carry gradient, and every gradient row has one owner; see README.md."""
 
 from __future__ import annotations
 

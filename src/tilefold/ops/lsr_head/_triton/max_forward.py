@@ -1,12 +1,4 @@
-"""Max pooling, forward: one persistent kernel whose running maximum and winner stay in registers.
-
-A program walks (vocabulary tile, split) items; a split is a run of token tiles. The tile of logits is
-``[BLOCK_V, BLOCK_T]``, the maximum runs along its tokens. Sequences are whole groups of GROUP rows, so a tile that
-holds several is reduced group by group first and each sequence then picks its groups. A sequence cut by the border
-of two splits leaves its partial maxima in a small buffer, which the second kernel puts together.
-
-All steps of all items form one flat loop, so that loads of the next tile are in flight during a tile's reduction.
-"""
+"""Max pooling, forward: one persistent kernel whose running maximum and winner stay in registers; see README.md."""
 
 from __future__ import annotations
 

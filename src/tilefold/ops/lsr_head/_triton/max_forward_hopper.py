@@ -1,11 +1,4 @@
-"""Max pooling, forward, for compute capability 9.0: warps with roles of their own, written in Gluon.
-
-One warp loads tiles by TMA into a ring of shared-memory buffers. Two groups of four warps each own half of the
-vocabulary tile, ``[64, BLOCK_T]`` logits in registers. Each group goes through the ring at its own pace, so the
-tensor cores work for one group while the other reduces its tile: the reduction costs no time of its own.
-
-The walk over items, splits and sequences, and what is stored, is that of ``max_forward``.
-"""
+"""Max pooling, forward, for compute capability 9.0: warps with roles of their own, in Gluon; see README.md."""
 
 from __future__ import annotations
 

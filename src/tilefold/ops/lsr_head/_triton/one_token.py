@@ -1,14 +1,4 @@
-"""Poolings of one token per sequence (cls and last): a product of B gathered rows, forward and backward.
-
-Under a long mask one kernel finds the tokens; under a short one, and of packed and unmasked input, every program finds
-its own. Forward reads the weight once and stores activated scores. Backward takes the gradient of a logit from the
-score and never stores it: one kernel owns rows of the weight and entries of the bias, another adds up the products of a
-split of the vocabulary for each sequence, and a third puts the splits together and stores the rows of hidden that were
-taken. Nothing is atomic.
-
-fp16 has too small a range for gradients of logits. There each row of an operand is SCALED by a power of two, that of
-the largest so far, and so are the sums of its products; see ``max_backward``.
-"""
+"""Poolings of one token per sequence (cls and last): a product of B gathered rows, without atomics; see README.md."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Packs the valid tokens of a batch, each sequence from a multiple of GROUP rows on, without a look from the host.
-
-Scores of empty sequences, which have no row, are written here too.
-
-The rows that round a sequence up to a multiple of GROUP repeat its first valid token, position and all, so the forward
-kernel needs no masks: a sequence is whole groups. A product need not give two equal rows the same bits. Where a
-repeated row wins by an ulp, the winner is the token that it repeats, which is the lowest of any that tie with it.
-"""
+"""Packs the valid tokens of a batch, each sequence from a multiple of GROUP rows on, without a look from the host."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Sum and mean pooling: activation per token inside the tile; backward computes each tile of logits again.
-
-Forward never stores logits. Backward walks the vocabulary in slabs: one kernel writes the slab's ``dlogits``
-``[N, slab]``, two library products turn it into gradients in fp32, and one kernel stores those in the dtypes of the
-parameters, and the bias's beside them.
-"""
+"""Sum and mean pooling: activation per token inside the tile; backward computes each tile of logits again."""
 
 from __future__ import annotations
 
