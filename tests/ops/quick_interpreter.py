@@ -8,7 +8,6 @@ interpreters of other releases are left as they are, so that `make test-triton` 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ def quicken() -> None:
     from triton.runtime import interpreter
 
     interpreter._get_np_dtype = _remembered_dtypes(interpreter._get_np_dtype)
-    interpreter._patch_builtin = _patch_builtin
     interpreter.InterpretedFunction.__call__ = _called
     interpreter.GridExecutor.__call__ = _begin(interpreter.GridExecutor.__call__)
     semantic, core = interpreter.TritonSemantic, interpreter.tl.core
@@ -33,7 +31,6 @@ def quicken() -> None:
         (interpreter.ReduceOps, "generic_reduce", reduce_in_rows),
         (core.block_type, "__init__", describe_block),
         (core.tensor, "__init__", describe_tensor),
-        (semantic, "broadcast_impl_value", broadcast_together),
     ):
         HONEST[quick] = getattr(owner, name)
         setattr(owner, name, quick)
@@ -50,21 +47,6 @@ def _remembered_dtypes(made: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[name]
 
     return dtype
-
-
-_builtins: dict[Any, list[tuple[str, Any]]] = {}
-
-
-def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """The interpreter's own, which need not look through the names of a package again."""
-    from triton.runtime import interpreter
-
-    if package not in _builtins:
-        found = inspect.getmembers(package)
-        _builtins[package] = [(name, member) for name, member in found if interpreter.tl.core.is_builtin(member)]
-    for name, member in _builtins[package]:
-        if interpreter.tl.core.is_builtin(getattr(package, name)):  # else it was replaced before
-            interpreter._patch_attr(package, name, member, builder, scope)
 
 
 def _unchecked(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
@@ -109,14 +91,6 @@ def describe_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 HONEST: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what replaced it: the interpreter's own
-
-
-def broadcast_together(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """``TritonSemantic.broadcast_impl_value``, at once where two blocks have one shape."""
-    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
-        return lhs, rhs
-    found: tuple[Any, Any] = HONEST[broadcast_together](self, lhs, rhs)
-    return found
 
 
 _replaced: set[int] = set()  # while a kernel runs: the modules whose functions were called in it

@@ -23,14 +23,9 @@ Key = tuple[Any, ...]  # of which the first says whether all tensors are aligned
 
 
 def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | None:
-    """Cache key of a call, or ``None`` for one that must be checked and dispatched in full.
+    """Cache key of a call; ``None`` off the GPU, under modes and transforms, and with tensor subclasses.
 
-    That is a call off the GPU (where the interpreter does not stand in for it), under a compiler, a dispatch mode, a
-    transform or forward-mode differentiation, or with a tensor subclass.
-
-    Args:
-        tensors: the arguments that are tensors if they are given, the first of which chooses the device.
-        options: the others. Their types are part of the key: ``True`` equals 1, but is not taken for a number.
+    The first of ``tensors`` chooses the device. Types of ``options`` are part of the key: ``True`` equals 1.
     """
     first: Any = tensors[0]
     if torch.compiler.is_dynamo_compiling() or type(first) not in PLAIN:
@@ -96,8 +91,7 @@ class Pass:
 class _Eager(torch.autograd.Function):
     """The operator and its gradient without the dispatcher, for plain tensors; see :func:`is_plain`.
 
-    ``torch.autograd`` looks at every argument and every output on its own: few are fast. So ``request`` holds all but
-    the tensors that may have a gradient, and takes the results but the first.
+    Autograd looks at every argument: ``request`` holds all but the leaves, and takes the results but the first.
     """
 
     @staticmethod

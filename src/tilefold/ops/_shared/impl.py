@@ -61,11 +61,8 @@ def settled(asked: str, chosen: str) -> str:
 def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
-    Raises:
-        ValueError: for an unknown name.
-        RuntimeError: for ``"triton"`` where it cannot run; there is no silent fallback. And for any but ``"reference"``
-            in forward-mode differentiation, where a registered operator would have a tangent of zeros without a word,
-            and in ``torch.func.grad``, ``vjp`` and ``jacrev``.
+    ``RuntimeError`` for ``"triton"`` where it cannot run, and for any but ``"reference"`` where ``torch.func`` or
+    forward mode differentiates: a registered operator would have a tangent of zeros without a word.
     """
     check_choice("impl", impl, IMPLS)
     if impl != "reference" and in_forward_mode():
@@ -89,11 +86,7 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
     """Implementation that ``operator`` runs on the argument ``name``: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, unless ``operator`` was given up
-    there, else ``"tiled"``.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`resolve_impl`.
-        TypeError: for ``"triton"`` with a dtype that it does not support.
+    there, else ``"tiled"``; ``TypeError`` for ``"triton"`` with another dtype.
     """
     resolved = resolve_impl(impl, tensor.device, operator)
     if resolved == "triton" and tensor.dtype not in TRITON_DTYPES:

@@ -39,10 +39,7 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 
 
 def is_eager(gradient: Tensor | None = None) -> bool:
-    """Whether no dispatch mode, transform or forward mode is active, nor ``gradient`` several (``is_grads_batched``).
-
-    Not to be asked under torch.compile.
-    """
+    """Whether no mode and no transform is active, nor ``gradient`` several at once; not to be asked in a trace."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -122,14 +119,10 @@ def hooked() -> bool:
 def bind(
     compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
 ) -> LaunchAt | None:
-    """Bind a compiled kernel to the CUDA driver, ``None`` where only Triton's own call can launch it.
+    """Bind a kernel to the CUDA driver, for addresses aligned alike; ``None`` where only Triton's call can launch it.
 
-    Nobody checks what the result is given: addresses of tensors on the current device, aligned as when it was compiled.
-
-    Args:
-        arguments: of a launch that succeeded: tensors, descriptors, ``None`` and numbers.
-        tail: what follows the tensors among the kernel's arguments, numbers and constants.
-        tma: by argument, how the tensor is described; those after the last one are plain pointers.
+    ``arguments`` are those of a launch that succeeded, ``tail`` what follows the tensors among them; ``tma`` says by
+    argument how a tensor is described; those after the last one are plain pointers.
     """
     try:
         return _driver_launch(compiled, grid, arguments, tail, tma)
@@ -210,10 +203,7 @@ def flash_attention_varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Torch's flash attention of packed 16-bit ``[T, H, D]``, differentiable, with ``|i - j| <= window``.
-
-    ``torch.nn.attention.varlen`` calls the same kernels, but has no dropout and costs the host more per call.
-    """
+    """Torch's flash attention of packed 16-bit ``[T, H, D]``, differentiable, with ``|i - j| <= window``."""
     side = -1 if window is None else window
     packing = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     out: Tensor = torch.ops.aten._flash_attention_forward.default(

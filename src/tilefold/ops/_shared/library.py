@@ -39,10 +39,7 @@ def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call an implementation with the GPU of its first argument as the current one, on which kernels are launched.
-
-    It runs outside autocast: operators settle their dtypes themselves.
-    """
+    """Call an implementation with its first argument's GPU as the current one, and outside autocast."""
     first = args[0]
     if first.is_cuda and first.get_device() != current_gpu():
         with torch.cuda.device(first.device):
@@ -67,10 +64,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def forbid_double_backward(name: str, operator: str) -> None:
-    """Make a derivative of the gradient operator ``tilefold::name`` an error: it would silently be wrong.
-
-    Call once the operator's fake kernel is registered; ``operator`` is the public function to name.
-    """
+    """Make a derivative of ``tilefold::name``, which has a fake kernel, an error: it would silently be wrong."""
 
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         raise RuntimeError(

@@ -24,11 +24,7 @@ class Setting(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Memory of a result, or of scratch, from the first step that names it to the last one.
-
-    Results are allocated one by one. Scratch is allocated in blocks: of what lives at the same time, and of what
-    follows on little. A result is contiguous, unless it has ``strides``; scratch always is.
-    """
+    """Memory of a result, contiguous without ``strides``, or of scratch, between the steps that name it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -67,10 +63,7 @@ class Launch(NamedTuple):
 
 
 class TorchStep(NamedTuple):
-    """``makes = function(*tensors)`` by torch, by names.
-
-    A name that exists already stands for the new tensor from then on, and a result that a step makes is not allocated.
-    """
+    """``makes = function(*tensors)`` by torch, by names, of which one that exists then stands for the new tensor."""
 
     makes: str
     function: Callable[..., Tensor]

@@ -1,7 +1,4 @@
-"""The token scatter in plain PyTorch: the specification the other implementations are held to.
-
-It builds the whole ``[B, S, V]`` membership, computes in at least fp32, on any device, with autograd.
-"""
+"""The token scatter in plain torch, with the whole ``[B, S, V]`` membership: the specification."""
 
 from __future__ import annotations
 

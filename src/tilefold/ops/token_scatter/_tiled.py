@@ -77,10 +77,7 @@ def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool) ->
 
 
 def _winners(tokens: CountedTokens) -> Tensor:
-    """``[K]`` int64: for each entry that occurs, its token with the largest weight; the lowest token among equals.
-
-    One token of each entry speaks for all of them (which one does not matter): its number says where they meet.
-    """
+    """``[K]`` int64: for each entry that occurs, its token with the largest weight; the lowest token among equals."""
     count = tokens.entry.numel()
     places = torch.arange(count, device=tokens.entry.device)
     speaker = _speakers(tokens.entry, places)

@@ -54,10 +54,7 @@ _ENTERED = _Entered()
 
 
 def enter_context(index: int) -> None:
-    """Make the context of device ``index``, the current one, that of this thread too: TMA descriptors need one.
-
-    A thread that Python started has none until it asks the runtime for something that needs one, as a launch does.
-    """
+    """Make the context of device ``index``, the current one, that of this thread too: TMA descriptors need one."""
     if index not in _ENTERED.devices:
         # a launch: nothing waits for it, and a stream that is being captured may hold it
         torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", index))
@@ -110,20 +107,11 @@ def driver_launch(
     places: Sequence[int],
     stream: Callable[[int], int],
 ) -> Callable[[Addresses], None]:
-    """Return a function that repeats a launch with tensors at other addresses, on the current device and stream.
+    """Return a function that repeats a launch with tensors at other addresses, aligned alike, on the current stream.
 
-    Nothing is checked: tensors lie on the device, aligned as they were when the kernel was compiled.
-
-    Args:
-        compiled: the kernel, which is kept: from Triton 3.8 on the last reference to it unloads it.
-        ptx: of the kernel, whose ``.entry`` declares the parameters.
-        block: threads of a program, and bytes of its dynamic shared memory.
-        arguments: of the kernel, without those that were compiled in.
-        places: for each POINTER and Map among them, the place of its address among all addresses.
-        stream: the current stream of a device.
-
-    Raises:
-        ValueError: the PTX declares other parameters than the arguments need.
+    ``arguments`` are those of the kernel that were not compiled in, ``places`` those of the address of each POINTER and
+    Map among all addresses, ``block`` threads and bytes of dynamic shared memory. ``compiled`` is kept: from Triton 3.8
+    on its last reference unloads the kernel. ``ValueError`` if the PTX declares other parameters.
     """
     memory, index = _Memory(name, parameters(ptx), arguments, places), torch.cuda.current_device()
     config = _Config(*grid, block[0], 1, 1, block[1], None, None, 0)

@@ -135,10 +135,7 @@ def _allocates_in_stream_order() -> bool:
 
 
 def graph_owns_memory() -> bool:
-    """Whether what is allocated now belongs to the graph that is being captured, and to no device before it runs.
-
-    Triton asks the driver where every tensor lies, which then answers that it knows no such address.
-    """
+    """Whether memory belongs to the graph being captured: the driver knows no such address before it runs."""
     return _allocates_in_stream_order() and torch.cuda.is_current_stream_capturing()
 
 
@@ -183,12 +180,8 @@ def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[
 class Step:
     """A launch but for its tensors, which come first among a kernel's arguments; then numbers, then constants.
 
-    ``step(same, *tensors)`` launches on the current device and stream; ``same`` says that all begin at multiples of 16
-    bytes, for which kernels are compiled, and that nobody listens to launches. What is repeated is bound: ``bound_at``
-    launches at addresses, where the CUDA driver can. Shapes that never come back need not pay for that.
-
-    Args:
-        tma: by argument, how a tensor is described; those after the last one are plain pointers.
+    In ``step(same, *tensors)``, ``same`` says that all begin at multiples of 16 bytes, for which kernels are compiled,
+    and that nobody listens to launches. What is repeated is bound; shapes that never come back need not pay for that.
     """
 
     __slots__ = ("_grid", "_launcher", "_numbers", "_runs", "_tma", "bound_at")

@@ -47,10 +47,6 @@ class Program:
 
     Once a plan of launches was repeated, each tensor is asked for its address once, and launches get addresses. What
     torch makes of given tensors, as copies, may come before the first launch.
-
-    Args:
-        given: names of the tensors of a call, in their order.
-        results: by name; ``None`` for one that is not wanted.
     """
 
     __slots__ = ("_aligned", "_made", "_others", "_ready", "_results", "_stretches", "bound", "instead")
