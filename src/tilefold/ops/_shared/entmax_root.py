@@ -181,7 +181,7 @@ def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:
 def alpha_terms(p: Tensor, u: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
     """Elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``, finite down to alpha = 1.
 
-    With ``y = log p`` and ``w = -e y``: ``A = p (exp(w) - 1 - w) / e^2``, which tends to ``p y^2 / 2``, ``B = p (1 + w)``.
+    With ``y = log p`` and ``w = -e y``: ``A = p (exp(w) - 1 - w) / e^2`` (limit ``p y^2 / 2``), ``B = p (1 + w)``.
     """
     y = torch.log(torch.where(p > 0, p, 1.0))
     w = -e * y
