@@ -23,17 +23,8 @@ from tilefold.retrieval.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 
 # saved with modules of sentence-transformers alone
-STOCK = (
-    "splade",
-    "splade-v2",
-    "splade-pp",
-    "splade-v3",
-    "splade-doc",
-    "efficient-splade",
-    "inference-free",
-    "causal-splade",
-    "colbert",
-)
+STOCK = ("splade", "splade-v2", "splade-pp", "splade-v3", "splade-doc", "efficient-splade", "inference-free",
+         "causal-splade", "colbert")  # fmt: skip
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 SMALL: dict[str, Any] = {"max_steps": 2, "batch_size": 4, "max_length": 24, "bf16": False, "save_steps": 100}
 

@@ -51,8 +51,8 @@ def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory:
 
 @pytest.fixture(scope="module")
 def client(searchable: Searchable) -> Iterator[Client]:
-    assert searchable.encoder is not None and searchable.late is not None
-    with serving(Service([searchable.encoder, searchable.late], searchable=searchable)) as running:
+    models = [model for model in (searchable.encoder, searchable.late) if model]
+    with serving(Service(models, searchable=searchable)) as running:
         yield running
 
 
@@ -85,18 +85,6 @@ def test_the_page_loads_its_own_files_alone_under_a_strict_policy(client: Client
     script = client.get("/page.js").raw.decode()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|https?://", script)
     assert "http" not in client.get("/page.css").raw.decode()
-
-
-def test_the_page_needs_no_key_and_its_post_does(searchable: Searchable) -> None:
-    assert searchable.encoder is not None
-    with serving(Service([searchable.encoder], searchable=replace(searchable, late=None)), api_key="sesam") as locked:
-        assert [locked.get(path).status for path in ("/", "/page.js", "/page.css", "/v1/indexes")] == [
-            200,
-            200,
-            200,
-            401,
-        ]
-        assert locked.post("/", {"inputs": "a"}).status == 401
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +154,7 @@ def test_what_documents_and_queries_hold_is_text_and_never_html(page: Any, clien
     assert page.inner_text("#query-text") == EVIL
     evil = page.locator("article", has_text="alert(2)")
     assert "<script>alert(2)</script>" in evil.locator("h3").inner_text()
-    assert (
-        evil.locator(".text")
-        .inner_text()
-        .startswith("<img src=x onerror=alert(1)> & \U0001f4be csv files \u05d0\u05d1<img")
-    )
+    assert evil.locator(".text").inner_text().startswith(EVIL + "<img")
     evil.locator("button").click()
     assert evil.locator(".text").inner_text() == EVIL * 30
     assert page.locator("main img, main script").count() == 0
@@ -183,12 +167,8 @@ def test_options_show_the_stages_and_the_address_brings_a_search_back(page: Any,
     for name in ("fusion", "prf", "rerank"):
         page.check(f"#{name}")
     page.wait_for_selector(".stages >> text=late interaction")
-    assert page.locator("article").first.locator("th").all_inner_texts() == [
-        "learned sparse",
-        "BM25",
-        "fused",
-        "late interaction",
-    ]
+    stages = page.locator("article").first.locator("th").all_inner_texts()
+    assert stages == ["learned sparse", "BM25", "fused", "late interaction"]
     assert "late interaction" in page.inner_text("#status")
     assert page.locator("#legend-feedback").is_visible()
     assert page.url.endswith("/?q=dates")

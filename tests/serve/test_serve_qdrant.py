@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,6 +34,17 @@ def vectors(sparse: Any, collection: Collection) -> r.SparseVectors:
     return encode_queries(sparse, collection.contents())
 
 
+@contextmanager
+def away(sparse: Any, vectors: r.SparseVectors, limits: Limits | None = None, **options: Any) -> Iterator[Any]:
+    """A client of a service whose index is on a Qdrant server, and that server."""
+    http = OverHttp()
+    r.build_index(vectors, "qdrant", url=http.url, collection="papers")
+    model, index = Served(sparse, "sparse", "tiny"), QdrantIndex(QdrantCollection.server(http.url, "papers", **options))
+    with serving(Service([model], limits, searchable=Searchable("papers", index, model))) as client:
+        yield client, http
+    http.stop()
+
+
 def found(reply: Any) -> dict[str, float]:
     return {entry["docid"]: entry["score"] for entry in reply.json["candidates"]}
 
@@ -50,11 +63,7 @@ def test_an_embedded_index_answers_requests_that_come_together(sparse: Any, vect
 
 
 def test_a_server_that_went_away_is_a_503_without_its_address(sparse: Any, vectors: r.SparseVectors) -> None:
-    http = OverHttp()
-    r.build_index(vectors, "qdrant", url=http.url, collection="papers")
-    index = QdrantIndex(QdrantCollection.server(http.url, "papers", patience=0.2))
-    model = Served(sparse, "sparse", "tiny")
-    with serving(Service([model], searchable=Searchable("papers", index, model))) as client:
+    with away(sparse, vectors, patience=0.2) as (client, http):
         assert client.get(PATH).status == 200
         http.fault = lambda method, path: 503
         for path in (PATH, "/v1/indexes"):
@@ -63,17 +72,12 @@ def test_a_server_that_went_away_is_a_503_without_its_address(sparse: Any, vecto
             assert "does not answer" in reply.json["error"] and "127.0.0.1" not in reply.json["error"]
         http.fault = None
         assert client.get(PATH).status == 200
-    http.stop()
 
 
 def test_while_the_server_is_away_others_are_answered_and_searches_do_not_wait_in_turn(
     sparse: Any, vectors: r.SparseVectors
 ) -> None:
-    http = OverHttp()
-    r.build_index(vectors, "qdrant", url=http.url, collection="papers")
-    index = QdrantIndex(QdrantCollection.server(http.url, "papers", patience=3))
-    model = Served(sparse, "sparse", "tiny")
-    with serving(Service([model], searchable=Searchable("papers", index, model))) as client:
+    with away(sparse, vectors, patience=3) as (client, http):
         http.fault = lambda method, path: 503
         began = time.monotonic()
         with ThreadPoolExecutor(16) as pool:
@@ -85,26 +89,21 @@ def test_while_the_server_is_away_others_are_answered_and_searches_do_not_wait_i
         assert time.monotonic() - began < 6
         http.fault = None
         assert client.get(PATH).status == 200
-    http.stop()
 
 
 def test_the_service_ends_soon_although_a_server_never_answers(
     sparse: Any, vectors: r.SparseVectors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(service, "_LEAVE_SECONDS", 0.3)
-    http, asked, never = OverHttp(), threading.Event(), threading.Event()
-    r.build_index(vectors, "qdrant", url=http.url, collection="papers")
-    index = QdrantIndex(QdrantCollection.server(http.url, "papers"))
+    asked, never = threading.Event(), threading.Event()
 
     def silent(method: str, path: str) -> None:
         asked.set()
         never.wait(20)
 
-    http.fault = silent
-    model = Served(sparse, "sparse", "tiny")
-    limits = Limits(shutdown_seconds=0.5)
     with ThreadPoolExecutor(1) as pool:
-        with serving(Service([model], limits, searchable=Searchable("papers", index, model))) as client:
+        with away(sparse, vectors, Limits(shutdown_seconds=0.5)) as (client, http):
+            http.fault = silent
             search = pool.submit(client.get, PATH)
             assert asked.wait(10)
             began = time.monotonic()
@@ -114,7 +113,6 @@ def test_the_service_ends_soon_although_a_server_never_answers(
         assert (search.result().status, search.result().json["error"]) == (503, "the service is closing")
         assert not [record for record in caplog.records if record.exc_info]
     never.set()
-    http.stop()
 
 
 def test_a_document_that_the_index_alone_has_is_named(

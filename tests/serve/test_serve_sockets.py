@@ -266,10 +266,11 @@ def test_connections_above_the_limit_are_told_so_and_closed(sparse: Any) -> None
 
 def test_a_key_is_asked_for_everywhere_but_where_probes_and_browsers_carry_none(sparse: Any) -> None:
     with serving(service(sparse), api_key="sesam") as client:
-        for path in ("/health", "/ping", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json", "/"):
+        described = ("/docs", "/openapi.json", "/api-doc/openapi.json", "/", "/page.js", "/page.css")
+        for path in ("/health", "/ping", "/metrics", *described):
             assert client.get(path).status == 200
             assert client.post(path, {}).status == 401
-        for path in ("/info", "/query/info", "/query/metrics", "/nowhere"):
+        for path in ("/info", "/query/info", "/query/metrics", "/v1/indexes", "/nowhere"):
             reply = client.get(path)
             assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
         for key in ("Bearer wrong", "Bearer ", "Basic sesam", "sesam", "Bearer sesam2", "Bearer s\xe9sam"):
@@ -289,10 +290,8 @@ def test_errors_that_nobody_expected_have_no_trace_in_the_answer(sparse: Any, mo
     monkeypatch.setattr(running.metrics, "render", fail)
     with serving(running) as client:
         reply = client.get("/metrics")
-        assert (reply.status, reply.json) == (
-            500,
-            {"error": "internal error; the log says why", "error_type": "Backend"},
-        )
+        told = {"error": "internal error; the log says why", "error_type": "Backend"}
+        assert (reply.status, reply.json) == (500, told)
 
 
 def test_a_stopped_server_answers_what_it_had_begun(sparse: Any) -> None:
