@@ -51,7 +51,7 @@ class OverHttp(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def answer(self, method: str, path: str, body: Any) -> Any:  # noqa: PLR0911 - a line per route
+    def answer(self, method: str, path: str, body: Any) -> Any:
         """The result of a request, as the client gives it."""
         _, _, name, *rest = path.split("/")
         client, what = self.client, (method, "/".join(rest))
@@ -64,18 +64,6 @@ class OverHttp(ThreadingHTTPServer):
             return client.create_collection(name, made.vectors, made.sparse_vectors, metadata=made.metadata)
         if not client.collection_exists(name):
             raise FileNotFoundError(name)
-        if what == ("GET", ""):
-            return client.get_collection(name)
-        if what == ("PATCH", ""):
-            return client.update_collection(name, metadata=body["metadata"])
-        if what == ("DELETE", ""):
-            return client.delete_collection(name)
-        if what == ("PUT", "index"):
-            return {"operation_id": 0, "status": "completed"}  # the local mode has none
-        if what == ("PUT", "points"):
-            return client.upsert(name, models.PointsList.model_validate(body).points)
-        if what == ("POST", "points/delete"):
-            return client.delete(name, models.PointIdsList.model_validate(body))
         if what == ("POST", "points"):
             request = models.PointRequest.model_validate(body)
             return client.retrieve(name, request.ids, request.with_payload or False, request.with_vector or False)
@@ -83,11 +71,19 @@ class OverHttp(ThreadingHTTPServer):
             page = models.ScrollRequest.model_validate(body)
             found, following = client.scroll(name, limit=page.limit or 10, offset=page.offset, with_payload=True)
             return {"points": found, "next_page_offset": following}
-        if what == ("POST", "points/count"):
-            return client.count(name, models.CountRequest.model_validate(body).filter)
-        if what == ("POST", "points/query/batch"):
-            return client.query_batch_points(name, models.QueryRequestBatch.model_validate(body).searches)
-        raise NotImplementedError(what)
+        routes: dict[tuple[str, str], Callable[[], Any]] = {
+            ("GET", ""): lambda: client.get_collection(name),
+            ("PATCH", ""): lambda: client.update_collection(name, metadata=body["metadata"]),
+            ("DELETE", ""): lambda: client.delete_collection(name),
+            ("PUT", "index"): lambda: {"operation_id": 0, "status": "completed"},  # the local mode has none
+            ("PUT", "points"): lambda: client.upsert(name, models.PointsList.model_validate(body).points),
+            ("POST", "points/delete"): lambda: client.delete(name, models.PointIdsList.model_validate(body)),
+            ("POST", "points/count"): lambda: client.count(name, models.CountRequest.model_validate(body).filter),
+            ("POST", "points/query/batch"): lambda: client.query_batch_points(
+                name, models.QueryRequestBatch.model_validate(body).searches
+            ),
+        }
+        return routes[what]()
 
 
 class _Handler(BaseHTTPRequestHandler):
