@@ -9,12 +9,7 @@ from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._encoders import (
-    FusedEncode,
-    FusedTokenEncode,
-    SparseBatchEncoder,
-    TokenBatchEncoder,
-)
+from tilefold.integrations.sentence_transformers._encoders import FusedEncode, SparseBatchEncoder, TokenBatchEncoder
 from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs, is_multi_vector
 from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
 from tilefold.integrations.sentence_transformers._pooling import (
@@ -122,7 +117,7 @@ def accelerate(
                 "tilefold.ops.quantize_tokens for documents in int8."
             )
         _fuse_similarity(model, impl, check)
-        _carry(model, encode_token_batch=TokenBatchEncoder(model), encode=FusedTokenEncode(model))
+        _carry(model, encode_token_batch=TokenBatchEncoder(model), encode=FusedEncode(model))
         return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
         raise TypeError(
@@ -285,4 +280,4 @@ class NoReplicas:
 
 
 # on the instance of an accelerated model
-_CARRIED = (FusedSimilarity, NoReplicas, SparseBatchEncoder, TokenBatchEncoder, FusedEncode, FusedTokenEncode)
+_CARRIED = (FusedSimilarity, NoReplicas, SparseBatchEncoder, TokenBatchEncoder, FusedEncode)

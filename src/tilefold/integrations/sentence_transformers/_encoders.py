@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilefold._typing import Model
+from tilefold.integrations.sentence_transformers._heads import is_multi_vector
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.stream import (
@@ -109,14 +109,12 @@ class TokenBatchEncoder:
             yield from stream(windows)
 
 
-class StreamedEncode(ABC):
+class FusedEncode:
     """Replaces ``encode`` of one model: more texts than ``batch_size`` go through a stream, all else is as stock.
 
     A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens that suits the
     device. The stream serves no inputs but strings, not several processes, and no options of the processor.
     """
-
-    logger: str  # of the stock method, whose level decides about progress bars
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -124,91 +122,70 @@ class StreamedEncode(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments and result of the stock ``encode``."""
         model, stock = self.model, type(self.model).encode
-        asked = _asked_of(stock, model, args, kwargs)
-        if asked is None or not _serves_texts(model, asked) or not self._serves(asked):
+        asked = _served(stock, model, args, kwargs)
+        if asked is None:
             with packed_inputs():
                 return stock(model, *args, **kwargs)
         model.eval()
         size: int = asked["batch_size"]
         prompt = model._resolve_prompt(asked["prompt"], asked["prompt_name"])
-        return self._encoded(asked, {"prompt": prompt, "batch_size": size if size < _USUAL else None})
-
-    @abstractmethod
-    def _serves(self, asked: dict[str, Any]) -> bool: ...
-
-    @abstractmethod
-    def _encoded(self, asked: dict[str, Any], how: dict[str, Any]) -> Any: ...
-
-    def _batches(self, asked: dict[str, Any], stream: TextStream, title: str) -> Iterator[Batch]:
-        """Batches of the texts under a progress bar; by default where the stock method shows one."""
-        from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # the one of stock
-
-        texts, show = asked["inputs"], asked["show_progress_bar"]
+        how = {"prompt": prompt, "batch_size": size if size < _USUAL else None}
+        show = asked["show_progress_bar"]
         if show is None:
-            show = logging.getLogger(self.logger).getEffectiveLevel() <= logging.INFO
-        with tqdm(total=len(texts), desc=title, disable=not show) as shown:
-            yield from batches_of(stream, texts, shown.update)
+            show = logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
+        return (_vectors if is_multi_vector(model) else _rows)(model, asked, how, show)
 
 
-class FusedEncode(StreamedEncode):
-    """``encode`` of a SparseEncoder; poolings other than SpladePooling go to the stock method."""
-
-    logger = "sentence_transformers.sparse_encoder.model"
-
-    def _serves(self, asked: dict[str, Any]) -> bool:
-        forwards = (vars(module).get("forward") for module in self.model.modules())
-        fused = [forward for forward in forwards if isinstance(forward, FusedForward)]
-        stock = bool(fused) and all(isinstance(forward.pooling, StockPooling) and forward.last for forward in fused)
-        return stock and not set(asked["kwargs"]) - {"task"}
-
-    def _encoded(self, asked: dict[str, Any], how: dict[str, Any]) -> Any:
-        options = sparse_options(self.model, asked["max_active_dims"], 0.0)
-        stream = SparseStream(self.model, options, task=asked["kwargs"].get("task"), **how)
-        rows = as_csr(list(self._batches(asked, stream, "Texts")), len(asked["inputs"]), 0)
-        found = _as_coo(rows, torch.device("cpu") if asked["save_to_cpu"] else self.model.device)
-        if not asked["convert_to_sparse_tensor"]:
-            found = found.to_dense()
-        return found if asked["convert_to_tensor"] else list(found)
-
-
-class FusedTokenEncode(StreamedEncode):
-    """``encode`` of a MultiVectorEncoder; raw features, and pooling of tokens for this call, go to the stock method."""
-
-    logger = "sentence_transformers.multi_vector_encoder.model"
-
-    def _serves(self, asked: dict[str, Any]) -> bool:
-        plain = asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
-        return plain and not asked["kwargs"]
-
-    def _encoded(self, asked: dict[str, Any], how: dict[str, Any]) -> Any:
-        numpy, task = bool(asked["convert_to_numpy"]), asked["task"]
-        normalize = bool(asked["normalize_embeddings"])
-        stream = VectorStream(self.model, to_host=numpy, normalize=normalize, task=task, **how)
-        found: list[Any] = [None] * len(asked["inputs"])
-        for batch in self._batches(asked, stream, f"Encoding {'queries' if task == 'query' else 'documents'}"):
-            for place, vectors in zip(batch.places, batch.rows, strict=True):
-                found[place] = _as_numpy(vectors) if numpy else vectors
-        return found
-
-
-def _asked_of(stock: Any, model: Model, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of a call of `stock` by name, None for a wrong call, of which the stock method tells."""
+def _served(stock: Any, model: Model, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of a call by name if it is for more than one batch of strings, on the model's device, here."""
     try:
         given = inspect.signature(stock).bind(model, *args, **kwargs)
-    except TypeError:
+    except TypeError:  # of which the stock method tells
         return None
     given.apply_defaults()
-    return given.arguments
-
-
-def _serves_texts(model: Model, asked: dict[str, Any]) -> bool:
-    """Whether a call is for more than one batch of strings, on the model's device, in this process."""
+    asked = given.arguments
     texts, size = asked.get("inputs"), asked["batch_size"]
-    many = isinstance(texts, list) and isinstance(size, int) and len(texts) > size > 0
-    if not many or not all(isinstance(text, str) for text in texts or ()):
-        return False
+    if not (isinstance(texts, list) and isinstance(size, int) and len(texts) > size > 0):
+        return None
     here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
-    return here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
+    here = here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
+    if not here or not all(isinstance(text, str) for text in texts):
+        return None
+    if is_multi_vector(model):  # no raw features, and no pooling of tokens for this call
+        plain = asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
+        return asked if plain and not asked["kwargs"] else None
+    forwards = (vars(module).get("forward") for module in model.modules())
+    fused = [forward for forward in forwards if isinstance(forward, FusedForward)]
+    splade = bool(fused) and all(isinstance(forward.pooling, StockPooling) and forward.last for forward in fused)
+    return asked if splade and not set(asked["kwargs"]) - {"task"} else None
+
+
+def _shown(stream: TextStream, texts: list[str], show: bool, title: str) -> Iterator[Batch]:
+    """Batches of the texts, under a progress bar."""
+    from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # the one of stock
+
+    with tqdm(total=len(texts), desc=title, disable=not show) as shown:
+        yield from batches_of(stream, texts, shown.update)
+
+
+def _rows(model: Model, asked: dict[str, Any], how: dict[str, Any], show: bool) -> Any:
+    options, texts = sparse_options(model, asked["max_active_dims"], 0.0), asked["inputs"]
+    stream = SparseStream(model, options, task=asked["kwargs"].get("task"), **how)
+    rows = as_csr(list(_shown(stream, texts, show, "Texts")), len(texts), 0)
+    found = _as_coo(rows, torch.device("cpu") if asked["save_to_cpu"] else model.device)
+    if not asked["convert_to_sparse_tensor"]:
+        found = found.to_dense()
+    return found if asked["convert_to_tensor"] else list(found)
+
+
+def _vectors(model: Model, asked: dict[str, Any], how: dict[str, Any], show: bool) -> Any:
+    texts, task, numpy = asked["inputs"], asked["task"], bool(asked["convert_to_numpy"])
+    stream = VectorStream(model, to_host=numpy, normalize=bool(asked["normalize_embeddings"]), task=task, **how)
+    found: list[Any] = [None] * len(texts)
+    for batch in _shown(stream, texts, show, f"Encoding {'queries' if task == 'query' else 'documents'}"):
+        for place, vectors in zip(batch.places, batch.rows, strict=True):
+            found[place] = _as_numpy(vectors) if numpy else vectors
+    return found
 
 
 def _as_coo(rows: Tensor, device: torch.device) -> Tensor:

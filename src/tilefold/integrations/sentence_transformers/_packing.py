@@ -50,7 +50,7 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
 
 
 def unpack_inputs(model: nn.Module) -> None:
-    """Undo :func:`pack_inputs`; does nothing to modules that it did not change."""
+    """Undo :func:`pack_inputs`."""
     for module in model.modules():
         if isinstance(vars(module).get("preprocess"), PackedInputs):
             _unpack(module)

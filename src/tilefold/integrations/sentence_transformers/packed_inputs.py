@@ -7,11 +7,12 @@ Between ``preprocess`` and the model, features have many readers (data loaders, 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -40,14 +41,10 @@ def _inputs(form: str) -> Iterator[None]:
         _form.reset(token)
 
 
-def packed_inputs() -> AbstractContextManager[None]:
-    """Within it, in this thread, accelerated models preprocess texts to packed tokens, for the encoder alone."""
-    return _inputs("packed")
-
-
-def padded_inputs() -> AbstractContextManager[None]:
-    """Within it, in this thread, accelerated models run on padded tokens, as stock ones do."""
-    return _inputs("padded")
+# within it, in this thread, accelerated models preprocess texts to packed tokens, for the encoder alone
+packed_inputs = functools.partial(_inputs, "packed")
+# within it, in this thread, accelerated models run on padded tokens, as stock ones do
+padded_inputs = functools.partial(_inputs, "padded")
 
 
 def pads_inputs() -> bool:
