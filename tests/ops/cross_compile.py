@@ -26,24 +26,14 @@ LOCAL_ACCESSES = (0x983, 0x387)  # LDL and STL: the lowest 12 bits of an instruc
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of one kernel on one target.
+    """Resources of one kernel on one target; values that were spilled to memory lie on the stack."""
 
-    Attributes:
-        registers: registers a thread.
-        stack: bytes of stack a thread; any means that values were spilled to memory.
-        shared: bytes of shared memory a program.
-        wgmma: number of Hopper tensor-core instructions.
-        local_memory: number of loads and stores of spilled values.
-        looped: the same as a share of the instructions of the innermost loop that has most of them.
-        cubin: the machine code.
-    """
-
-    registers: int
-    stack: int
-    shared: int
-    wgmma: int
-    local_memory: int
-    looped: float
+    registers: int  # a thread
+    stack: int  # bytes a thread
+    shared: int  # bytes a program
+    wgmma: int  # Hopper's tensor-core instructions
+    local_memory: int  # loads and stores of spilled values
+    looped: float  # the same as a share of the instructions of the innermost loop that has most of them
     cubin: bytes = field(repr=False)
 
 

@@ -17,17 +17,8 @@ LENGTHS = [5, 0, 1, 9, 5]
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 
 
-def padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
+def padded(*given: Any, scale: float | None = None, window: int | None = None, dropout_p: float = 0.0) -> Tensor:
+    query, key, value, cu_seqlens, max_seqlen = given
     return packed_attention._padded(query, key, value, cu_seqlens, max_seqlen, scale, window, dropout_p)
 
 
@@ -111,14 +102,11 @@ def test_places_of_tokens_skip_empty_sequences() -> None:
     assert place.tolist() == [0, 1, 0, 1, 2]
 
 
-def test_nothing_in_nothing_out() -> None:
+def test_nothing_in_nothing_out_and_a_row_alone_is_sdpa() -> None:
     nothing = torch.zeros(0, 2, 8)
     for attend in (packed_softmax_attention, padded):
-        assert attend(nothing, nothing, nothing, torch.zeros(1, dtype=torch.int32), 0).shape == (0, 2, 8)
-        assert attend(nothing, nothing, nothing, torch.zeros(3, dtype=torch.int32), 0).shape == (0, 2, 8)
-
-
-def test_a_padded_row_alone_is_sdpa() -> None:
+        for count in (1, 3):
+            assert attend(nothing, nothing, nothing, torch.zeros(count, dtype=torch.int32), 0).shape == (0, 2, 8)
     tensors = [torch.randn(6, 2, 8) for _ in range(3)]
     got = packed_softmax_attention(*tensors, torch.tensor([0, 6], dtype=torch.int32), 6)
     expected = scaled_dot_product_attention(*(tensor.transpose(0, 1)[None] for tensor in tensors))

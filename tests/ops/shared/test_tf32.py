@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.conftest import Target
-from tilefold.ops import entmax_attention, lsr_head, maxsim, token_scatter
+from tilefold.ops import entmax_attention, lsr_head, maxsim
 from tilefold.ops._shared.internals import tf32_allowed
 
 MATMUL = torch.backends.cuda.matmul
@@ -81,31 +80,12 @@ def head(x: Tensor, **options: str) -> Tensor:
     return lsr_head(x, x[0], **options)
 
 
-def sums(x: Tensor, **options: str) -> Tensor:
-    return lsr_head(x, x[0], pooling="sum", **options)
-
-
 def late(x: Tensor, **options: str) -> Tensor:
     return maxsim(x, x, **options)
 
 
 def attend(x: Tensor, **options: str) -> Any:
     return entmax_attention(x[None], x[None], x[None], **options)
-
-
-def scatter(x: Tensor, **options: str) -> Tensor:
-    tokens = torch.arange(x.size(1), device=x.device).expand(x.shape[:2])
-    return token_scatter(x[..., 0], tokens, x.size(1), **options)
-
-
-@new
-@pytest.mark.parametrize("precision", ["tf32", "ieee"])
-@pytest.mark.parametrize("operator", [head, sums, late, attend, scatter], ids=lambda operator: operator.__name__)
-def test_the_new_switch_breaks_no_operator(target: Target, operator: Callable[..., Tensor], precision: str) -> None:
-    x = torch.randn(2, 17, 16, device=target.device, requires_grad=True)
-    matmul(precision)
-    for _ in range(3):  # the third repeats launches
-        operator(x, impl=target.impl).sum().backward()
 
 
 @pytest.mark.gpu
