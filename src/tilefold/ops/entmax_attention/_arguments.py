@@ -34,10 +34,7 @@ def checked(
     max_seqlen_k: int | None,
     return_stats: object,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; the operator has one alpha per head.
-
-    ``alpha`` is not looked at where it is one of the tensors.
-    """
+    """Check all that needs no value; the operator has one alpha per head, ``alpha`` where it is none of the tensors."""
     q, k, v, learned, mask, cu_q, cu_k, _ = tensors
     check_choice("return_stats", return_stats, (False, True, "blocks"))
     _check_tensors(q, k, v, cu_q is not None or cu_k is not None)

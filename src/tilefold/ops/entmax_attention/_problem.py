@@ -37,18 +37,17 @@ class AttentionTensors(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether the batch is packed."""
         return self.cu_seqlens_q is not None
 
     @property
     def batch(self) -> int:
-        """The number of sequences."""
         return self.q.size(0) if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
 
     @property
     def stats_shape(self) -> tuple[int, ...]:
         """One number per row: ``[B, H, Nq]``, or ``[1, H, Tq]`` of a packed batch."""
-        return stats_shape(self.q, self.packed)
+        q = self.q
+        return (1, q.size(1), q.size(0)) if self.packed else (q.size(0), q.size(1), q.size(2))
 
 
 class Options(NamedTuple):
@@ -96,7 +95,6 @@ class AttentionSaved(NamedTuple):
 
     @property
     def tensors(self) -> AttentionTensors:
-        """Tensors of the call."""
         return AttentionTensors(*self[:8])
 
 
@@ -158,27 +156,15 @@ def allowed(nq: int, nk: int, first: int, last: int, options: Options, keep: Ten
     return pairs if keep is None else pairs & keep
 
 
-def stats_shape(q: Tensor, packed: bool) -> tuple[int, ...]:
-    """``[B, H, Nq]``, or ``[1, H, Tq]`` of a packed batch."""
-    return (1, q.size(1), q.size(0)) if packed else (q.size(0), q.size(1), q.size(2))
-
-
 def check_values(tensors: AttentionTensors, options: Options) -> None:
-    """Check alphas on the CPU, and packed offsets, with a synchronisation if they lie on a GPU.
-
-    Raises:
-        ValueError: for alphas outside [1, 2], offsets that do not describe the rows, or keys that are longer than
-            ``max_seqlen_k``.
-    """
+    """Check alphas on the CPU, and packed offsets and their longest keys, with a synchronisation on a GPU."""
     check_alphas(tensors.alpha)
     cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if cu_q is None or cu_k is None:
         return
     check_cu_seqlens("cu_seqlens_q", cu_q, tensors.q.size(0), "q")
     check_cu_seqlens("cu_seqlens_k", cu_k, tensors.k.size(0), "k")
-    longest, bound = (
-        max((after - before for before, after in itertools.pairwise(cu_k.tolist())), default=0),
-        options.max_seqlen_k,
-    )
+    longest = max((after - before for before, after in itertools.pairwise(cu_k.tolist())), default=0)
+    bound = options.max_seqlen_k
     if longest > bound:
         raise ValueError(f"max_seqlen_k must be at least {longest}, the longest sequence of keys, got {bound}.")

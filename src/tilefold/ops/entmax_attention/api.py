@@ -14,8 +14,7 @@ from tilefold.ops._shared.plan import Buffer
 from tilefold.ops.entmax_attention import _reference, _tiled
 from tilefold.ops.entmax_attention._arguments import checked, ready
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, check_values
-from tilefold.ops.entmax_attention._sparsity import count_blocks
-from tilefold.ops.entmax_attention._stats import SPARSITY_BLOCK, EntmaxStats, described, of_rows
+from tilefold.ops.entmax_attention._stats import SPARSITY_BLOCK, EntmaxStats, count_blocks, described, of_rows
 from tilefold.ops.entmax_attention.configs import outputs
 
 
