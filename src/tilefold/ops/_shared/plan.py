@@ -102,3 +102,24 @@ def taker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple([values[place] for place in places])
+
+
+def arguments_of(
+    kernel: Any, places: Mapping[str, str], values: Mapping[str, Any]
+) -> tuple[list[str], tuple[int | float, ...], dict[str, Any]]:
+    """Tensors by name, numbers and constants of a launch, by the names that the kernel has for them.
+
+    ``places`` are the tensors by the kernel's names; one ``<name>_ptr`` that is not there is ``name``. ``values`` may
+    have more than the kernel takes, besides warps, stages and the registers of a thread.
+    """
+    named: list[str] = []
+    numbers: list[int | float] = []
+    constants = {name: values[name] for name in ("num_warps", "num_stages", "maxnreg") if name in values}
+    for name in kernel.arg_names:
+        if name in places or name.endswith("_ptr"):
+            named.append(places.get(name, name.removesuffix("_ptr")))
+        elif name.isupper() and name not in ("B", "T"):  # sequences and tokens
+            constants[name] = values[name]
+        else:
+            numbers.append(values[name])
+    return named, tuple(numbers), constants

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 from tilefold.ops._shared._triton.tensors import cdiv, one_byte, power_of_two
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
+from tilefold.ops._shared.internals import Grid
 from tilefold.ops._shared.philox import dropout_threshold
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View, contiguous
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View, arguments_of, contiguous
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
 from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel
@@ -39,7 +41,16 @@ from tilefold.ops.entmax_attention.configs import (
 )
 
 Buffers = dict[str, Buffer | View | None]
-GIVEN = "alpha key_padding_mask cu_seqlens_q cu_seqlens_k"
+PLACES = {  # of tensors, by their kernels' names
+    "mask_ptr": "key_padding_mask", "cu_q_ptr": "cu_seqlens_q", "cu_k_ptr": "cu_seqlens_k", "batch_ptr": "q_batch",
+    "start_ptr": "q_start", "key_batch_ptr": "k_batch", "key_start_ptr": "k_start", "dalpha_ptr": "terms",
+}  # fmt: skip
+SMALL = {"num_warps": 4, "num_stages": 1}
+
+
+def _launch(kernel: Any, grid: Grid, values: Mapping[str, Any], places: Mapping[str, str] = {}) -> Launch:
+    named, numbers, constants = arguments_of(kernel, PLACES | dict(places), values)
+    return Launch(kernel, grid, " ".join(named), numbers, constants)
 
 
 def forward(tensors: AttentionTensors, options: Options, training: bool, setting: Setting) -> Plan:
@@ -52,22 +63,20 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
     buffers, stats = _results(tensors, options, training, way)
     if q.numel() == 0:
         return Plan((), buffers)
-    given = _readable(q=q, k=tensors.k, v=tensors.v)
+    given, copies = _readable(q=q, k=tensors.k, v=tensors.v)
     (out, *out2), after = _written({"out": q, "out2": q} if training else {"out": q}, buffers)
     rows = config.resident_rows if way == RESIDENT else config.rows
     tiles = row_tiles(q, rows, tensors)
-    told = _told(tensors, options, config, rows)
-    numbers = (*told.sizes, 0 if packed else tiles // tensors.batch, *told.scalars)
-    strides = (*given.strides(packed), *_strides(_writable(q), packed))
-    made = {"GRADIENT": training, "SUPPORT": options.support}
-    root = {"TOLERANCE": tolerance(q.dtype), "NEAR": nearness(q.dtype)}
-    outputs = f"{out} {(out2 or [out])[0]}"
-    steps: list[Launch | TorchStep] = [*given.copies, *_copies(tensors), *_tables(tensors, buffers, (tiles, rows))]
+    told = _told(tensors, options, config, rows) | _strides(given | {"o": _writable(q)}, packed)
+    told |= {"tiles_per": 0 if packed else tiles // tensors.batch, "GRADIENT": training, "SUPPORT": options.support}
+    told |= {"TOLERANCE": tolerance(q.dtype), "NEAR": nearness(q.dtype)}
+    places = {"out_ptr": out, "out2_ptr": (out2 or [out])[0], "stats_ptr": stats}
+    places |= {"list_ptr": "lists", "count_ptr": "counts"}
+    steps: list[Launch | TorchStep] = [*copies, *_copies(tensors), *_tables(tensors, buffers, (tiles, rows))]
+    grid = tiles, q.size(1), 1
     if way == RESIDENT:
-        names = f"q k v {outputs} {stats} {GIVEN} q_batch q_start seed"
         own = {"BLOCK_N": power_of_two(span(rows, options)), "num_warps": config.resident_warps, "num_stages": 1}
-        constants = told.flags | made | root | own
-        steps.append(Launch(resident_kernel, (tiles, q.size(1), 1), names, (*strides, *numbers), constants))
+        steps.append(_launch(resident_kernel, grid, told | own, places))
     else:
         blocks = span(rows, options) // config.keys + 2
         live = live_shape(tensors, options, setting.capability)
@@ -78,15 +87,12 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
             buffers["maxima"] = Buffer((programs, blocks, rows), torch.float32)
             buffers["lists"] = Buffer((q.size(1), tiles, blocks), torch.int32)
             buffers["counts"] = Buffer((q.size(1), tiles), torch.int32)
-        flags = told.flags | {"LISTS": way == LISTS, "BLOCK_N": config.keys}
-        flags |= {"num_stages": config.forward_stages, "num_warps": config.num_warps}
-        roots = flags | root | {"WIDTH": 16 if blocks <= 18 else 32, "maxnreg": config.registers}
-        names = f"q k {stats} live maxima lists counts {GIVEN} q_batch q_start"
-        numbers = (*numbers, tiles, blocks)
-        steps.append(Launch(roots_kernel, (programs, 1, 1), names, (*strides[:6], *numbers, live[2]), roots))
-        output = flags | made | {"maxnreg": config.wide_registers if training else config.registers}
-        names = f"q k v {outputs} {stats} lists counts {GIVEN} q_batch q_start seed"
-        steps.append(Launch(output_kernel, (tiles, q.size(1), 1), names, (*strides, *numbers), output))
+        told |= {"LISTS": way == LISTS, "BLOCK_N": config.keys, "tiles": tiles, "blocks": blocks, "words": live[2]}
+        told |= {"num_stages": config.forward_stages, "num_warps": config.num_warps, "maxnreg": config.registers}
+        roots = told | {"WIDTH": 16 if blocks <= 18 else 32}
+        steps.append(_launch(roots_kernel, (programs, 1, 1), roots, places))
+        told["maxnreg"] = config.wide_registers if training else config.registers
+        steps.append(_launch(output_kernel, grid, told, places))
     steps += after
     if packed:
         steps.append(_nan_if_broken(tensors, options, interpreted=setting.capability == (0, 0)))
@@ -105,38 +111,41 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
     config = config_of(tensors, options, setting.capability, SHORT if live is None else LISTS, tf32=setting.tf32)
     rows = Buffer(tensors.stats_shape, torch.float32)
     buffers: Buffers = {"delta": rows, "terms": rows if need_alpha else None}
-    given = _readable(q=q, k=k, v=v, dout=dout, out2=saved.out2)
+    given, copies = _readable(q=q, k=k, v=v, dout=dout, out2=saved.out2)
+    given |= {"d": given.pop("dout"), "o": given.pop("out2")} if saved.out2 is not None else {"d": given.pop("dout")}
     wanted = {f"d{name}": t for name, t, need in zip("qkv", (q, k, v), needs[:3], strict=True) if need}
     written, after = _written(wanted, buffers)
-    names = {"dq": "dq", "dk": "dk", "dv": "dv"} | dict(zip(wanted, written, strict=True))
+    places = {f"{name}_ptr": place for name, place in zip(wanted, written, strict=True)}
     q_tiles, k_tiles = row_tiles(q, config.rows, tensors), row_tiles(k, config.dkv_keys, tensors)
     q_per, k_per = (0, 0) if packed else (q_tiles // tensors.batch, k_tiles // tensors.batch)
-    list_length = q_tiles if packed else q_per
-    blocks = 0 if live is None else cdiv(options.max_seqlen_k, config.keys)
-    told = _told(tensors, options, config, config.rows)
-    sizes, flags = (*told.sizes, q_per), told.flags | {"LISTS": live is not None}
-    steps: list[Launch | TorchStep] = [*given.copies, *_copies(tensors)]
+    told = _told(tensors, options, config, config.rows) | {
+        "tiles_per": q_per, "key_tiles_per": k_per, "tiles": q_tiles, "list_length": q_tiles if packed else q_per,
+        "blocks": 0 if live is None else cdiv(options.max_seqlen_k, config.keys), "LISTS": live is not None,
+        "words": 0 if live is None else live.size(2), "BLOCK_N": config.keys, "KEYS": config.dkv_keys,
+        "QUERIES": config.dkv_queries, "NEED_Q": need_q, "NEED_K": need_k, "NEED_V": need_v, "NEED_ALPHA": need_alpha,
+    }  # fmt: skip
+    steps: list[Launch | TorchStep] = [*copies, *_copies(tensors)]
     if need_alpha and packed:  # there may be rows of no sequence, should the offsets be broken
         steps.append(TorchStep("terms", Tensor.zero_, "terms"))
     steps += _tables(tensors, buffers, (q_tiles, config.rows), (k_tiles, config.dkv_keys))
-    steps += _key_lists(live, blocks, buffers)
-    constants = flags | {"BLOCK_N": config.keys, "NEED_Q": need_q, "NEED_ALPHA": need_alpha}
-    constants |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    constants |= {"maxnreg": config.wide_registers if need_alpha else config.registers}
-    strides = (*given.strides(packed, "q", "k", "v", "out2", "dout"), *_strides(_writable(q), packed))
-    numbers = (*strides, *sizes, *told.scalars, q_tiles, blocks)
-    tensors_of_dq = f"q k v dout out2 {names['dq']} delta terms stats key_list key_count {GIVEN} q_batch q_start seed"
-    steps.append(Launch(dq_kernel, (q_tiles, q.size(1), 1), tensors_of_dq, numbers, constants))
+    # for every tile of queries the live blocks of keys, and their number
+    places |= _lists("key", live, (q_tiles, told["blocks"]), buffers)
+    if live is not None:
+        small = told | {"num_warps": 1, "num_stages": 1}
+        steps.append(_launch(key_lists_kernel, (q_tiles, live.size(0), 1), small, places))
+    own: dict[str, int | None] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    own["maxnreg"] = config.wide_registers if need_alpha else config.registers
+    values = told | own | _strides(given | {"g": _writable(q)}, packed)
+    steps.append(_launch(dq_kernel, (q_tiles, q.size(1), 1), values, places))
     if need_k or need_v:
-        steps += _query_lists(live, config, packed, (*sizes, k_per), (k_tiles, list_length), buffers)
-        constants = flags | {"KEYS": config.dkv_keys, "QUERIES": config.dkv_queries, "NEED_K": need_k, "NEED_V": need_v}
-        constants |= {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages, "maxnreg": config.dkv_registers}
-        strides = given.strides(packed, "q", "k", "v", "dout")
-        numbers = (*strides, *_strides(_writable(k), packed), *_strides(_writable(v), packed), *sizes, k_per)
-        numbers = (*numbers, *told.scalars, list_length)
-        tensors_of_dkv = f"q k v dout {names['dk']} {names['dv']} delta stats query_list query_count {GIVEN}"
-        grid = (k_tiles, k.size(1), 1)
-        steps.append(Launch(dkv_kernel, grid, f"{tensors_of_dkv} k_batch k_start seed", numbers, constants))
+        # for every tile of keys the tiles of queries that one of its blocks is live in, and their number
+        places |= _lists("query", live, (k_tiles, told["list_length"]), buffers)
+        if live is not None:
+            steps.append(_launch(query_lists_kernel, (k_tiles, live.size(0), 1), told | SMALL, places))
+        own = {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages, "maxnreg": config.dkv_registers}
+        values = told | own | _strides(given | {"g": _writable(k), "w": _writable(v)}, packed)
+        places |= {"batch_ptr": "k_batch", "start_ptr": "k_start"}
+        steps.append(_launch(dkv_kernel, (k_tiles, k.size(1), 1), values, places))
     steps += after
     if need_alpha:
         dtype = torch.float32 if tensors.alpha is None else tensors.alpha.dtype
@@ -144,53 +153,22 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
     return Plan(tuple(steps), buffers)
 
 
-def _key_lists(live: Tensor | None, blocks: int, buffers: Buffers) -> tuple[Launch, ...]:
-    """For every tile of queries the live blocks of keys, and their number."""
-    if live is None:
-        buffers |= {"key_list": None, "key_count": None}
-        return ()
-    heads, tiles, words = live.shape
-    buffers |= {
-        "key_list": Buffer((heads, tiles, blocks), torch.int32),
-        "key_count": Buffer((heads, tiles), torch.int32),
-    }
-    constants, numbers = {"num_warps": 1, "num_stages": 1}, (tiles, words, blocks)
-    return (Launch(key_lists_kernel, (tiles, heads, 1), "live key_list key_count", numbers, constants),)
+def _lists(name: str, live: Tensor | None, shape: tuple[int, int], buffers: Buffers) -> dict[str, str]:
+    """Buffers of lists of live blocks and their lengths, by the kernels' names for them."""
+    for place, size in ((f"{name}_list", shape), (f"{name}_count", shape[:1])):
+        buffers[place] = None if live is None else Buffer((live.size(0), *size), torch.int32)
+    return {"list_ptr": f"{name}_list", "count_ptr": f"{name}_count"}
 
 
-def _query_lists(
-    live: Tensor | None,
-    config: AttentionConfig,
-    packed: bool,
-    sizes: tuple[int, ...],
-    shape: tuple[int, int],
-    buffers: Buffers,
-) -> tuple[Launch, ...]:
-    """For every tile of keys the tiles of queries that one of its blocks is live in, and their number."""
-    if live is None:
-        buffers |= {"query_list": None, "query_count": None}
-        return ()
-    heads, q_tiles, words = live.shape
-    buffers["query_list"], buffers["query_count"] = (Buffer((heads, *s), torch.int32) for s in (shape, shape[:1]))
-    constants = {"BLOCK_M": config.rows, "BLOCK_N": config.keys, "KEYS": config.dkv_keys, "PACKED": packed}
-    names = "live query_list query_count cu_seqlens_q cu_seqlens_k q_start k_batch k_start"
-    numbers = (*sizes, q_tiles, words, shape[1])
-    constants |= {"num_warps": 4, "num_stages": 1}
-    return (Launch(query_lists_kernel, (shape[0], heads, 1), names, numbers, constants),)
-
-
-class _Told(NamedTuple):
-    """Arguments of every kernel of a call but tensors: numbers by the order of the kernels' parameters."""
-
-    sizes: tuple[int, ...]
-    scalars: tuple[int | float, ...]
-    flags: dict[str, Any]
-
-
-def _told(tensors: AttentionTensors, options: Options, config: AttentionConfig, rows: int) -> _Told:
-    q, k, alpha, packed, batch = tensors.q, tensors.k, tensors.alpha, tensors.packed, tensors.batch
+def _told(tensors: AttentionTensors, options: Options, config: AttentionConfig, rows: int) -> dict[str, Any]:
+    """Numbers and constants of a call's kernels, by their names."""
+    q, k, alpha, packed = tensors.q, tensors.k, tensors.alpha, tensors.packed
     heads, dim, p, scale = q.size(1), q.size(-1), options.dropout_p, options.scale
-    flags = {
+    return {
+        "Nq": 0 if packed else q.size(2), "Nk": 0 if packed else k.size(2), "Tq": q.size(0) if packed else 0,
+        "Tk": k.size(0) if packed else 0, "B": tensors.batch, "window": options.window, "scale": scale,
+        "alpha_value": options.alpha_value, "threshold": dropout_threshold(p), "keep_scale": 1 / (1 - p),
+        "stat_size": math.prod(tensors.stats_shape),
         "H": heads, "GROUP": heads // k.size(1), "D": dim, "BLOCK_D": power_of_two(dim), "BLOCK_M": rows,
         "KIND": kernel_kind(q.dtype, alpha, options.alpha_value), "HAS_ALPHA": alpha is not None,
         "CAUSAL": options.causal, "WINDOW": options.window >= 0, "HAS_MASK": tensors.key_padding_mask is not None,
@@ -198,10 +176,6 @@ def _told(tensors: AttentionTensors, options: Options, config: AttentionConfig, 
         "EXACT": scale > 0 and math.frexp(scale)[0] == 0.5,  # multiplying never rounds and keeps the order of scores
         "PRECISION": config.precision,
     }  # fmt: skip
-    sizes = (0, 0, q.size(0), k.size(0), batch) if packed else (q.size(2), k.size(2), 0, 0, batch)
-    stat_size = math.prod(tensors.stats_shape)
-    scalars = (options.window, scale, options.alpha_value, dropout_threshold(p), 1 / (1 - p), stat_size)
-    return _Told(sizes, scalars, flags)
 
 
 def _results(tensors: AttentionTensors, options: Options, training: bool, way: str) -> tuple[Buffers, str]:
@@ -235,28 +209,23 @@ def _is_readable(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.size(-1) == 1
 
 
-class _Readable(NamedTuple):
+def _readable(**tensors: Tensor | None) -> tuple[dict[str, Tensor], tuple[TorchStep, ...]]:
     """Operands as the kernels read them, and the steps that copy some of them for it."""
-
-    tensors: dict[str, Tensor]
-    copies: tuple[TorchStep, ...]
-
-    def strides(self, packed: bool, *names: str) -> tuple[int, ...]:
-        """Strides of sequence, head and token of the named tensors, by default all."""
-        return tuple(stride for name in names or self.tensors for stride in _strides(self.tensors[name], packed))
-
-
-def _readable(**tensors: Tensor | None) -> _Readable:
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     strange = {name: tensor for name, tensor in given.items() if not _is_readable(tensor)}
-    return _Readable(
-        given | {name: tensor.contiguous() for name, tensor in strange.items()},
-        tuple(TorchStep(name, Tensor.contiguous, name) for name in strange),
-    )
+    copied = {name: tensor.contiguous() for name, tensor in strange.items()}
+    return given | copied, tuple(TorchStep(name, Tensor.contiguous, name) for name in strange)
 
 
-def _strides(tensor: Tensor, packed: bool) -> tuple[int, int, int]:
-    return (0, tensor.stride(1), tensor.stride(0)) if packed else (tensor.stride(0), tensor.stride(1), tensor.stride(2))
+def _strides(tensors: Mapping[str, Tensor], packed: bool) -> dict[str, int]:
+    """Strides of sequence, head and token, by the kernels' names for them."""
+    strides: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        strides |= {
+            f"s{name}_b": 0 if packed else tensor.stride(0), f"s{name}_h": tensor.stride(1),
+            f"s{name}_n": tensor.stride(0 if packed else 2),
+        }  # fmt: skip
+    return strides
 
 
 def _writable(like: Tensor) -> Tensor:
@@ -310,9 +279,8 @@ def _tables(
     if columns:
         buffers |= {"k_batch": Buffer((k_tiles,), torch.int32), "k_start": Buffer((batch + 1,), torch.int32)}
     grid = (max(cdiv(max(q_tiles, k_tiles), TABLE_BLOCK), 1), 2 if columns else 1, 1)
-    constants = {"ROWS": rows, "KEYS": columns, "BLOCK": TABLE_BLOCK, "num_warps": 4, "num_stages": 1}
-    names = "cu_seqlens_q cu_seqlens_k q_batch q_start k_batch k_start"
-    return (Launch(tables_kernel, grid, names, (batch, q_tiles, k_tiles), constants),)
+    values = {"B": batch, "q_tiles": q_tiles, "k_tiles": k_tiles, "ROWS": rows, "KEYS": columns, "BLOCK": TABLE_BLOCK}
+    return (_launch(tables_kernel, grid, values | SMALL),)
 
 
 def _nan_if_broken(tensors: AttentionTensors, options: Options, interpreted: bool) -> Launch:
@@ -320,7 +288,7 @@ def _nan_if_broken(tensors: AttentionTensors, options: Options, interpreted: boo
     the host cannot look without waiting.
     """
     q, k = tensors.q, tensors.k
-    constants = {"BLOCK": CHECK_BLOCK, "num_warps": 4, "num_stages": 1}
-    programs = 1 if interpreted else WRITERS  # programs that are interpreted run one after the other
-    numbers = (tensors.batch, q.size(0), k.size(0), options.max_seqlen_k, q.numel())
-    return Launch(nan_if_broken_kernel, (programs, 1, 1), "cu_seqlens_q cu_seqlens_k out", numbers, constants)
+    values = {"B": tensors.batch, "q_rows": q.size(0), "k_rows": k.size(0), "longest": options.max_seqlen_k}
+    values |= {"size": q.numel(), "BLOCK": CHECK_BLOCK} | SMALL
+    # programs that are interpreted run one after the other
+    return _launch(nan_if_broken_kernel, (1 if interpreted else WRITERS, 1, 1), values)

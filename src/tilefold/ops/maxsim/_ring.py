@@ -23,28 +23,28 @@ from tilefold.ops._shared.checks import FLOAT_DTYPES
 from tilefold.ops._shared.impl import host_may_read, settled
 from tilefold.ops.maxsim import _reference
 from tilefold.ops.maxsim._arguments import checked
-from tilefold.ops.maxsim._labels import check_labels, check_scale, labelled_loss
 from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors, Problem, check_values, wide_dtype
 from tilefold.ops.maxsim.api import MAXSIM, kept_tokens
+from tilefold.ops.maxsim.contrastive import check_labels, check_scale, labelled_loss
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
 class Part(NamedTuple):
     """Part held by a rank; each rank knows that of all."""
 
-    failed: int
-    on_gpu: int
-    dtype: int
-    dim: int
-    options: int
-    need_queries: int
-    need_documents: int
-    queries: int
-    documents: int
-    rows: int
-    length: int
-    packed: int
-    masked: int
+    failed: int = 1
+    on_gpu: int = 0
+    dtype: int = 0
+    dim: int = 0
+    options: int = 0
+    need_queries: int = 0
+    need_documents: int = 0
+    queries: int = 0
+    documents: int = 0
+    rows: int = 0
+    length: int = 0
+    packed: int = 0
+    masked: int = 0
 
 
 # what must agree, and what the error calls it
@@ -68,20 +68,15 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.parts)
 
     def shift(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
         """Start to send to the next rank, and to receive from the one before; what to wait for."""
-        after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
-        before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
+        ways = (dist.isend, outgoing, self.rank + 1), (dist.irecv, incoming, self.rank - 1)
         steps = [
-            dist.P2POp(dist.isend, tensor, after, self.group, tag + i)
-            for i, tensor in enumerate(outgoing)
-            if tensor.numel()
-        ] + [
-            dist.P2POp(dist.irecv, tensor, before, self.group, tag + i)
-            for i, tensor in enumerate(incoming)
+            dist.P2POp(way, tensor, dist.get_global_rank(self.group, rank % self.size), self.group, tag + i)
+            for way, tensors, rank in ways
+            for i, tensor in enumerate(tensors)
             if tensor.numel()
         ]
         return dist.batch_isend_irecv(steps) if steps else []
@@ -102,7 +97,6 @@ class Ring:
 
     @staticmethod
     def room(part: Part, like: Sequence[Tensor]) -> list[Tensor]:
-        """Buffers to receive the documents of ``part``."""
         rows, mask, offsets = like
         return [
             rows.new_empty(part.rows, part.dim),
@@ -115,18 +109,12 @@ Held = tuple[MaxSimTensors, MaxSimOptions]
 
 
 def meet(group: dist.ProcessGroup, held: Held | None, options: object, error: Exception | None) -> Ring:
-    """Tell the other ranks what this one holds, and hear what they hold.
+    """Tell the other ranks what this one holds, ``None`` with an ``error``, and hear what they hold.
 
-    Args:
-        group: the ranks, this one among them.
-        held: this rank's queries and documents, ``None`` with an ``error``.
-        options: what must be the same on every rank.
-        error: why this rank cannot go on; raised here, and named by the other ranks.
-
-    Raises:
-        ValueError: on every rank, if ranks do not agree or one cannot go on.
+    ``options`` must be the same on every rank. Raises this rank's error, and ``ValueError`` on every rank if ranks do
+    not agree or another one cannot go on.
     """
-    part = Part(1, *[0] * (len(Part._fields) - 1)) if held is None else _part(*held, options)
+    part = Part() if held is None else _part(*held, options)
     # where gloo is there too, the numbers do not go through a GPU
     over_cpu = "gloo" in str(dist.get_backend_config(group))
     device = torch.device("cpu") if over_cpu else torch.device("cuda", torch.cuda.current_device())

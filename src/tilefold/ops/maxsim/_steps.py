@@ -12,7 +12,7 @@ from tilefold.ops._shared._triton.offsets import int32_launch
 from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.internals import Grid, Tma
-from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View
+from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, arguments_of
 from tilefold.ops.maxsim._problem import Problem
 from tilefold.ops.maxsim._triton.norms import inverse_norms_kernel
 from tilefold.ops.maxsim._triton.row_queries import row_query_kernel
@@ -102,22 +102,11 @@ class Steps:
         tma: Mapping[str, Tma] | None = None,
     ) -> None:
         """A launch, its arguments by the kernel's names: ``tensors`` and values of its ``own``, and the problem's."""
-        places = TENSORS | dict(tensors or {})
-        named: list[str] = []
-        numbers: list[int | float] = []
-        values = self.values | dict(own)
-        build = ("num_warps", "num_stages", "maxnreg")
-        constants: dict[str, Any] = {name: values[name] for name in build if name in values}
-        for name in kernel.arg_names:
-            if name in places:
-                named.append(self.stands.get(places[name], places[name]))
-            elif name.isupper() and name != "T":
-                constants[name] = values[name]
-            else:
-                numbers.append(values[name])
+        places = {name: self.stands.get(place, place) for name, place in (TENSORS | dict(tensors or {})).items()}
+        named, numbers, constants = arguments_of(kernel, places, self.values | dict(own))
         self._buffers |= dict.fromkeys(name for name in named if name not in self._known | self._buffers.keys())
         self._steps.append(
-            Launch(kernel, grid, " ".join(named), tuple(numbers), constants, tma or {}, BY_POINTERS if tma else None)
+            Launch(kernel, grid, " ".join(named), numbers, constants, tma or {}, BY_POINTERS if tma else None)
         )
 
     def over_rows(self, kernel: Any, count: int, tensors: Mapping[str, str] | None = None, others: int = 0) -> None:
