@@ -11,6 +11,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss
 
+from tests.modules.batches import same
 from tests.recipes.decoder_models import TEXTS, dense, tiny_causal_lm
 from tests.recipes.small import small_masked_lm
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
@@ -48,36 +49,21 @@ def two_sides(transformer: ProsperTransformer) -> SparseEncoder:
     )
 
 
-def test_residual_by_hand_and_gradcheck() -> None:
+def test_residual_by_hand_and_as_defined_on_random_operands() -> None:
     pooled = torch.tensor([[1.0, 2.0]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, -1.0], [0.5, 0.5]], dtype=torch.float64, requires_grad=True)
     ids, mask = torch.tensor([[3, 0, 3, 1, 2]]), torch.tensor([[1, 1, 1, 1, 0]])
     # w' = [1, 4, 1, 1.5], max 4; literal terms 0, 1, 3, and 2 is masked
-    got = literal_residual(pooled, weight, ids, mask)
-    assert got.tolist() == [[3.0, 0.0, 0.0, 2.5]]
+    assert literal_residual(pooled, weight, ids, mask).tolist() == [[3.0, 0.0, 0.0, 2.5]]
     assert literal_residual(pooled, weight, ids, mask, ignore_ids=[0]).tolist() == [[0.0, 0.0, 0.0, 2.5]]
     assert torch.autograd.gradcheck(lambda p, w: literal_residual(p, w, ids, mask), (pooled, weight))
-
-
-def test_residual_equals_its_definition_on_random_operands() -> None:
     torch.manual_seed(0)
     pooled, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (3, 50))
-    ids = torch.randint(0, 50, (3, 7))
-    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1], [0] * 7])
-    own = pooled @ weight.T
-    literal = torch.zeros(3, 50, dtype=torch.float64)
+    ids, mask = torch.randint(0, 50, (3, 7)), torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1], [0] * 7])
+    own, literal = pooled @ weight.T, torch.zeros(3, 50, dtype=torch.float64)
     for row, (tokens, keep) in enumerate(zip(ids, mask, strict=True)):
         literal[row, tokens[keep == 1]] = 1
-    expected = literal * (own.max(dim=1, keepdim=True).values - own)
-    got = literal_residual(pooled, weight, ids, mask)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    upstream = torch.rand(3, 50, dtype=torch.float64)
-    for a, b in zip(
-        torch.autograd.grad(got, (pooled, weight), upstream),
-        torch.autograd.grad(expected, (pooled, weight), upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    same(literal_residual(pooled, weight, ids, mask), literal * (own.amax(1, keepdim=True) - own), [pooled, weight])
 
 
 @pytest.mark.gpu
@@ -107,9 +93,8 @@ def test_on_a_gpu_under_autocast_it_trains_and_agrees_with_the_cpu(bases: dict[s
     model = two_sides(prosper(bases[kind], kind)).cuda()
     with accelerate(model):
         torch.testing.assert_close(dense(model, TEXTS, "document").cpu(), expected, rtol=0, atol=1e-4)
-        features = {
-            name: value.cuda() if hasattr(value, "cuda") else value for name, value in model.preprocess(TEXTS).items()
-        }
+        given = model.preprocess(TEXTS).items()
+        features = {name: value.cuda() if hasattr(value, "cuda") else value for name, value in given}
         with torch.autocast("cuda", torch.bfloat16):
             out = model(features, task="document")
         (out["sentence_embedding"].sum() + out["base_embedding"].sum()).backward()
@@ -189,12 +174,6 @@ def test_two_sides_share_a_transformer_and_reload(bases: dict[str, Path], kind: 
         SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
 
 
-def test_without_the_residual_final_weights_are_base_weights(bases: dict[str, Path]) -> None:
-    transformer = prosper(bases["causal"], "causal", literal_residual=False).eval()
-    out = transformer(transformer.preprocess(TEXTS))
-    assert transformer.literal is None and out["sentence_embedding"] is out["base_embedding"]
-
-
 def test_penalties_are_of_base_weights_and_train_the_whole_model(bases: dict[str, Path]) -> None:
     transformer = prosper(bases["masked"], "masked").eval()
     model = SparseEncoder(modules=[transformer, LexicalWindow(normalize="l2")], device="cpu")
@@ -215,7 +194,12 @@ def test_penalties_are_of_base_weights_and_train_the_whole_model(bases: dict[str
         BaseSpladeLoss(lambda _: {"sentence_embedding": 0}, ranking, 1.0, 1.0)(columns)
 
 
-def test_unknown_poolings_and_heads_are_refused(bases: dict[str, Path]) -> None:
+def test_without_the_residual_weights_are_base_weights_and_unknown_poolings_and_heads_are_refused(
+    bases: dict[str, Path],
+) -> None:
+    transformer = prosper(bases["causal"], "causal", literal_residual=False).eval()
+    out = transformer(transformer.preprocess(TEXTS))
+    assert transformer.literal is None and out["sentence_embedding"] is out["base_embedding"]
     with pytest.raises(ValueError, match="pooling must be one of last, cls, max, got 'sum'"):
         prosper(bases["causal"], "causal", pooling="sum")
     with pytest.raises(ValueError, match=r"model must have an LM head that is a torch\.nn\.Linear"):

@@ -18,13 +18,14 @@ HIDDEN, PACKED = torch.zeros(2, 3, 4), torch.zeros(6, 4)
 WEIGHT, BIAS = torch.zeros(5, 4), torch.zeros(5)
 MASK = torch.ones(2, 3)
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+WHOLE = {"weight": WEIGHT, "bias": BIAS, "attention_mask": MASK, "cu_seqlens": OFFSETS}
 
 
-def offsets(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-SHAPES = [
+ACTIVATIONS = "'log1p_relu', 'log1p_log1p_relu', 'relu', 'softplus', 'none'"
+CAST = "cast it with .to(torch.bfloat16) or another of these."
+FLOATS = "float16, bfloat16, float32, float64"
+PACKED_INPUT = {"hidden": PACKED, "cu_seqlens": OFFSETS}
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(2, 4)}, "hidden must have shape [B, S, D], got [2, 4]."),
     ({"hidden": torch.zeros(())}, "hidden must have shape [B, S, D], got []."),
     ({"hidden": HIDDEN, "cu_seqlens": OFFSETS}, "hidden must have shape [T, D], got [2, 3, 4]."),
@@ -32,78 +33,56 @@ SHAPES = [
     ({"weight": torch.zeros(4, 5)}, "weight must have shape [V, D] with D=4, got [4, 5]."),
     ({"bias": torch.zeros(4)}, "bias must have shape [V] with V=5, got [4]."),
     ({"bias": torch.zeros(1, 5)}, "bias must have shape [V] with V=5, got [1, 5]."),
-    ({"attention_mask": torch.ones(2, 4)}, "attention_mask must have shape [B, S] with B=2, S=3, got [2, 4]."),
-    ({"attention_mask": torch.ones(3, 3)}, "attention_mask must have shape [B, S] with B=2, S=3, got [3, 3]."),
-    ({"attention_mask": torch.ones(2, 3, 1)}, "attention_mask must have shape [B, S] with B=2, S=3, got [2, 3, 1]."),
-    (
-        {"hidden": torch.zeros(2, 3, 0), "weight": torch.zeros(5, 0)},
-        "D must be at least 1, got D=0 in shape [2, 3, 0].",
+    *(
+        ({"attention_mask": torch.ones(shape)}, f"attention_mask must have shape [B, S] with B=2, S=3, got {[*shape]}.")
+        for shape in ((2, 4), (3, 3), (2, 3, 1))
     ),
+    ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, "D must be at least 1, got D=0 in shape [2, 3, 0]."),
     ({"weight": torch.zeros(0, 4), "bias": None}, "V must be at least 1, got V=0 in shape [0, 4]."),
     (
-        {"attention_mask": MASK, "hidden": PACKED, "cu_seqlens": OFFSETS},
+        PACKED_INPUT | {"attention_mask": MASK},
         "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which rows belong to "
         "which sequence.",
     ),
-    (
-        {"hidden": PACKED, "cu_seqlens": OFFSETS[:0]},
-        "cu_seqlens must have shape [B + 1], got [0].",
+    *(
+        (PACKED_INPUT | {"cu_seqlens": wrong}, f"cu_seqlens must have shape [B + 1], got {[*wrong.shape]}.")
+        for wrong in (OFFSETS[:0], OFFSETS[None], OFFSETS[0])
     ),
-    ({"hidden": PACKED, "cu_seqlens": OFFSETS[None]}, "cu_seqlens must have shape [B + 1], got [1, 3]."),
-    ({"hidden": PACKED, "cu_seqlens": OFFSETS[0]}, "cu_seqlens must have shape [B + 1], got []."),
-]
-
-
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        (offsets(1, 2, 6), "cu_seqlens[0] = 1"),
-        (offsets(-1, 2, 6), "cu_seqlens[0] = -1"),
-        (offsets(0, 4, 2, 6), "cu_seqlens[2] = 2 after 4"),
-        (offsets(0, -2, 6), "cu_seqlens[1] = -2 after 0"),
-        (offsets(0, 2, 5), "cu_seqlens[-1] = 5 with 6 rows in hidden"),
-        (offsets(0, 2, 7), "cu_seqlens[-1] = 7 with 6 rows in hidden"),
-        (offsets(0), "cu_seqlens[-1] = 0 with 6 rows in hidden"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
-@pytest.mark.parametrize("pooling", ["max", "sum", "mean", "cls", "last"])
-def test_offsets_that_are_no_cumulative_lengths(pooling: str, impl: str, values: torch.Tensor, problem: str) -> None:
-    expected = (
-        f"cu_seqlens must start with 0, never fall and end at the number of rows T of hidden, got {problem}; build it "
-        "as the cumulative sum of the sequence lengths with a 0 in front."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        lsr_head(PACKED, WEIGHT, cu_seqlens=values, pooling=pooling, impl=impl)
-
-
-TYPES = [
-    ({"hidden": [[1.0]]}, "hidden must be a torch.Tensor, got list; convert it first."),
-    ({"weight": None}, "weight must be a torch.Tensor, got NoneType; convert it first."),
-    ({"bias": 0.0}, "bias must be a torch.Tensor, got float; convert it first."),
-    ({"attention_mask": [[1]]}, "attention_mask must be a torch.Tensor, got list; convert it first."),
-    ({"hidden": PACKED, "cu_seqlens": [0, 6]}, "cu_seqlens must be a torch.Tensor, got list; convert it first."),
-    (
-        {"hidden": PACKED, "cu_seqlens": OFFSETS.float()},
-        "cu_seqlens must have dtype int32, int64, got float32; use cu_seqlens.int().",
+    *(
+        (given | {name: WHOLE[name].to("meta")}, f"{name} must be on the device of hidden (cpu), got meta; move it "
+         "with .to(hidden.device).")
+        for name, given in (("weight", {}), ("bias", {}), ("attention_mask", {}), ("cu_seqlens", PACKED_INPUT))
     ),
-    (
-        {"hidden": PACKED, "cu_seqlens": OFFSETS.bool()},
-        "cu_seqlens must have dtype int32, int64, got bool; use cu_seqlens.int().",
+    ({"pooling": "avg"}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got 'avg'."),
+    ({"pooling": None}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got None."),
+    ({"activation": "gelu"}, f"activation must be one of {ACTIVATIONS}, got 'gelu'."),
+    ({"activation": ["relu"]}, f"activation must be one of {ACTIVATIONS}, got ['relu']."),
+    ({"impl": "cuda"}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'."),
+    ({"impl": None}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got None."),
+    *(
+        ({"logit_scale": scale}, f"logit_scale must be a finite Python number, got {scale!r}; multiply hidden by a "
+         "tensor to learn a scale.")
+        for scale in (math.nan, math.inf, -math.inf, None, "1", torch.tensor(2.0), 1j)
+    ),
+]  # fmt: skip
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    *(
+        (given | {name: wrong}, f"{name} must be a torch.Tensor, got {type(wrong).__name__}; convert it first.")
+        for name, wrong, given in (
+            ("hidden", [[1.0]], {}), ("weight", None, {}), ("bias", 0.0, {}), ("attention_mask", [[1]], {}),
+            ("cu_seqlens", [0, 6], PACKED_INPUT),
+        )
     ),
     *(
         (
-            {name: value},
-            f"{name} must have dtype float16, bfloat16, float32, float64, got {got}; cast it with .to(torch.bfloat16) "
-            "or another of these.",
+            PACKED_INPUT | {"cu_seqlens": OFFSETS.to(dtype)},
+            f"cu_seqlens must have dtype int32, int64, got {got}; use cu_seqlens.int().",
         )
-        for name, value, got in (
-            ("hidden", HIDDEN.int(), "int32"),
-            ("weight", WEIGHT.to(torch.complex64), "complex64"),
-            ("bias", BIAS.long(), "int64"),
-        )
+        for dtype, got in ((torch.float32, "float32"), (torch.bool, "bool"))
     ),
+    ({"hidden": HIDDEN.int()}, f"hidden must have dtype {FLOATS}, got int32; {CAST}"),
+    ({"weight": WEIGHT.to(torch.complex64)}, f"weight must have dtype {FLOATS}, got complex64; {CAST}"),
+    ({"bias": BIAS.long()}, f"bias must have dtype {FLOATS}, got int64; {CAST}"),
     (
         {"weight": WEIGHT.half()},
         "weight must have the dtype of hidden (float32), got float16; cast one of them, or run under torch.autocast.",
@@ -112,23 +91,18 @@ TYPES = [
         {"attention_mask": MASK.to(torch.complex64)},
         "attention_mask must be bool, integer or floating, got torch.complex64.",
     ),
-    (
-        {"out_dtype": torch.int8},
-        "out_dtype must be one of float16, bfloat16, float32, float64 or None, got torch.int8.",
-    ),
-    ({"out_dtype": "float16"}, "out_dtype must be one of float16, bfloat16, float32, float64 or None, got 'float16'."),
-]
+    ({"out_dtype": torch.int8}, f"out_dtype must be one of {FLOATS} or None, got torch.int8."),
+    ({"out_dtype": "float16"}, f"out_dtype must be one of {FLOATS} or None, got 'float16'."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
-    [
-        *((changed, ValueError, said) for changed, said in SHAPES),
-        *((changed, TypeError, said) for changed, said in TYPES),
-    ],
-)
+    [*((given, ValueError, said) for given, said in WRONG_VALUES),
+     *((given, TypeError, said) for given, said in WRONG_TYPES)],
+)  # fmt: skip
 @pytest.mark.parametrize("function", [lsr_head, lsr_head_sparse])
-def test_shapes_and_types_that_do_not_fit(
+def test_arguments_that_do_not_fit(
     function: Any, changed: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     arguments = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS} | changed
@@ -136,42 +110,28 @@ def test_shapes_and_types_that_do_not_fit(
         function(**arguments)
 
 
-@pytest.mark.parametrize("name", ["weight", "bias", "attention_mask", "cu_seqlens"])
-def test_tensors_on_another_device(name: str) -> None:
-    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "attention_mask": MASK}
-    if name == "cu_seqlens":
-        arguments = {"hidden": PACKED, "weight": WEIGHT, "cu_seqlens": OFFSETS}
-    arguments[name] = arguments[name].to("meta")
-    message = f"{name} must be on the device of hidden (cpu), got meta; move it with .to(hidden.device)."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        lsr_head(**arguments)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("values", "problem"),
     [
-        ({"pooling": "avg"}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got 'avg'."),
-        ({"pooling": None}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got None."),
-        (
-            {"activation": "gelu"},
-            "activation must be one of 'log1p_relu', 'log1p_log1p_relu', 'relu', 'softplus', 'none', got 'gelu'.",
-        ),
-        ({"activation": ["relu"]}, "activation must be one of 'log1p_relu', 'log1p_log1p_relu', 'relu', 'softplus', "
-         "'none', got ['relu']."),
-        ({"impl": "cuda"}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'."),
-        ({"impl": None}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got None."),
+        ([1, 2, 6], "cu_seqlens[0] = 1"),
+        ([-1, 2, 6], "cu_seqlens[0] = -1"),
+        ([0, 4, 2, 6], "cu_seqlens[2] = 2 after 4"),
+        ([0, -2, 6], "cu_seqlens[1] = -2 after 0"),
+        ([0, 2, 5], "cu_seqlens[-1] = 5 with 6 rows in hidden"),
+        ([0, 2, 7], "cu_seqlens[-1] = 7 with 6 rows in hidden"),
+        ([0], "cu_seqlens[-1] = 0 with 6 rows in hidden"),
     ],
-)  # fmt: skip
-def test_names_that_do_not_exist(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        lsr_head(HIDDEN, WEIGHT, **options)
-
-
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, None, "1", torch.tensor(2.0), 1j], ids=str)
-def test_scales_that_are_no_finite_number(scale: Any) -> None:
-    message = re.escape(f"logit_scale must be a finite Python number, got {scale!r}; multiply hidden by a tensor")
-    with pytest.raises(ValueError, match=message):
-        lsr_head(HIDDEN, WEIGHT, logit_scale=scale)
+    ids=str,
+)
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("pooling", ["max", "sum", "mean", "cls", "last"])
+def test_offsets_that_are_no_cumulative_lengths(pooling: str, impl: str, values: list[int], problem: str) -> None:
+    expected = (
+        f"cu_seqlens must start with 0, never fall and end at the number of rows T of hidden, got {problem}; build it "
+        "as the cumulative sum of the sequence lengths with a 0 in front."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        lsr_head(PACKED, WEIGHT, cu_seqlens=torch.tensor(values).int(), pooling=pooling, impl=impl)
 
 
 def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import ACTIVATIONS, INTERPRETED, POOLINGS, close
-from tilefold.ops import lsr_head, lsr_head_sparse
 from tilefold.testing.lsr_head import LSRHeadInputs, assert_lsr_head_matches, lsr_head_inputs, lsr_head_results
 
 pytest.importorskip("hypothesis")
@@ -53,56 +51,3 @@ def test_ties_are_settled_as_in_the_reference(target: Target, inputs: LSRHeadInp
     inputs = inputs.to(target.device)
     found, truth = (lsr_head_results(inputs, activation=activation, impl=impl) for impl in (target.impl, "reference"))
     close(found, truth, rtol=1e-4, atol=1e-5)
-
-
-@EXAMPLES
-@given(inputs=problems(), extra=st.integers(0, 20))
-def test_padding_changes_nothing(target: Target, inputs: LSRHeadInputs, extra: int) -> None:
-    inputs = inputs.to(target.device)
-    if inputs.attention_mask is None:
-        return
-    longer = dataclasses.replace(
-        inputs,
-        hidden=torch.nn.functional.pad(inputs.hidden, (0, 0, 0, extra), value=float("nan")),
-        attention_mask=torch.nn.functional.pad(inputs.attention_mask, (0, extra)),
-    )
-    close(*(lsr_head_results(each, needs=(), impl=target.impl) for each in (longer, inputs)))
-
-
-@EXAMPLES
-@given(inputs=problems(), data=st.data())
-def test_sequences_do_not_see_each_other(target: Target, inputs: LSRHeadInputs, data: st.DataObject) -> None:
-    if inputs.attention_mask is None:
-        return
-    order = torch.tensor(data.draw(st.permutations(range(inputs.hidden.size(0)))))
-    inputs, order = inputs.to(target.device), order.to(target.device)
-    shuffled = lsr_head(
-        inputs.hidden[order], inputs.weight, inputs.bias, attention_mask=inputs.attention_mask[order], impl=target.impl
-    )
-    straight = lsr_head(inputs.hidden, inputs.weight, inputs.bias, **inputs.layout, impl=target.impl)
-    torch.testing.assert_close(shuffled, straight[order], rtol=1e-5, atol=1e-6)
-
-
-def top_entries(dense: Tensor, top_k: int | None, min_weight: float) -> Tensor:
-    """What lsr_head_sparse should keep of ``dense``, as a dense tensor with zeros elsewhere."""
-    kept = dense > min_weight
-    if top_k is not None:
-        rank = dense.sort(dim=1, descending=True, stable=True).indices.argsort(dim=1)
-        kept &= rank < top_k
-    return torch.where(kept, dense, 0)
-
-
-@EXAMPLES
-@given(
-    inputs=problems(whole_numbers=True),
-    top_k=st.one_of(st.none(), st.integers(1, 45)),
-    min_weight=st.sampled_from([0.0, 0.7, 1.5]),
-)
-def test_sparse_rows_are_the_best_of_the_dense_ones(
-    target: Target, inputs: LSRHeadInputs, top_k: int | None, min_weight: float
-) -> None:
-    inputs = inputs.to(target.device)
-    operands = (inputs.hidden, inputs.weight, inputs.bias)
-    dense = lsr_head(*operands, **inputs.layout, impl=target.impl)
-    sparse = lsr_head_sparse(*operands, **inputs.layout, top_k=top_k, min_weight=min_weight, impl=target.impl)
-    assert torch.equal(sparse.to_dense(), top_entries(dense, top_k, min_weight))
