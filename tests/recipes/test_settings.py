@@ -71,8 +71,7 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "text"),
-    [*((kind, fields, text) for kind in EVERY for fields, text in COMMON), *OWN],
+    ("kind", "fields", "text"), [*((kind, fields, text) for kind in EVERY for fields, text in COMMON), *OWN]
 )
 def test_a_recipe_names_the_field_that_is_wrong(kind: Any, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{text}"):

@@ -36,15 +36,10 @@ class Base:
 
 
 def build_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
-    """A masked language model, and the pooling of its logits."""
-    transformer = _network(spec, base, "fill-mask")
-    return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
-
-
-def build_cls_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
-    """A masked language model whose logits at the first token are the scores."""
-    transformer = _network(spec, base, "fill-mask", first_token=True)
-    return [transformer, head_pooling(spec, transformer, "cls")]
+    """A masked language model, and the pooling of its logits, or those at the first token alone."""
+    first = spec.kind == "cls_mlm"
+    transformer = _network(spec, base, "fill-mask", first)
+    return [transformer, head_pooling(spec, transformer, "cls" if first else spec.pooling or "max")]
 
 
 def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:

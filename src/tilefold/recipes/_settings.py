@@ -239,8 +239,7 @@ class EncoderSpec(Settings):
         "shared_network": flag,
         **dict.fromkeys(("drop_special_tokens", "trainable", "literal_residual"), optional_flag),
         **dict.fromkeys(
-            ("logit_scale", "scale", "saturation"),
-            number(lambda value: value > 0, "greater than 0", optional=True),
+            ("logit_scale", "scale", "saturation"), number(lambda value: value > 0, "greater than 0", optional=True)
         ),
     }
 

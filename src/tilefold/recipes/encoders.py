@@ -23,7 +23,7 @@ __all__ = ["BUILDERS", "KINDS", "Base", "EncoderSpec", "build_encoder"]
 
 BUILDERS: Mapping[str, Callable[[EncoderSpec, Base], list[Any]]] = {
     "mlm": builders.build_mlm,
-    "cls_mlm": builders.build_cls_mlm,
+    "cls_mlm": builders.build_mlm,
     "epic": builders.build_epic,
     "mlp": builders.build_mlp,
     "binary": builders.build_binary,

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._typing import Model
-from tilefold.recipes._settings import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Check,
-    EncoderSpec,
-    Settings,
-    flag,
-    number,
-    rule,
-    whole,
-)
+from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Check, EncoderSpec, Settings, flag, number, rule, whole
 from tilefold.recipes._training import Examples, Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.encoders import Base, build_encoder
 from tilefold.recipes.training_data import length_grouped_batches, make_examples
@@ -267,10 +257,17 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Any:
     """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights."""
     from sentence_transformers.sparse_encoder import losses
 
-    from tilefold.losses import WeightedLosses
+    from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
     from tilefold.losses.base_splade import BaseSpladeLoss
 
-    terms = [(_term(model, name, recipe), weight) for name, weight in recipe.loss.items()]
+    made_by: dict[str, Callable[[], Any]] = {
+        "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale),
+        "kl": lambda: losses.SparseDistillKLDivLoss(model),
+        "margin_mse": lambda: losses.SparseMarginMSELoss(model),
+        "pairwise_softmax": PairwiseSoftmaxLoss,
+        "term_recall": TermRecallLoss,
+    }
+    terms = [(made_by[name](), weight) for name, weight in recipe.loss.items()]
     made = BaseSpladeLoss if recipe.document.kind == "prosper" else losses.SpladeLoss
     query, document = recipe.query_regularizer, recipe.document_regularizer
     return made(
@@ -281,20 +278,6 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Any:
         document_regularizer=None if stock else make_regularizer(document, positions=1 + recipe.negatives),
         query_regularizer=None if stock else make_regularizer(query),
     )
-
-
-def _term(model: Model, name: str, recipe: LsrRecipe) -> Any:
-    from sentence_transformers.sparse_encoder import losses
-
-    from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss
-
-    if name == "infonce":
-        return losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale)
-    if name == "kl":
-        return losses.SparseDistillKLDivLoss(model)
-    if name == "margin_mse":
-        return losses.SparseMarginMSELoss(model)
-    return PairwiseSoftmaxLoss() if name == "pairwise_softmax" else TermRecallLoss()
 
 
 def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Any:
@@ -313,9 +296,7 @@ def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Any:
 
 def regularizer_schedule(recipe: LsrRecipe, loss: Any) -> Any:
     """The stock callback that raises the weights of the penalties, with a warm-up for each side."""
-    from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import (
-        SpladeRegularizerWeightSchedulerCallback,
-    )
+    from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
 
     class Schedule(SpladeRegularizerWeightSchedulerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

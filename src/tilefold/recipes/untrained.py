@@ -30,10 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 def untrained_splade(
-    texts_sha256: str,
-    texts: Callable[[], Mapping[str, str]] | None = None,
-    *,
-    cache_dir: str | Path | None = None,
+    texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None = None, *, cache_dir: str | Path | None = None
 ) -> SparseEncoder:
     """The SPLADE model that ``SpladeRecipe(max_steps=0)`` makes of the documents of a digest, in a cache.
 

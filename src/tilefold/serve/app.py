@@ -1,4 +1,4 @@
-"""The ASGI application: the routes at three mount points, who may use them, and what an answer never shows."""
+"""The ASGI application: the routes at three mount points and pages, who may use them, and what no answer shows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
+from html import escape
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tilefold._version import __version__
-from tilefold.serve.endpoints import JSON
+from tilefold.serve.answers import plain
+from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.errors import ServeError
 from tilefold.serve.models import SIDES
-from tilefold.serve.pages import OPENAPI_PATHS, PAGE_PATHS, add_reference, page_router
 from tilefold.serve.routes import Routes
 from tilefold.serve.searching import search_router
 from tilefold.serve.service import Service, cut_inputs
@@ -30,8 +33,26 @@ __all__ = ["create_app"]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+_FOLDER = Path(__file__).parent / "page"
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+OPENAPI_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # FastAPI's, and that of text-embeddings-inference
+_NO_OTHERS = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_REFERENCE_POLICY = f"default-src 'none'; style-src 'self'; {_NO_OTHERS}"
+_MOUNTED = tuple(f"/{side}/" for side in SIDES)
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    f"img-src data:; {_NO_OTHERS}",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
 # of probes and Prometheus, which carry no key, of the page, which asks for one, and what tells of no text and no model
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"}) | PAGE_PATHS
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/docs", *_FILES, *OPENAPI_PATHS})
 _HTTP_VERSIONS = ("1.1", "1.0")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
@@ -76,12 +97,12 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(page_router(service))
+    app.include_router(_page_router(service))
     app.include_router(Routes(service, service.default_side).router())
     app.include_router(search_router(service))
     for side in SIDES:
         app.include_router(Routes(service, side).router(), prefix=f"/{side}")
-    add_reference(app)
+    _add_reference(app)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(_Guard, service=service, api_key=api_key, local=local)
     if origins:  # the last one is asked first: before it sends a key, a browser asks whether it may
@@ -188,3 +209,64 @@ def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _page_router(service: Service) -> APIRouter:
+    """The page, its style and its script. While the service is not healthy, they are a 503, for probes of ``/``."""
+    router = APIRouter()
+    contents = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
+
+    async def answer(request: Request) -> Response:
+        if not service.healthy:
+            raise ServeError("Unhealthy", "unhealthy")
+        path = request.scope["route"].path
+        return Response(contents[path], media_type=_FILES[path][1], headers=_PAGE_HEADERS)
+
+    for path in _FILES:
+        add_route(router, service, path, answer, "The page" if path == "/" else "A part of the page")
+    return router
+
+
+def _add_reference(app: FastAPI) -> None:
+    """Add the page of the routes, made from their OpenAPI description, and a second address of that."""
+
+    async def page(request: Request) -> Response:
+        headers = {"content-security-policy": _REFERENCE_POLICY}
+        return Response("".join(_reference(app.openapi())), media_type="text/html", headers=headers)
+
+    async def described(request: Request) -> Response:
+        return Response(plain(app.openapi()), media_type=JSON)
+
+    app.add_api_route("/docs", page, include_in_schema=False, response_class=Response)
+    app.add_api_route(OPENAPI_PATHS[1], described, include_in_schema=False, response_class=Response)
+
+
+def _reference(schema: Mapping[str, Any]) -> Iterator[str]:
+    info = schema["info"]
+    title = escape(f"{info['title']} {info['version']}")
+    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+    yield f'<link rel="stylesheet" href="page.css"><main><h1>{title}</h1><p>{escape(info["description"])}</p>'
+    yield f'<p>Routes of models exist under {" and ".join(_MOUNTED)} too. <a href="openapi.json">openapi.json</a></p>'
+    for path, methods in schema["paths"].items():
+        for method, route in methods.items() if not path.startswith(_MOUNTED) else ():
+            yield f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2><p>{escape(route['summary'])}</p>"
+            body = route.get("requestBody", {"content": {JSON: {"schema": {}}}})["content"][JSON]["schema"]
+            fields = (escape(_field(name, field)) for name, field in body.get("properties", {}).items())
+            yield f"<p><code>{'<br>'.join(fields)}</code></p>"
+    yield "</main></html>"
+
+
+def _field(name: str, field: Mapping[str, Any]) -> str:
+    return f"{name}: {_kind(field)}" + (f" = {json.dumps(field['default'])}" if "default" in field else "")
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    """Type of a field in words."""
+    several = field.get("anyOf") or field.get("oneOf")
+    if several:
+        return " | ".join(map(_kind, several))
+    if "enum" in field:
+        return " | ".join(map(json.dumps, field["enum"]))
+    if field.get("type") == "array":
+        return f"list of ({_kind(field.get('items', {}))})"
+    return str(field.get("type", "any"))

@@ -92,11 +92,7 @@ class Served:
         return self.text.lengths(texts, self.prompt(way), self._calls[way.side].special)
 
     def way(
-        self,
-        side: Side,
-        prompt_name: str | None,
-        direction: Literal["left", "right"] = "right",
-        normalize: bool = True,
+        self, side: Side, prompt_name: str | None, direction: Literal["left", "right"] = "right", normalize: bool = True
     ) -> Way:
         """The way of a request; ``prompt_name`` of "query" or "document" chooses the side."""
         if prompt_name in SIDES:
