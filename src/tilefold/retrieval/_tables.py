@@ -66,23 +66,20 @@ def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | Non
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines of a text file, gzipped where its name ends in ``.gz``, with their numbers from 1."""
     start = 0
-    with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as stream:
-        lines = enumerate(stream, start=1)
-        while True:
-            try:
-                number, line = next(lines)
-            except StopIteration:
-                return
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(f"{path}: expected a whole gzip file, got ({error}). Fetch it again.") from error
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}:{number}: expected UTF-8 text, got the byte {line[error.start]:#04x} at byte "
-                    f"{start + error.start} of the text. Convert it, for example: iconv -f LATIN1 -t UTF-8"
-                ) from error
-            start += len(line)
+    try:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    got = f"the byte {line[error.start]:#04x} at byte {start + error.start} of the text"
+                    raise DataError(
+                        f"{path}:{number}: expected UTF-8 text, got {got}. Convert it: iconv -f LATIN1 -t UTF-8"
+                    ) from error
+                yield number, text
+                start += len(line)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: expected a whole gzip file, got ({error}). Fetch it again.") from error
 
 
 def table_files(path: Path) -> list[Path]:

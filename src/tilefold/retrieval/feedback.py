@@ -203,19 +203,15 @@ def _parts(query: str, run: Run, row_of: Mapping[str, int], feedback: Feedback) 
     best, worst = feedback.chosen(run.get(query, {}))
     missing = next((name for name in (*best, *worst) if name not in row_of), None)
     if missing is not None:
-        raise DataError(
-            f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got those of "
-            f"{len(row_of)} others, {list(row_of)[:3]} first. Give the vectors of the collection that was searched."
-        )
+        got = f"those of {len(row_of)} others, {list(row_of)[:3]} first"
+        raise DataError(f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got {got}.")
     return [row_of[name] for name in best], [row_of[name] for name in worst]
 
 
 def _check_finite(largest: float) -> None:
     if not largest <= _LARGEST:
-        raise DataError(
-            f"alpha, beta, gamma: expected weights with which a query's vector stays below {_LARGEST:.1e}, got "
-            f"an entry of {largest:.3g}. Their proportions alone order documents; give smaller ones."
-        )
+        got = f"got an entry of {largest:.3g}; give smaller ones"
+        raise DataError(f"alpha, beta, gamma: expected weights that keep a query below {_LARGEST:.1e}, {got}.")
 
 
 def _expanded(query: _Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback) -> _Row:

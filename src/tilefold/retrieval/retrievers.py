@@ -40,11 +40,9 @@ class SparseRetriever:
         folder = self.vectors if isinstance(self.vectors, Path) else None
         stored: Any = self.vectors if folder is None else read_manifest(folder)
         if self.provenance.differs(stored.provenance):
-            given = "" if folder is None else f"{folder} "
-            raise DataError(
-                f"vectors: {given}holds vectors of another model or of other documents than the index. Give those that "
-                f"it was built from, or build it again: tilefold index --vectors {folder or 'VECTORS'}"
-            )
+            what = f"{'' if folder is None else f'{folder} '}holds vectors of another model or of other documents"
+            remedy = f"Give its own, or build it again: tilefold index --vectors {folder or 'VECTORS'}"
+            raise DataError(f"vectors: {what} than the index. {remedy}")
 
     @property
     def provenance(self) -> Provenance:

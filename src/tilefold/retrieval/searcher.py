@@ -118,10 +118,8 @@ class Searcher:
             kind = "a BM25 index" if isinstance(index, BM25Index) else "a dense model"
             for name, value in (("model", model), ("vectors", vectors)):
                 if value is not None:
-                    raise ValueError(
-                        f"{name}: does nothing here, it goes with an index of sparse vectors, and this is {kind}, "
-                        f"which has none: expected None, got {value}."
-                    )
+                    why = f"does nothing here, it goes with an index of sparse vectors, and this is {kind}"
+                    raise ValueError(f"{name}: {why}, which has none: expected None, got {value}.")
             self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
         else:
             if model is not None and not other_model:

@@ -29,7 +29,7 @@ from tilefold._files import LOCK, DiskFullError, InUseError, hold_folder, naming
 from tilefold.retrieval._files import read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY
-from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Engine, Record, Stage
+from tilefold.retrieval.qdrant.engine import ID, SPARSE, Engine, Record, Stage
 
 RECORD = "collection.json"
 SHARD = "shard"
@@ -100,17 +100,10 @@ class EdgeEngine(Engine):
         edge, layout = self.api, record.layout
         self._changing()
         shutil.rmtree(self.folder / SHARD, ignore_errors=True)
-        vectors: dict[str, Any] = {}
-        if layout.dense is not None:
-            distance = edge.Distance.Dot if layout.distance == "dot" else edge.Distance.Cosine
-            vectors[DENSE] = edge.EdgeVectorParams(size=layout.dense, distance=distance)
-        if layout.tokens is not None:
-            vectors[TOKENS] = edge.EdgeVectorParams(
-                size=layout.tokens,
-                distance=edge.Distance.Dot,
-                multivector_config=edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim),
-                hnsw_config=edge.HnswIndexConfig(0, 4, 10_000),  # no graph: MaxSim is exact
-            )
+        maxsim = edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim)
+        no_graph = edge.HnswIndexConfig(0, 4, 10_000)  # MaxSim is exact
+        kinds = edge.EdgeVectorParams, edge.Distance.Dot, edge.Distance.Cosine
+        vectors = self._vector_params(layout, *kinds, multivector_config=maxsim, hnsw_config=no_graph)
         sparse = {}
         if layout.vocab_size is not None:
             datatype = getattr(edge.VectorStorageDatatype, layout.weights.capitalize())

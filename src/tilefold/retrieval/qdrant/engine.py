@@ -218,6 +218,16 @@ class Engine(Protocol):
     def _answers(self, requests: list[Any]) -> list[Any]: ...
     def _scoring(self, stage: Stage) -> dict[str, Any]: ...
 
+    def _vector_params(
+        self, layout: Layout, kind: Any, dot: object, cosine: object, **maxsim: object
+    ) -> dict[str, Any]:
+        vectors = {}
+        if layout.dense is not None:
+            vectors[DENSE] = kind(size=layout.dense, distance=dot if layout.distance == "dot" else cosine)
+        if layout.tokens is not None:
+            vectors[TOKENS] = kind(size=layout.tokens, distance=dot, **maxsim)
+        return vectors
+
     def upsert(self, points: Sequence[Point]) -> None:
         self._put(
             [

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from tilefold.retrieval._files import require
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Engine, Record, Stage
+from tilefold.retrieval.qdrant.engine import ID, SPARSE, Engine, Record, Stage
 
 KEY_VARIABLE = "QDRANT_API_KEY"
 _META = "tilefold"  # in the metadata of the collection, as one text: servers merge objects
@@ -91,22 +91,19 @@ class ServerEngine(Engine):
 
     def create(self, record: Record) -> None:
         models, layout = self.api, record.layout
-        vectors: dict[str, Any] = {}
-        if layout.dense is not None:
-            distance = models.Distance.DOT if layout.distance == "dot" else models.Distance.COSINE
-            vectors[DENSE] = models.VectorParams(size=layout.dense, distance=distance)
-        if layout.tokens is not None:
-            vectors[TOKENS] = models.VectorParams(
-                size=layout.tokens,
-                distance=models.Distance.DOT,
-                multivector_config=models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM),
-                hnsw_config=models.HnswConfigDiff(m=0),  # no graph: MaxSim is exact
-            )
+        maxsim = models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM)
+        no_graph = models.HnswConfigDiff(m=0)  # MaxSim is exact
+        kinds = models.VectorParams, models.Distance.DOT, models.Distance.COSINE
+        vectors = self._vector_params(layout, *kinds, multivector_config=maxsim, hnsw_config=no_graph)
         sparse = None
         if layout.vocab_size is not None:
             index = models.SparseIndexParams(datatype=models.Datatype(layout.weights))
             sparse = {SPARSE: models.SparseVectorParams(index=index)}
-        options = {"vectors_config": vectors, "sparse_vectors_config": sparse, "metadata": _metadata(record)}
+        options = {
+            "vectors_config": vectors,
+            "sparse_vectors_config": sparse,
+            "metadata": {_META: json.dumps(record.to_dict())},
+        }
         with suppress(_ExistsError):  # of another process
             self._ask("create_collection", **options)
         if self.record() is None:
@@ -115,7 +112,7 @@ class ServerEngine(Engine):
             self._ask("create_payload_index", name, schema)
 
     def write_record(self, record: Record) -> None:
-        self._ask("update_collection", metadata=_metadata(record))
+        self._ask("update_collection", metadata={_META: json.dumps(record.to_dict())})
 
     def drop(self) -> None:
         self._ask("delete_collection")
@@ -161,22 +158,20 @@ class ServerEngine(Engine):
             try:
                 return getattr(self._client, method)(self.name, *args, **options)
             except Exception as error:
-                status = _status(error)
+                named = 429 if type(error).__name__ == "ResourceExhaustedResponse" else None
+                status = named or getattr(error, "status_code", None)
                 if status is None and not _is_transport(error):
                     if type(error).__name__ != "ResponseHandlingException":
                         raise
-                    raise RuntimeError(
-                        f"{self.place}: expected the answers of a Qdrant server, got ({self._text(error)}). "
-                        "Is it the right address?"
-                    ) from None
+                    said = f"expected the answers of a Qdrant server, got ({self._text(error)})"
+                    raise RuntimeError(f"{self.place}: {said}. Is it the right address?") from None
                 if status is not None and status not in _BUSY:
                     raise self._refusal(status, error) from None
                 waited = time.monotonic() - started
                 if waited + pause > self._patience:
                     raise UnreachableError(
                         f"{self.place}: no answer from the Qdrant server after {waited:.1f} s ({self._text(error)}). "
-                        "Is it running there, and reachable from here? What was reported as done before is kept; the "
-                        "same call goes on from there."
+                        "Is it running? What was reported as done before is kept; the same call goes on from there."
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -184,9 +179,7 @@ class ServerEngine(Engine):
     def _refusal(self, status: int, error: Exception) -> Exception:
         if status in (401, 403):
             how = f"the key given (api_key, or {KEY_VARIABLE})" if self._key else f"no key; set {KEY_VARIABLE}"
-            return PermissionError(
-                f"{self.place}: the Qdrant server answered {status} to {how}. Ask for a key with access."
-            )
+            return PermissionError(f"{self.place}: the Qdrant server answered {status} to {how}. Ask for access.")
         if status == 404:
             return FileNotFoundError(
                 f"{self.place}: there is no such collection, or no Qdrant server. Build it (tilefold index)."
@@ -203,21 +196,10 @@ class ServerEngine(Engine):
         return (text.replace(self._key, "***") if self._key else text)[:300]
 
 
-def _status(error: BaseException) -> int | None:
-    if type(error).__name__ == "ResourceExhaustedResponse":
-        return 429
-    status = getattr(error, "status_code", None)
-    return status if isinstance(status, int) else None
-
-
 def _is_transport(error: BaseException) -> bool:
     """Whether no answer came, rather than one that makes no sense."""
     source = getattr(error, "source", error)
     return isinstance(source, OSError) or type(source).__module__.partition(".")[0] in ("httpx", "httpcore")
-
-
-def _metadata(record: Record) -> dict[str, str]:
-    return {_META: json.dumps(record.to_dict())}
 
 
 def _checked_url(url: str) -> str:
