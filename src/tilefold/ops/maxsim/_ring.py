@@ -22,10 +22,9 @@ from tilefold._process_group import ranks_of
 from tilefold.ops._shared.checks import FLOAT_DTYPES
 from tilefold.ops._shared.impl import host_may_read, settled
 from tilefold.ops.maxsim import _reference
-from tilefold.ops.maxsim._arguments import checked
+from tilefold.ops.maxsim._arguments import check_labels, check_scale, checked, labelled_loss
 from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors, Problem, check_values, wide_dtype
 from tilefold.ops.maxsim.api import MAXSIM, kept_tokens
-from tilefold.ops.maxsim.contrastive import check_labels, check_scale, labelled_loss
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 
