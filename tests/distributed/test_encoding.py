@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
@@ -20,6 +22,7 @@ from tests.integrations.multi_vector_models import build_colbert
 from tests.processes import ROOT, environment
 from tilefold._files import LOCK, hold_folder
 from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.integrations.sentence_transformers.stream import SparseStream
 from tilefold.retrieval import _meeting, encode_collection, encode_tokens, read_manifest
 from tilefold.retrieval._made import Shard
 from tilefold.retrieval._meeting import KEPT, Meeting
@@ -55,6 +58,14 @@ def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any]
     calls: list[tuple[int, int]] = []
     options = {**OPTIONS, **(changed or {})}
     stop_at, fast = options.pop("stop_at", None), options.pop("fast", True)
+    batches = itertools.count() if options.pop("stop_inside", False) and rank.rank else itertools.repeat(0)
+    arrived = SparseStream._arrived
+
+    def interrupted(self: Any, pending: Any) -> Any:
+        if next(batches) == 2:
+            raise KeyboardInterrupt
+        return arrived(self, pending)
+
     texts = options.pop("texts", [TEXTS, TEXTS])[rank.rank]
 
     def progress(done: int, total: int) -> None:
@@ -63,7 +74,8 @@ def encode(rank: Rank, model_folder: Path, output: Path, changed: dict[str, Any]
             raise KeyboardInterrupt
 
     try:
-        manifest = encode_collection(load(model_folder, fast), texts, output, progress=progress, **options)
+        with mock.patch.object(SparseStream, "_arrived", interrupted):
+            manifest = encode_collection(load(model_folder, fast), texts, output, progress=progress, **options)
     except (Exception, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), calls
     return asdict(manifest), "", calls
@@ -197,6 +209,14 @@ def test_one_process_goes_on_where_two_were_interrupted_and_two_where_one_was(
     two_ranks.run(encode, tiny_folder, tmp_path / "b", {"batch_size": 2})
     encode_collection(model, TEXTS, tmp_path / "c", **few)
     assert contents(tmp_path / "a") == contents(whole) and contents(tmp_path / "b") == contents(tmp_path / "c")
+
+
+def test_ctrl_c_within_the_model_of_one_rank_ends_all_while_a_thread_waits_for_its_next_shard(
+    two_ranks: Ranks, tiny_folder: Path, tmp_path: Path
+) -> None:
+    began, options = time.monotonic(), {"stop_inside": True, "shard_size": 1}
+    (first, _, _), (second, _, _) = two_ranks.run(encode, tiny_folder, tmp_path / "v", options)
+    assert first == second == "KeyboardInterrupt" and time.monotonic() - began < 60
 
 
 def test_ranks_that_were_given_different_things_are_told(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 
 def test_leaving_early_ends_the_thread_that_waits_for_room_or_for_an_item() -> None:
     for rest in (iter(range(1, 10**9)), itertools.repeat(None)):
-        with Ahead(itertools.chain([None, 0], rest), 1) as ahead:
-            assert next(iter(ahead)) == 0
+        stop = threading.Event()
+        with Ahead(itertools.chain([None, 0], rest), 1, stop=stop) as first, Ahead(first, 1, stop=stop) as second:
+            assert next(iter(second)) == 0
         assert not ours()
     with pytest.raises(KeyboardInterrupt), Ahead(iter(range(10**9)), 1):
         raise KeyboardInterrupt

@@ -18,12 +18,14 @@ class Ahead(Generic[T]):
 
     An exception of the iterator is raised by ``next`` after the items before it. Leaving the context stops the thread
     at its next item and waits for it, so that nothing runs on when the consumer has failed. An item that is None says
-    that there is none yet, and is not given on.
+    that there is none yet, and is not given on. Threads that take from one another share what stops them.
     """
 
-    def __init__(self, items: Iterable[T | None], depth: int, name: str = "tilefold-ahead") -> None:
+    def __init__(
+        self, items: Iterable[T | None], depth: int, name: str = "tilefold-ahead", stop: threading.Event | None = None
+    ) -> None:
         self._queue: queue.Queue[Any] = queue.Queue(depth)
-        self._stop = threading.Event()
+        self._stop = threading.Event() if stop is None else stop
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, args=(items,), name=name, daemon=True)
         self._thread.start()
@@ -47,7 +49,13 @@ class Ahead(Generic[T]):
         return False
 
     def __iter__(self) -> Iterator[T]:
-        while (item := self._queue.get()) is not _END:
+        while not self._stop.is_set():
+            try:
+                item = self._queue.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if item is _END:
+                break
             yield item
         if self._error is not None:
             raise self._error

@@ -238,9 +238,10 @@ class TextStream(ABC):
     @contextmanager
     def tokenised(self, windows: Iterable[Window | None]) -> Iterator[Iterable[Work | WindowEnd]]:
         """Batches of token ids, made by two threads that work ahead."""
+        stop = threading.Event()
         with (
-            Ahead(self._begun(windows), 1, "tilefold-tokenizer") as begun,
-            Ahead[Work | WindowEnd](self._works(begun), AHEAD, "tilefold-tokens") as works,
+            Ahead(self._begun(windows), 1, "tilefold-tokenizer", stop) as begun,
+            Ahead[Work | WindowEnd](self._works(begun), AHEAD, "tilefold-tokens", stop) as works,
         ):
             yield works
 
