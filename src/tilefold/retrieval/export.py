@@ -22,7 +22,7 @@ from tilefold.retrieval._shards import check_whole
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.vectors import iter_shards, read_manifest
+from tilefold.retrieval.vectors import VectorManifest, iter_shards, read_manifest
 
 __all__ = ["Exported", "export_opensearch", "export_vespa"]
 
@@ -235,9 +235,12 @@ class _Documents:
 def _survey(vectors: SparseVectors | str | Path, engine: str, complaint: Callable[[str], str | None]) -> _Documents:
     """Read `vectors` once, and refuse ids that the engine does not take."""
     source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
-    about = source if isinstance(source, SparseVectors) else read_manifest(source)
-    if not isinstance(about, SparseVectors):
-        check_whole(Path(vectors), about)  # type: ignore[arg-type]
+    about: SparseVectors | VectorManifest
+    if isinstance(source, SparseVectors):
+        about = source
+    else:
+        about = read_manifest(source)
+        check_whole(source, about)
         if about.kind != "document":
             raise DataError(f"{source}: expected vectors of documents, got vectors of kind {about.kind!r}.")
     used = np.zeros(about.vocab_size, dtype=np.bool_)

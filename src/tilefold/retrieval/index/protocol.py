@@ -146,18 +146,14 @@ def read_description(path: str | Path) -> dict[str, Any]:
     """The ``index.json`` of the index at `path`, without a look at its other files."""
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
-    wrong = next(
-        (
-            f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {manifest.get(key)!r:.80}"
-            for key, kind in _TYPES.items()
-            if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool)
-        ),
-        None,
-    )
-    if wrong is None and manifest.get("schema_version") != SCHEMA_VERSION:
-        wrong = f"schema {manifest.get('schema_version')!r}"
-    if wrong is not None:
-        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {wrong}. {REMEDY}")
+    wrong = [
+        f"wrong {key}: expected {getattr(kind, '__name__', kind)}, got {manifest.get(key)!r:.80}"
+        for key, kind in _TYPES.items()
+        if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool)
+    ]
+    if wrong or (schema := manifest.get("schema_version")) != SCHEMA_VERSION:
+        got = wrong[0] if wrong else f"schema {schema!r}"
+        raise DataError(f"{file}: expected an index of schema {SCHEMA_VERSION}, got {got}. {REMEDY}")
     return manifest
 
 

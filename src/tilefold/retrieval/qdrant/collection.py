@@ -35,7 +35,7 @@ _LOOKED_UP = 1000
 FUSIONS = ("rrf", "dbsf")
 
 Progress = Callable[[int, int], None]
-Where = Filter | Mapping[str, Any] | None
+Where = Filter | Mapping[str, object] | None
 
 
 class QdrantCollection:

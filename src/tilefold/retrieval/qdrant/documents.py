@@ -132,7 +132,7 @@ class Documents(Queries):
         DataError: parts that do not fit together, numbers that are not finite, ids or payloads that cannot be stored.
     """
 
-    payloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    payloads: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ class Documents(Queries):
         return digest.hexdigest()
 
 
-def _finite(dense: Any, ids: list[str]) -> Dense:
+def _finite(dense: object, ids: list[str]) -> Dense:
     array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
     if array.ndim != 2 or array.shape[0] != len(ids) or not np.issubdtype(array.dtype, np.floating):
         raise DataError(f"dense: expected floats [{len(ids)}, D], got {array.dtype} {list(array.shape)}.")
@@ -226,7 +226,7 @@ def _integers(value: object) -> Iterator[int]:
         yield value
 
 
-def _check_payload(name: str, payload: Mapping[str, Any]) -> None:
+def _check_payload(name: str, payload: Mapping[str, object]) -> None:
     if ID in payload:
         raise DataError(f"payloads: {ID!r} is where the id is kept, got it for {name!r}. Rename that field.")
     try:

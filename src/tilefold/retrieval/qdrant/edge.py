@@ -131,7 +131,7 @@ class EdgeEngine(Engine):
     def delete(self, keys: Sequence[str]) -> None:
         self._update("delete_points", list(keys))
 
-    def _put(self, points: list[Any]) -> None:
+    def _put(self, points: Sequence[object]) -> None:
         self._update("upsert_points", points)
 
     def _update(self, operation: str, *args: Any) -> None:
@@ -142,15 +142,15 @@ class EdgeEngine(Engine):
     def _get(self, keys: list[str], vectors: bool) -> list[Any]:
         return list(self._call("retrieve", keys, True, vectors))
 
-    def _page(self, offset: Any) -> tuple[list[Any], Any]:
+    def _page(self, offset: object) -> tuple[list[Any], Any]:
         request = self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID])
         page, offset = self._call("scroll", request)
         return page, offset
 
-    def _count(self, chosen: Any) -> int:
+    def _count(self, chosen: object) -> int:
         return int(self._call("count", self.api.CountRequest(exact=True, filter=chosen)))
 
-    def _answers(self, requests: list[Any]) -> list[Any]:
+    def _answers(self, requests: Sequence[object]) -> list[Any]:
         return list(self._call("query_batch", self.api.QueryBatchRequest(requests)))
 
     def optimize(self) -> None:
@@ -204,7 +204,7 @@ class EdgeEngine(Engine):
             return {"query": self.api.Fusion.Dbsf()}
         return {"query": self.api.Query.Nearest(self._vector(stage.using, stage.vector), using=stage.using)}
 
-    def _match(self, value: Any) -> Any:
+    def _match(self, value: object) -> object:
         return super()._match(np.bool_(value) if isinstance(value, bool) else value)  # else True would be 1
 
     def _call(self, method: str, *args: Any) -> Any:

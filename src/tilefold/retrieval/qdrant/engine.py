@@ -139,23 +139,23 @@ class Filter:
         ValueError: no condition, or one of another form.
     """
 
-    must: Mapping[str, Any] = field(default_factory=dict)
-    must_not: Mapping[str, Any] = field(default_factory=dict)
+    must: Mapping[str, object] = field(default_factory=dict)
+    must_not: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not any(self.conditions()):
             raise ValueError("where: expected at least one condition, got an empty filter. Leave it out to search all.")
 
-    def conditions(self) -> tuple[list[tuple[str, list[Any] | dict[str, float]]], ...]:
+    def conditions(self) -> tuple[list[tuple[str, list[object] | dict[str, float]]], ...]:
         """Fields of `must` and of `must_not`, each with its values, of which one must be there, or with its bounds."""
         return tuple([(n, _wanted(n, value)) for n, value in part.items()] for part in (self.must, self.must_not))
 
     @classmethod
-    def of(cls, where: Filter | Mapping[str, Any] | None) -> Filter | None:
+    def of(cls, where: Filter | Mapping[str, object] | None) -> Filter | None:
         return where if where is None or isinstance(where, Filter) else cls(where)
 
 
-def _wanted(name: str, value: Any) -> list[Any] | dict[str, float]:
+def _wanted(name: str, value: object) -> list[object] | dict[str, float]:
     _check_field(name, "where")
     if isinstance(value, Mapping):
         numbers = [n for n in value.values() if isinstance(n, (int, float)) and not isinstance(n, bool)]
@@ -211,11 +211,11 @@ class Engine(Protocol):
     def delete(self, keys: Sequence[str]) -> None: ...
     def optimize(self) -> None: ...  # make the final index of what was added
     def close(self) -> None: ...
-    def _put(self, points: list[Any]) -> None: ...
+    def _put(self, points: Sequence[object]) -> None: ...
     def _get(self, keys: list[str], vectors: bool) -> list[Any]: ...
     def _page(self, offset: object) -> tuple[list[Any], Any]: ...
     def _count(self, chosen: object) -> int: ...
-    def _answers(self, requests: list[Any]) -> list[Any]: ...
+    def _answers(self, requests: Sequence[object]) -> list[Any]: ...
     def _scoring(self, stage: Stage) -> dict[str, Any]: ...
 
     def _vector_params(
@@ -272,22 +272,22 @@ class Engine(Protocol):
         more |= {self.prefetch: earlier or None, **self._scoring(stage)}
         return kind(limit=stage.limit, filter=chosen, params=params, **more)
 
-    def _vector(self, name: str, vector: Any) -> Any:
+    def _vector(self, name: str, vector: Any) -> object:
         return self.api.SparseVector(indices=vector[0], values=vector[1]) if name == SPARSE else vector
 
-    def _filter(self, where: Filter | None) -> Any:
+    def _filter(self, where: Filter | None) -> object:
         if where is None:
             return None
         must, must_not = ([self._condition(*item) for item in part] for part in where.conditions())
         return self.api.Filter(must=must or None, must_not=must_not or None)
 
-    def _condition(self, name: str, values: list[Any] | dict[str, float]) -> Any:
+    def _condition(self, name: str, values: list[object] | dict[str, float]) -> object:
         if isinstance(values, dict):
             return self.api.FieldCondition(key=name, range=self.range(**values))
         match = self._match(values[0]) if len(values) == 1 else self.api.MatchAny(any=values)
         return self.api.FieldCondition(key=name, match=match)
 
-    def _match(self, value: Any) -> Any:
+    def _match(self, value: object) -> object:
         return self.api.MatchValue(value=value)
 
 

@@ -120,20 +120,20 @@ class ServerEngine(Engine):
     def delete(self, keys: Sequence[str]) -> None:
         self._ask("delete", points_selector=self.api.PointIdsList(points=list(keys)), wait=True)
 
-    def _put(self, points: list[Any]) -> None:
+    def _put(self, points: Sequence[object]) -> None:
         self._ask("upsert", points, wait=True)
 
     def _get(self, keys: list[str], vectors: bool) -> list[Any]:
         return list(self._ask("retrieve", keys, with_payload=True, with_vectors=vectors))
 
-    def _page(self, offset: Any) -> tuple[list[Any], Any]:
+    def _page(self, offset: object) -> tuple[list[Any], Any]:
         page, offset = self._ask("scroll", limit=_PAGE, offset=offset, with_payload=[ID], with_vectors=False)
         return page, offset
 
-    def _count(self, chosen: Any) -> int:
+    def _count(self, chosen: object) -> int:
         return int(self._ask("count", count_filter=chosen, exact=True).count)
 
-    def _answers(self, requests: list[Any]) -> list[Any]:
+    def _answers(self, requests: Sequence[object]) -> list[Any]:
         return [answer.points for answer in self._ask("query_batch_points", requests)]
 
     def optimize(self) -> None:
