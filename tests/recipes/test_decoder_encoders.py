@@ -53,12 +53,7 @@ WINDOWS = {"top_k": 8, "normalize": "l2", "shared_network": True}
     ],
 )  # fmt: skip
 def test_every_kind_is_built_and_reloads(
-    bases: dict[str, str],
-    base: str,
-    document: EncoderSpec,
-    query: EncoderSpec | None,
-    made: type | None,
-    tmp_path: Path,
+    bases: dict[str, str], base: str, document: EncoderSpec, query: EncoderSpec | None, made: Any, tmp_path: Path
 ) -> None:
     if document.kind == "splate":
         document = EncoderSpec("splate", head_model=bases[base])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import threading
@@ -17,7 +16,6 @@ from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.ops import maxsim
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
-from tilefold.serve.settings import Limits
 from tilefold.serve.text import TextTokens
 
 TEXTS = ["read csv files", "write json text, with examples", "dates"]
@@ -284,27 +282,6 @@ def test_an_asymmetric_model_encodes_by_mount_point_and_by_prompt_name(two_sided
             assert {entry["index"]: entry["value"] for entry in got} == pytest.approx(expected, rel=2e-2)
         for path, side in (("", "query"), ("/query", "query"), ("/document", "document")):
             assert client.get(f"{path}/info").json["side"] == side
-
-
-def test_a_dense_model_answers_embed_and_the_openai_route() -> None:
-    from sentence_transformers import SentenceTransformer
-
-    from tilefold.recipes.backbone import minilm_path
-
-    model = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
-    expected = model.encode(TEXTS)
-    with serving(Service([Served(model, "dense", "minilm")], Limits(max_batch_tokens=64))) as client:
-        assert np.array(client.post("/embed", {"inputs": TEXTS}).json) == pytest.approx(expected, abs=1e-5)
-        answer = client.post("/v1/embeddings", {"input": TEXTS, "model": "any"}).json
-        assert np.array([entry["embedding"] for entry in answer["data"]]) == pytest.approx(expected, abs=1e-5)
-        assert (answer["object"], answer["usage"]["prompt_tokens"] > 9) == ("list", True)
-        coded = client.post("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}).json["data"][0]
-        decoded = np.frombuffer(base64.b64decode(coded["embedding"]), "<f4")
-        assert decoded == pytest.approx(expected[0], abs=1e-5)
-        short = np.array(client.post("/embed", {"inputs": TEXTS[0], "dimensions": 8}).json[0])
-        assert short == pytest.approx(expected[0][:8] / np.linalg.norm(expected[0][:8]), abs=1e-5)
-        assert client.post("/embed_sparse", {"inputs": "a"}).status == 424
-        assert client.post("/rerank", {"query": "a", "texts": ["b"]}).status == 424
 
 
 def test_a_row_that_is_not_finite_is_an_error_and_no_number(sparse: Any, client: Client) -> None:

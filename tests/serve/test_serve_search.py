@@ -41,8 +41,8 @@ def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory:
 
 @pytest.fixture(scope="module")
 def client(searchable: Searchable) -> Iterator[Client]:
-    models = [searchable.encoder, searchable.late]
-    with serving(Service([model for model in models if model], searchable=searchable)) as running:
+    models = [model for model in (searchable.encoder, searchable.late) if model]
+    with serving(Service(models, searchable=searchable)) as running:
         yield running
 
 
@@ -184,12 +184,8 @@ def test_what_the_server_was_started_without_is_refused_with_the_option(
     bare = Searchable("bare", searchable.index, searchable.encoder)
     assert searchable.encoder is not None
     with serving(Service([searchable.encoder], searchable=bare)) as client:
-        for name, option in (
-            ("explain", "--vectors"),
-            ("prf", "--vectors"),
-            ("fusion", "--bm25"),
-            ("rerank", "--tokens"),
-        ):
+        options = {"explain": "--vectors", "prf": "--vectors", "fusion": "--bm25", "rerank": "--tokens"}
+        for name, option in options.items():
             reply = client.post("/v1/bare/search", {"query": "csv", name: True})
             assert (reply.status, option in reply.json["error"]) == (422, True)
         assert client.get("/v1/bare/search?query=csv").json["candidates"][0]["doc"] is None
@@ -217,18 +213,13 @@ def test_an_index_of_words_needs_no_model(searchable: Searchable, collection: Co
         assert (client.get("/info").status, client.get("/health").status) == (424, 200)
 
 
-def test_without_stored_token_vectors_the_candidates_are_encoded(searchable: Searchable, runs: Any) -> None:
-    assert searchable.encoder is not None and searchable.late is not None
-    with serving(Service([searchable.encoder, searchable.late], searchable=replace(searchable, store=None))) as client:
+def test_without_stored_token_vectors_candidates_are_encoded_as_many_as_there_are_permits_beside_the_search(
+    searchable: Searchable, runs: Any
+) -> None:
+    models = [model for model in (searchable.encoder, searchable.late) if model]
+    with serving(Service(models, searchable=replace(searchable, store=None))) as client:
         reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, "rerank": True})
         assert ranked(reply) == pytest.approx(runs["late"], abs=5e-2)
-
-
-def test_no_more_candidates_are_encoded_than_there_are_permits_beside_that_of_the_search(
-    searchable: Searchable,
-) -> None:
-    assert searchable.encoder is not None and searchable.late is not None
-    models = [searchable.encoder, searchable.late]
     limits = Limits(max_concurrent_requests=8, max_client_batch_size=8)
     with serving(Service(models, limits, searchable=replace(searchable, store=None))) as client:
         for depth, status in ((7, 200), (8, 422)):  # an idle server was too busy for 8, for ever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_offsets_are_bytes_and_on_request_characters(client: Client) -> None:
         assert [encode(token["text"]) for token in tokens] == [source[t["start"] : t["stop"]] for t in tokens]
         assert tokens[-1]["stop"] == len(source)
     assert client.post("/tokenize", {"inputs": "a", "offsets": "words"}).status == 422
+
+
+def test_a_dense_model_answers_embed_and_the_openai_route(embeds: Client, dense: Any) -> None:
+    expected = dense.encode(TEXTS)
+    assert np.array(embeds.post("/embed", {"inputs": TEXTS}).json) == pytest.approx(expected, abs=1e-5)
+    answer = embeds.post("/v1/embeddings", {"input": TEXTS, "model": "any"}).json
+    assert np.array([entry["embedding"] for entry in answer["data"]]) == pytest.approx(expected, abs=1e-5)
+    assert (answer["object"], answer["usage"]["prompt_tokens"] > 9) == ("list", True)
+    coded = embeds.post("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}).json["data"][0]
+    assert np.frombuffer(base64.b64decode(coded["embedding"]), "<f4") == pytest.approx(expected[0], abs=1e-5)
+    short = np.array(embeds.post("/embed", {"inputs": TEXTS[0], "dimensions": 8}).json[0])
+    assert short == pytest.approx(expected[0][:8] / np.linalg.norm(expected[0][:8]), abs=1e-5)
+    for path, body in (("/embed_sparse", {"inputs": "a"}), ("/rerank", {"query": "a", "texts": ["b"]})):
+        assert embeds.post(path, body).status == 424
 
 
 def test_normalize_false_leaves_out_the_module_that_normalizes(embeds: Client, dense: Any) -> None:

@@ -31,8 +31,6 @@ Write = Callable[[list[Any]], list[bytes]]
 _SHOWN = (
     "max_concurrent_requests", "max_batch_tokens", "max_client_batch_size", "auto_truncate", "tokenization_workers",
 )  # fmt: skip
-_OPENAI = (bodies.OpenAIEmbeddings, "Dense vectors, as OpenAI answers")
-_AGAIN = (bodies.Rerank, "As /rerank")
 
 
 class Routes:
@@ -40,51 +38,46 @@ class Routes:
 
     def __init__(self, service: Service, side: Side) -> None:
         self.service, self.side = service, side
-        self._works: dict[type[bodies.Body], Work] = {
-            bodies.EmbedSparse: self.embed_sparse,
-            bodies.EmbedAll: self.embed_all,
-            bodies.Embed: self.embed,
-            bodies.Rerank: self.rerank,
-            bodies.Score: self.score,
-            bodies.Similarity: self.similarity,
-            bodies.Predict: self.predict,
-            bodies.Vertex: self.vertex,
-            bodies.Tokenize: self.tokenize,
-            bodies.Decode: self.decode,
-            bodies.OpenAIEmbeddings: self.openai,
+        by_kind: dict[Kind, tuple[type[bodies.Body], Work]] = {
+            "sparse": (bodies.EmbedSparse, self.embed_sparse),
+            "multi-vector": (bodies.Rerank, self.rerank),
+            "dense": (bodies.Embed, self.embed),
         }
-        by_kind: dict[Kind, type[bodies.Body]]
-        by_kind = {"sparse": bodies.EmbedSparse, "multi-vector": bodies.Rerank, "dense": bodies.Embed}
-        # a body for the first model
-        self._main = next((body for kind, body in by_kind.items() if kind in service.models), bodies.Embed)
+        # a body for the first model, and what answers it
+        self._main = next((main for kind, main in by_kind.items() if kind in service.models), by_kind["dense"])
 
     def router(self) -> APIRouter:
-        router, add = APIRouter(), partial(add_route, service=self.service)
-        posts: dict[str, tuple[type[bodies.Body], str]] = {
-            "/embed_sparse": (bodies.EmbedSparse, "Sparse vectors"),
-            "/embed_all": (bodies.EmbedAll, "A vector for each token"),
-            "/embed": (bodies.Embed, "Dense vectors"),
-            "/rerank": (bodies.Rerank, "Texts or documents, ranked by late interaction"),
-            "/v1/rerank": _AGAIN,
-            "/v2/rerank": _AGAIN,
-            "/score": (bodies.Score, "Scores of pairs by late interaction"),
-            "/similarity": (bodies.Similarity, "Cosine similarity of a sentence with others"),
-            "/predict": (bodies.Predict, "Classes, for which there is no model here"),
-            "/vertex": (bodies.Vertex, "Several bodies at once, as Google Vertex AI asks"),
-            "/tokenize": (bodies.Tokenize, "Tokens of texts"),
-            "/decode": (bodies.Decode, "Texts of token ids"),
-            "/": (self._main, "What the first model makes, as SageMaker and the Inference API ask for it"),
-            "/invocations": (self._main, "What the first model makes, as SageMaker asks for it"),
-            "/v1/embeddings": _OPENAI,
-            "/embeddings": _OPENAI,
+        router, rerank = APIRouter(), (bodies.Rerank, self.rerank)
+        openai = (bodies.OpenAIEmbeddings, self.openai, "Dense vectors, as OpenAI answers")
+        posts: dict[str, tuple[type[bodies.Body], Work, str]] = {
+            "/embed_sparse": (bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
+            "/embed_all": (bodies.EmbedAll, self.embed_all, "A vector for each token"),
+            "/embed": (bodies.Embed, self.embed, "Dense vectors"),
+            "/rerank": (*rerank, "Texts or documents, ranked by late interaction"),
+            "/v1/rerank": (*rerank, "As /rerank"),
+            "/v2/rerank": (*rerank, "As /rerank"),
+            "/score": (bodies.Score, self.score, "Scores of pairs by late interaction"),
+            "/similarity": (bodies.Similarity, self.similarity, "Cosine similarity of a sentence with others"),
+            "/predict": (bodies.Predict, self.predict, "Classes, for which there is no model here"),
+            "/vertex": (bodies.Vertex, self.vertex, "Several bodies at once, as Google Vertex AI asks"),
+            "/tokenize": (bodies.Tokenize, self.tokenize, "Tokens of texts"),
+            "/decode": (bodies.Decode, self.decode, "Texts of token ids"),
+            "/": (*self._main, "What the first model makes, as SageMaker and the Inference API ask for it"),
+            "/invocations": (*self._main, "What the first model makes, as SageMaker asks for it"),
+            "/v1/embeddings": openai,
+            "/embeddings": openai,
         }
-        for path, (body, summary) in posts.items():
+        gets: dict[str, tuple[Callable[[Request], Awaitable[Response]], str]] = {
+            "/info": (self.info, "The model, and the limits"),
+            "/metrics": (self.metrics, "For Prometheus"),
+            "/health": (self.health, "200 or 503"),
+            "/ping": (self.health, "200 or 503"),
+        }
+        for path, (body, work, summary) in posts.items():
             failed = ServeError.openai_body if body is bodies.OpenAIEmbeddings else ServeError.body
-            add(router, path=path, work=self._works[body], summary=summary, body=body, failed=failed)
-        add(router, path="/info", work=self.info, summary="The model, and the limits")
-        add(router, path="/metrics", work=self.metrics, summary="For Prometheus")
-        for path in ("/health", "/ping"):
-            add(router, path=path, work=self.health, summary="200 or 503")
+            add_route(router, self.service, path, work, summary, body, failed)
+        for path, (answer, summary) in gets.items():
+            add_route(router, self.service, path, answer, summary)
         return router
 
     def _asked(self, body: bodies.Encoded, normalize: bool = True) -> Asked:
@@ -230,14 +223,15 @@ class Routes:
         if not body.instances:
             raise ServeError("Empty", "`instances` cannot be empty")
         self.service.check_batch(body.instances)
-        checked: list[bodies.Body] = []
+        checked: list[tuple[bodies.Body, Work]] = []
         for at, instance in enumerate(body.instances):
             ranked = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
+            body_of, work = (bodies.Rerank, self.rerank) if ranked else self._main
             try:
-                checked.append((bodies.Rerank if ranked else self._main).model_validate(instance))
+                checked.append((body_of.model_validate(instance), work))
             except ValidationError as error:
                 raise invalid(explained(error, f"instances.{at}")) from None
-        found = await all_of([asyncio.ensure_future(self._works[type(each)](each, request)) for each in checked])
+        found = await all_of([asyncio.ensure_future(work(each, request)) for each, work in checked])
         content = answers.listed([bytes(answer.body) for answer in found])
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
