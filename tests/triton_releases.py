@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ("3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 OLD_NUMPY = ("3.4.0", "3.5.1", "3.6.0")  # interpret loops with what numpy 2.4 removed
-SHARED = ("test_cross_compile.py", "test_cuda_driver.py", "test_tuning.py", "test_fallback.py")
+SHARED = ("test_cross_compile.py", "test_cuda_driver.py", "test_tuning.py", "test_fallback.py", "test_graph_memory.py")
 BUILT = [f"tests/ops/shared/{name}" for name in SHARED]
 BUILT += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_compile.py"))]
 INTERPRETED = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_interpreted.py"))]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,20 +14,18 @@ from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from triton.errors import TritonError
-
 import tilefold
 from tilefold.ops._shared import fallback, operator
 from tilefold.ops._shared import impl as shared_impl
-from tilefold.ops._shared._triton import launch, releases
+from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Setting
+from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import configs, plans
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -46,25 +41,14 @@ def seeded(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), requires_grad=True)
 
 
-class Unbuildable(ModuleType):
-    """Kernels of which none can be built."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):  # what ``inspect`` asks every module for
-            raise AttributeError(name)
-
-        def fails(*args: Any, **kwargs: Any) -> None:
-            raise KernelUnavailableError("_some_kernel", "PTXASError: no such instruction")
-
-        return fails
-
-
 @pytest.fixture
 def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose kernels Triton cannot build: "auto" takes them, and so does "triton"."""
-    kernels = Unbuildable("plans")
-    monkeypatch.setitem(sys.modules, "tilefold.ops.entmax_attention.plans", kernels)
-    monkeypatch.setattr(importlib.import_module("tilefold.ops.entmax_attention"), "plans", kernels, raising=False)
+
+    def fails(*given: object) -> None:
+        raise KernelUnavailableError("_some_kernel", "PTXASError: no such instruction")
+
+    monkeypatch.setattr(ATTENTION, "_plans", lambda: SimpleNamespace(forward=fails, backward=fails))
     monkeypatch.setattr(shared_impl, "takes_kernels", lambda device: True)
 
 
@@ -110,68 +94,6 @@ def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
                 tilefold.entmax_attention(
                     rows, rows, rows, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_k=bound, impl=impl
                 )
-
-
-class Failing:
-    """A kernel whose build raises; see ``JITFunction``."""
-
-    arg_names: tuple[str, ...] = ()
-    params: tuple[Any, ...] = ()
-    __name__ = "_failing_kernel"
-
-    def __init__(self, error: Exception) -> None:
-        self.error, self.builds = error, 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def build(*args: Any, **kwargs: Any) -> None:
-            self.builds += 1
-            raise self.error
-
-        return build
-
-
-@pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[Failing], launch.Launcher]:
-    monkeypatch.setattr(launch, "JITFunction", Failing)
-    monkeypatch.setattr(launch, "enter_context", lambda index: None)
-    monkeypatch.setattr(launch, "graph_owns_memory", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return lambda kernel: launch.Launcher(kernel, {})
-
-
-BUILD_FAULTS = [
-    TritonError("out of resource: shared memory, Required: 150000, Hardware limit: 101376."),
-    RuntimeError("PassManager::run failed"),
-    RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
-    RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
-    subprocess.CalledProcessError(1, ["gcc"]),
-]
-
-
-@pytest.mark.parametrize("fault", BUILD_FAULTS, ids=str)
-def test_a_failed_build_is_named_and_not_tried_again(
-    launcher: Callable[[Failing], launch.Launcher], fault: Exception
-) -> None:
-    kernel = Failing(fault)
-    run = launcher(kernel)
-    for _ in range(2):
-        with pytest.raises(KernelUnavailableError, match=f"_failing_kernel cannot be built .{type(fault).__name__}"):
-            run((1, 1, 1), ())
-    assert kernel.builds == 1
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), torch.OutOfMemoryError("full"),
-     TypeError("no such argument")],
-    ids=str,
-)  # fmt: skip
-def test_a_launch_that_goes_wrong_is_not_mistaken_for_a_build(
-    launcher: Callable[[Failing], launch.Launcher], fault: Exception
-) -> None:
-    with pytest.raises(type(fault), match=str(fault).split("[")[0]) as raised:
-        launcher(Failing(fault))((1, 1, 1), ())
-    assert not isinstance(raised.value, KernelUnavailableError)
 
 
 def head_plan(dtype: torch.dtype, *given_up: str) -> Any:

@@ -1,4 +1,4 @@
-"""Captured graphs that own their memory, with cudaMallocAsync: the driver does not know addresses in it."""
+"""What launchers do of kernels that cannot be built, and in captured graphs that own their memory (cudaMallocAsync)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the launcher needs triton")
 
+from triton.errors import TritonError
+
 from tests.ops.samples import Sample, attend, entmax_rows, head, late, scattered
 from tilefold.ops._shared import internals
 from tilefold.ops._shared._triton import launch
+from tilefold.ops._shared.fallback import KernelUnavailableError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,11 +29,12 @@ ROOT = Path(__file__).resolve().parents[3]
 class Kernel:
     """A kernel whose launches are written down; see ``JITFunction``."""
 
-    __name__ = "_recording_kernel"
+    __name__ = "_some_kernel"
     arg_names = ("x", "y", "n", "BLOCK")
     params = tuple(SimpleNamespace(do_not_specialize=False) for _ in arg_names)
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
         self.launches: list[tuple[Any, ...]] = []
         self.warmups: list[tuple[Any, ...]] = []
 
@@ -41,6 +45,8 @@ class Kernel:
     def __getitem__(self, grid: internals.Grid) -> Callable[..., Kernel]:
         def run(*arguments: Any, **constants: Any) -> Kernel:
             self.launches.append(arguments)
+            if self.error is not None:
+                raise self.error
             return self
 
         return run
@@ -85,6 +91,38 @@ def test_another_allocator_is_never_asked_whether_it_captures(
     kernel, x = Kernel(), torch.zeros(4)
     launch.Launcher(kernel, {"BLOCK": 16})((1, 1, 1), (x, None, 5))
     assert [type(given[0]) for given in kernel.launches] == [Tensor]
+
+
+BUILD_FAULTS = [
+    TritonError("out of resource: shared memory, Required: 150000, Hardware limit: 101376."),
+    RuntimeError("PassManager::run failed"),
+    RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+    subprocess.CalledProcessError(1, ["gcc"]),
+]
+LAUNCH_FAULTS = [
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    torch.OutOfMemoryError("full"),
+    TypeError("no such argument"),
+]
+
+
+@pytest.mark.parametrize("fault", [*BUILD_FAULTS, *LAUNCH_FAULTS], ids=str)
+def test_a_failed_build_is_named_and_not_tried_again_and_no_launch_that_goes_wrong_is_mistaken_for_one(
+    capturing: list[bool], fault: Exception
+) -> None:
+    capturing[0] = False
+    kernel = Kernel(fault)
+    run = launch.Launcher(kernel, {"BLOCK": 16})
+    for _ in range(2):
+        if fault in BUILD_FAULTS:
+            with pytest.raises(KernelUnavailableError, match=f"_some_kernel cannot be built .{type(fault).__name__}"):
+                run((1, 1, 1), (None, None, 5))
+        else:
+            with pytest.raises(type(fault), match=str(fault).split("[")[0]) as raised:
+                run((1, 1, 1), (None, None, 5))
+            assert not isinstance(raised.value, KernelUnavailableError)
+    assert len(kernel.launches) == (1 if fault in BUILD_FAULTS else 2)
 
 
 def test_launchers_are_made_once_and_the_table_of_them_is_bounded() -> None:

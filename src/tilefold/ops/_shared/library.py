@@ -27,15 +27,10 @@ def schema_of(arguments: Mapping[str, Any], results: int) -> str:
     return torch.library.infer_schema(prototype, mutates_args=())
 
 
-def define_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``tilefold::name``, its first argument a tensor, with the decorated function for every device."""
+def define_op(name: str, schema: str, function: Callable[..., Any]) -> None:
+    """Define ``tilefold::name``, its first argument a tensor, with this function for every device."""
     torch.library.define(f"tilefold::{name}", schema)
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.impl(f"tilefold::{name}", "default", functools.partial(run, function))
-        return function
-
-    return register
+    torch.library.impl(f"tilefold::{name}", "default", functools.partial(run, function))
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:

@@ -97,7 +97,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         variant: Callable[[TensorsT], Variant | None] | None = None,
     ) -> None:
         self.name = name
-        self._tensors, self._options, self._saved = (_record(each) for each in (tensors, options, saved))
+        records: Any = tensors, options, saved
+        self._tensors, self._options, self._saved = records
         self._results, self._outputs, self._gradients = results, outputs, list(gradients)
         self._plans, self._tiled, self._reference, self._check_values = plans, tiled, reference, check_values
         self._reads, self._variant = reads, variant
@@ -301,11 +302,11 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _register(self) -> None:
         name, options = f"tilefold::{self.name}", typing.get_type_hints(self._options)
         forward = typing.get_type_hints(self._tensors) | options | {"training": bool, "impl": str}
-        define_op(self.name, schema_of(forward, len(self._results)))(self._registered_forward)
+        define_op(self.name, schema_of(forward, len(self._results)), self._registered_forward)
         torch.library.register_fake(name, self._fake_forward)
         backward = {self._dfirst: Tensor} | typing.get_type_hints(self._saved) | options
         backward |= {"needs": Sequence[bool], "impl": str}
-        define_op(f"{self.name}_backward", schema_of(backward, len(self._gradients)))(self._registered_backward)
+        define_op(f"{self.name}_backward", schema_of(backward, len(self._gradients)), self._registered_backward)
         torch.library.register_fake(f"{name}_backward", self._fake_backward)
         forbid_double_backward(f"{self.name}_backward", self.name)
         torch.library.register_autograd(name, self._differentiate, setup_context=self._setup_context)
@@ -392,10 +393,6 @@ def setting_of(device: torch.device, aligned: bool = True) -> Setting:
     """Current setting for plans on this device."""
     tf32 = tf32_allowed(torch.float32)
     return Setting(capability_of(device), sm_count(device), tf32, aligned, given_up_on(device))
-
-
-def _record(each: type[tuple[Any, ...]]) -> Any:
-    return each
 
 
 def _hashable(option: Any) -> Any:
