@@ -39,6 +39,22 @@ needs_all_causal_logits = pytest.mark.skipif(
 )
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+_CAUSAL = {**_ENDS, "num_key_value_heads": 2}
+NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("Bert", "MaskedLM", {}),
+    "distilbert": ("DistilBert", "MaskedLM", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}),
+    "roberta": ("Roberta", "MaskedLM", {"pad_token_id": 0}),
+    "xlm-roberta": ("XLMRoberta", "MaskedLM", {"pad_token_id": 0}),
+    "mpnet": ("MPNet", "MaskedLM", {"pad_token_id": 0}),
+    "albert": ("Albert", "MaskedLM", {"embedding_size": 16}),
+    "modernbert": (
+        "ModernBert", "MaskedLM", {**_ENDS, "cls_token_id": 101, "sep_token_id": 102, "attn_implementation": "sdpa"}
+    ),
+    "llama": ("Llama", "CausalLM", _CAUSAL),
+    "granite": ("Granite", "CausalLM", _CAUSAL),
+    "gemma2": ("Gemma2", "CausalLM", {**_CAUSAL, "head_dim": 16}),
+}  # fmt: skip
 
 
 def five_steps(folder: Path, kind: Any = SparseEncoderTrainingArguments, **options: Any) -> Any:
@@ -79,40 +95,13 @@ def build_minilm_splade(folder: Path) -> None:
 
 def tiny_network(kind: str, vocab_size: int = VOCABULARY, **options: Any) -> Any:
     """A small random transformers model with an LM head."""
-    sizes = {**_SIZES, "vocab_size": vocab_size, "max_position_embeddings": 64}
+    name, head, own = NETWORKS[kind]
+    sizes = {} if kind == "distilbert" else _SIZES
     torch.manual_seed(0)
-    if kind == "bert":
-        network = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **options))
-    elif kind == "distilbert":
-        config = transformers.DistilBertConfig(
-            vocab_size=vocab_size, dim=32, n_layers=2, n_heads=2, hidden_dim=48, max_position_embeddings=64, **options
-        )
-        network = transformers.DistilBertForMaskedLM(config)
-    elif kind == "roberta":
-        network = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes, pad_token_id=0, **options))
-    elif kind == "xlm-roberta":
-        network = transformers.XLMRobertaForMaskedLM(transformers.XLMRobertaConfig(**sizes, pad_token_id=0, **options))
-    elif kind == "mpnet":
-        network = transformers.MPNetForMaskedLM(transformers.MPNetConfig(**sizes, pad_token_id=0, **options))
-    elif kind == "albert":
-        network = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**sizes, embedding_size=16, **options))
-    elif kind == "modernbert":
-        ids = {"pad_token_id": 0, "bos_token_id": 101, "cls_token_id": 101, "eos_token_id": 102, "sep_token_id": 102}
-        config = transformers.ModernBertConfig(**sizes, **ids, attn_implementation="sdpa", **options)
-        network = transformers.ModernBertForMaskedLM(config)
-    else:
-        network = _tiny_causal(kind, sizes, options)
+    given = {**sizes, "vocab_size": vocab_size, "max_position_embeddings": 64, **own, **options}
+    network = getattr(transformers, f"{name}For{head}")(getattr(transformers, f"{name}Config")(**given))
     _spread_bias(network)
     return network
-
-
-def _tiny_causal(kind: str, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
-    common = {**sizes, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **options))
-    if kind == "granite":
-        return transformers.GraniteForCausalLM(transformers.GraniteConfig(**common, **options))
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**common, head_dim=16, **options))
 
 
 def _spread_bias(network: Any) -> None:

@@ -96,7 +96,7 @@ def test_positions_are_those_of_the_padded_model() -> None:
     assert torch.equal(position_ids_of(ids[mask.bool()], offsets), torch.cat([torch.arange(n) for n in LENGTHS]))
 
 
-def test_token_types_reach_the_model() -> None:
+def test_token_types_reach_the_model_and_masks_with_packed_sequences_are_refused() -> None:
     model = network("bert").eval()
     ids, mask, offsets = batch()
     types = (torch.arange(ids.size(1)) > 4).long().expand_as(ids).contiguous()
@@ -105,6 +105,8 @@ def test_token_types_reach_the_model() -> None:
         expected = model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits[mask.bool()]
         got = packed_hidden_states(model, ids[mask.bool()], offsets, max(LENGTHS), token_type_ids=types[mask.bool()])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    with pytest.raises(ValueError, match=r"packed sequences must be one row \[1, T\]"):
+        model(input_ids=ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=30, max_length_k=30)
 
 
 def test_dropout_has_the_mean_of_no_dropout() -> None:
@@ -122,27 +124,17 @@ def test_dropout_has_the_mean_of_no_dropout() -> None:
 
 
 def test_what_stays_padded_says_why_and_is_not_changed() -> None:
-    assert "does not go through transformers' AttentionInterface" in str(use_packed(network("mpnet")))
-    assert "is no encoder" in str(use_packed(network("bert", is_decoder=True)))
-    eager = network("bert", attn_implementation="eager")
-    assert "attn_implementation='eager' was chosen" in str(use_packed(eager))
-    assert eager.config._attn_implementation == "eager"
-    assert "is no transformers model" in str(use_packed(AveragedModel(torch.nn.Linear(2, 2))))
-
-
-def test_a_model_that_mixes_tokens_elsewhere_fails_the_check() -> None:
-    model = network("bert")
-    model.bert.embeddings.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
-    assert "disagree by" in str(use_packed(model))
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_masks_with_packed_sequences_are_refused() -> None:
-    model = network("bert").eval()
-    ids, _, offsets = batch()
-    assert use_packed(model) is None
-    with pytest.raises(ValueError, match=r"packed sequences must be one row \[1, T\]"):
-        model(input_ids=ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=30, max_length_k=30)
+    eager, mixing = network("bert", attn_implementation="eager"), network("bert")
+    mixing.bert.embeddings.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
+    for model, why in (
+        (network("mpnet"), "does not go through transformers' AttentionInterface"),
+        (network("bert", is_decoder=True), "is no encoder"),
+        (eager, "attn_implementation='eager' was chosen"),
+        (mixing, "disagree by"),
+        (AveragedModel(torch.nn.Linear(2, 2)), "is no transformers model"),
+    ):
+        assert why in str(use_packed(model))
+    assert (eager.config._attn_implementation, mixing.config._attn_implementation) == ("eager", "sdpa")
 
 
 def test_entmax_attention_takes_packed_tokens_itself() -> None:

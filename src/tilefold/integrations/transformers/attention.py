@@ -160,15 +160,11 @@ def entmax_attention_forward(
     else:
         options["key_padding_mask"] = attention_mask
     most = int(longest) if packed and isinstance(longest, int) else None
-    counts = next((record._counts[module] for record in _active if module in record._counts), None)
-    found = entmax_attention(query, key, value, max_seqlen_k=most, return_stats=counts is not None, **options)
-    if isinstance(found, Tensor):
-        out = found
-    else:
-        out = found[0]
-        if counts is not None:
-            cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-            counts.add(query, key, found[1], options, cross)
+    record = next((record for record in _active if module in record._counts), None)
+    found = entmax_attention(query, key, value, max_seqlen_k=most, return_stats=record is not None, **options)
+    out = found if isinstance(found, Tensor) else found[0]
+    if record is not None and not isinstance(found, Tensor):
+        record._add(module, query, key, found[1], options)
     return out.unsqueeze(0) if packed else out.transpose(1, 2), None
 
 
@@ -249,31 +245,6 @@ class LayerSparsity:
     queries: int
 
 
-class _Counts:
-    """The counts of one layer, ``[5, H]`` int64: positive, allowed, queries, live and visible blocks."""
-
-    def __init__(self, blocks: bool) -> None:
-        self.blocks = blocks
-        self.total: Tensor | None = None  # stays on its device until it is read
-
-    def add(self, query: Tensor, key: Tensor, stats: EntmaxStats, options: dict[str, Any], cross: bool) -> None:
-        mask, rows = options.get("key_padding_mask"), None
-        support, visible = stats.support, stats.visible.expand_as(stats.support)
-        if mask is not None and not cross and mask.size(1) >= query.size(2):
-            rows = mask[:, mask.size(1) - query.size(2) :] != 0  # queries are aligned to the end of the keys
-            support, visible = support * rows[:, None], visible * rows[:, None]
-        found = [support.sum(dim=(0, 2)), visible.sum(dim=(0, 2)), (visible > 0).sum(dim=(0, 2))]
-        if self.blocks:
-            places = {name: value for name, value in options.items() if name != "dropout_p"}
-            if rows is not None and query.dim() == 4:
-                places["query_padding_mask"] = rows
-            found += [count.sum(dim=0) for count in live_blocks(query, key, stats.tau, **places)]
-        else:
-            found += [torch.zeros_like(found[0])] * 2
-        counts = torch.stack(found)
-        self.total = counts if self.total is None else self.total + counts
-
-
 class SparsityRecord:
     """The counts of :func:`record_sparsity`; reading them synchronises with the device."""
 
@@ -281,7 +252,26 @@ class SparsityRecord:
         modules = checked_attention_modules(model)
         self._names = {module: name for name, module in model.named_modules() if module in modules}
         self._blocks = blocks
-        self._counts = {module: _Counts(blocks) for module in modules}
+        # of each layer [5, H] int64 on its device: positive, allowed, queries, live and visible blocks
+        self._counts: dict[nn.Module, Tensor | None] = dict.fromkeys(modules)
+
+    def _add(self, module: nn.Module, query: Tensor, key: Tensor, stats: EntmaxStats, options: dict[str, Any]) -> None:
+        cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+        mask, rows = options.get("key_padding_mask"), None
+        support, visible = stats.support, stats.visible.expand_as(stats.support)
+        if mask is not None and not cross and mask.size(1) >= query.size(2):
+            rows = mask[:, mask.size(1) - query.size(2) :] != 0  # queries are aligned to the end of the keys
+            support, visible = support * rows[:, None], visible * rows[:, None]
+        found = [support.sum(dim=(0, 2)), visible.sum(dim=(0, 2)), (visible > 0).sum(dim=(0, 2))]
+        if self._blocks:
+            places = {name: value for name, value in options.items() if name != "dropout_p"}
+            if rows is not None and query.dim() == 4:
+                places["query_padding_mask"] = rows
+            found += [count.sum(dim=0) for count in live_blocks(query, key, stats.tau, **places)]
+        else:
+            found += [torch.zeros_like(found[0])] * 2
+        counts, before = torch.stack(found), self._counts[module]
+        self._counts[module] = counts if before is None else before + counts
 
     @property
     def layers(self) -> list[LayerSparsity]:
@@ -303,11 +293,8 @@ class SparsityRecord:
         return self._described("all layers", torch.stack(counts).sum(dim=0))
 
     def _ran(self) -> list[tuple[str, Tensor]]:
-        ran = [
-            (self._names[module], counts.total.cpu())
-            for module, counts in self._counts.items()
-            if counts.total is not None
-        ]
+        names = self._names
+        ran = [(names[module], counts.cpu()) for module, counts in self._counts.items() if counts is not None]
         if not ran:
             raise RuntimeError(
                 "no attention layer of the model ran entmax attention while sparsity was recorded; load the model with "
