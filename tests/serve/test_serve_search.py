@@ -255,5 +255,5 @@ def test_feedback_with_weights_beyond_measure_is_refused_and_leaves_the_log_empt
     with serving(Service(models, searchable=replace(searchable, vectors=heavy))) as other:
         reply = ask(other, beta=1000)
         assert reply.status == 422
-        assert "`prf`: alpha, beta, gamma: expected weights with which" in reply.json["error"]
+        assert "`prf`: alpha, beta, gamma: expected weights that keep a query below" in reply.json["error"]
     assert not caplog.records
