@@ -33,38 +33,30 @@ def strided(tensor: Tensor, style: str) -> Tensor:
     if style == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if style == "sliced":
-        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.size(-1) + 1)
-        wide[..., 1::2] = tensor
-        return wide[..., 1::2]
+        return torch.stack([tensor, tensor], dim=-1)[..., 0]
     padded = tensor.new_full((tensor.size(0) + 1, *tensor.shape[1:-1], tensor.size(-1) + 3), math.nan)
     padded[1:, ..., 1:-2] = tensor
     return padded[1:, ..., 1:-2]  # "offset": rows apart, base not aligned
 
 
-@pytest.mark.parametrize("style", ["transposed", "sliced", "offset"])
-@pytest.mark.parametrize(("pooling", "layout"), [("max", "full"), ("max", "packed"), ("sum", "holes"), ("cls", "left")])
+@pytest.mark.parametrize("style", ["transposed", "sliced", "offset", "expanded"])
+@pytest.mark.parametrize(
+    ("pooling", "layout"), [("max", "full"), ("max", "packed"), ("sum", "holes"), ("cls", "left"), ("last", "right")]
+)
 def test_strides_of_the_inputs_do_not_matter(target: Target, pooling: str, layout: str, style: str) -> None:
     inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
-    views = {name: strided(getattr(inputs, name), style) for name in ("hidden", "weight", "dscores")}
-    if inputs.attention_mask is not None:
-        views["attention_mask"] = strided(inputs.attention_mask.float(), style)
+    views = {name: getattr(inputs, name) for name in ("hidden", "weight", "dscores")}
+    if style == "expanded":
+        views = {name: value[:1].expand(value.shape) for name, value in views.items()}
+        inputs = dataclasses.replace(inputs, **{name: value.contiguous() for name, value in views.items()})
+    else:
+        views = {name: strided(value, style) for name, value in views.items()}
+        if inputs.attention_mask is not None:
+            views["attention_mask"] = strided(inputs.attention_mask.float(), style)
     other = dataclasses.replace(inputs, **views)
     assert not other.hidden.is_contiguous() or style == "offset"
     expected = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
     close(lsr_head_results(other, pooling=pooling, impl=target.impl), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("pooling", ["max", "sum", "last"])
-def test_expanded_operands_and_an_expanded_gradient_work(target: Target, pooling: str) -> None:
-    inputs = lsr_head_inputs(*SMALL, device=target.device, layout="right")
-    inputs = dataclasses.replace(
-        inputs,
-        dscores=torch.ones((), device=target.device).expand(SMALL[0], SMALL[3]),
-        hidden=inputs.hidden[:1].expand(SMALL[0], -1, -1),
-        weight=inputs.weight[:1].expand(SMALL[3], -1),
-    )
-    found = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
-    within_budget(found, lsr_head_truth(inputs, pooling=pooling))
 
 
 @pytest.mark.parametrize(
@@ -165,14 +157,6 @@ def test_infinite_logits_have_the_gradient_of_the_reference(target: Target, pool
     close(found, truth, rtol=tolerance, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("pooling", ["max", "mean"])
-def test_large_values_keep_their_relative_error(target: Target, pooling: str) -> None:
-    inputs = lsr_head_inputs(*SMALL, layout="right", device=target.device)
-    inputs = dataclasses.replace(inputs, hidden=inputs.hidden * 1e8, weight=inputs.weight * 1e8)
-    for activation in ("log1p_relu", "softplus", "none"):
-        assert_lsr_head_matches(inputs, pooling=pooling, activation=activation, impl=target.impl)
-
-
 @pytest.mark.parametrize("layout", ["full", "holes", "packed"])
 def test_equal_tokens_leave_the_whole_gradient_to_the_first_of_them(target: Target, layout: str) -> None:
     inputs = lsr_head_inputs(4, 40, 8, 21, layout=layout, device=target.device)
@@ -192,15 +176,6 @@ def test_a_sequence_scores_the_same_in_any_company(target: Target) -> None:
         torch.testing.assert_close(alone[0], scores[b], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
-def test_offsets_may_be_int32_or_int64(target: Target, pooling: str, dtype: torch.dtype) -> None:
-    inputs = lsr_head_inputs(5, 11, 24, 21, layout="packed", device=target.device)
-    assert inputs.cu_seqlens is not None
-    inputs = dataclasses.replace(inputs, cu_seqlens=inputs.cu_seqlens.to(dtype))
-    assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
-
-
 @pytest.mark.parametrize("length", [7, 300])  # each program looks at its mask itself, or a kernel of its own does
 @pytest.mark.parametrize("layout", ["left", "right", "holes"])
 @pytest.mark.parametrize("pooling", ["cls", "last"])
@@ -216,12 +191,18 @@ def test_the_one_token_is_found_under_short_and_long_masks(
     assert torch.equal(scores, found["scores"])
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32, torch.float16], ids=str)
-def test_masks_of_every_dtype_mean_the_same(target: Target, kind: torch.dtype) -> None:
-    inputs = lsr_head_inputs(*SMALL, layout="holes", device=target.device)
-    assert inputs.attention_mask is not None
-    other = dataclasses.replace(inputs, attention_mask=inputs.attention_mask.to(kind))
-    same(lsr_head_results(other, impl=target.impl), lsr_head_results(inputs, impl=target.impl))
+@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
+def test_masks_of_every_dtype_and_offsets_of_both_mean_the_same(target: Target, pooling: str) -> None:
+    for layout, name, kinds in (
+        ("holes", "attention_mask", (torch.bool, torch.uint8, torch.int32, F16)),
+        ("packed", "cu_seqlens", (torch.int32, torch.int64)),
+    ):
+        inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
+        expected = assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
+        inputs = with_one_answer(inputs, pooling)
+        for kind in kinds:
+            other = dataclasses.replace(inputs, **{name: getattr(inputs, name).to(kind)})
+            same(lsr_head_results(other, pooling=pooling, impl=target.impl), expected)
 
 
 def saved_winners(inputs: LSRHeadInputs, **options: Any) -> Tensor:

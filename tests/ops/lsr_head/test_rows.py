@@ -1,9 +1,8 @@
-"""The rows that round sequences up to whole groups: what they hold, and that no winner lies outside its sequence."""
+"""Rows that round sequences up to whole groups never show, and both ways to look for winners find the same."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
-from tests.ops.lsr_head.helpers import INTERPRETED, close, only_kernels
+from tests.ops.lsr_head.helpers import F32, INTERPRETED, close, only_kernels
 from tilefold.ops import lsr_head
 from tilefold.ops._shared._triton import releases
-from tilefold.ops.lsr_head._problem import HeadOptions, Tokens
+from tilefold.ops.lsr_head.api import HEAD
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
 
 RAGGED = ("right", "left", "holes", "packed")
-OPTIONS = HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, bias_dtype=None)
-SHAPES = [(5, 19, 16, 21), (3, 40, 8, 33), (4, 1, 8, 17)]
+OPTIONS = ("max", "relu", 1.0, F32, F32, None)
 
 
 @pytest.fixture
@@ -46,46 +44,15 @@ def sequence(inputs: LSRHeadInputs, b: int) -> Tensor:
     return inputs.hidden[int(inputs.cu_seqlens[b]) : int(inputs.cu_seqlens[b + 1])]
 
 
-@pytest.mark.parametrize("max_mask", [4096, 0], ids=["counted in place", "counted before"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layout", RAGGED)
-def test_every_row_of_a_group_is_a_token_with_its_place_and_the_first_one_is_repeated(
-    kernels: Target, layout: str, shape: tuple[int, ...], max_mask: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tilefold.ops._shared._triton.launch import launch
-    from tilefold.ops._shared._triton.tensors import one_byte
-    from tilefold.ops.lsr_head import plans
+@pytest.fixture(params=[4096, 0], ids=["counted in place", "counted before"])
+def max_mask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Entries of a mask that every program counts for itself."""
     from tilefold.ops.lsr_head._triton import pack
 
-    monkeypatch.setattr(pack, "MAX_MASK", max_mask)
-    group = 16
-    inputs = lsr_head_inputs(*shape, layout=layout, device=kernels.device)
-    mask = None if inputs.attention_mask is None else one_byte(inputs.attention_mask).view(torch.uint8)
-    tokens = Tokens(inputs.hidden, mask, inputs.cu_seqlens)
-    packing = plans._packing(tokens, 2000, inputs.hidden.dtype, True, group)
-    assert packing is not None and (packing[1]["counts"] is None) == (layout == "packed" or max_mask > 0)
-    scores = torch.full((tokens.batch, 2000), math.inf, device=kernels.device)
-    winners = torch.full((tokens.batch, 2000), 7, dtype=torch.int32, device=kernels.device).to(torch.uint16)
-    with nan_poisoned_empty():
-        made = {
-            name: part and torch.empty(part.shape, dtype=part.dtype, device=kernels.device)
-            for name, part in packing[1].items()
-        }
-    named = {**tokens._asdict(), **made, "scores": scores, "winners": winners}
-    for step in packing[0]:
-        arguments = (*[named[name] for name in step.tensors.split()], *step.numbers)
-        launch(step.kernel, step.grid, arguments, step.constants)
-    rows, offsets, positions = made["rows"], made["offsets"], made["positions"]
-    assert rows is not None and offsets is not None and positions is not None
-    assert int(offsets[0]) == 0
-    for b, places in enumerate(valid_places(inputs)):
-        start, end = int(offsets[b]), int(offsets[b + 1])
-        assert end - start == -(-len(places) // group) * group
-        expected = torch.cat([places, places[:1].expand(end - start - len(places))])
-        assert positions[start:end].tolist() == expected.tolist()
-        assert torch.equal(rows[start:end], sequence(inputs, b)[expected.to(rows.device)])
-        empty = len(places) == 0
-        assert (scores[b] == (0 if empty else math.inf)).all() and (winners[b].int() == (65535 if empty else 7)).all()
+    monkeypatch.setattr(pack, "MAX_MASK", request.param)
+    HEAD.forget()
+    yield
+    HEAD.forget()
 
 
 @pytest.fixture
@@ -108,7 +75,7 @@ def later_columns_win() -> Iterator[None]:
     InterpreterBuilder.create_dot = honest
 
 
-@pytest.mark.usefixtures("later_columns_win")
+@pytest.mark.usefixtures("later_columns_win", "max_mask")
 @pytest.mark.parametrize("largest", [0, -1], ids=["the first is largest", "the last is largest"])
 @pytest.mark.parametrize("layout", ["full", *RAGGED])
 def test_a_repeated_row_that_wins_by_an_ulp_is_the_token_that_it_repeats(
@@ -132,7 +99,7 @@ def test_a_repeated_row_that_wins_by_an_ulp_is_the_token_that_it_repeats(
             assert winners[b].int().tolist() == valid[logits.argmax(dim=0)].tolist()
 
 
-@pytest.mark.usefixtures("later_columns_win")
+@pytest.mark.usefixtures("later_columns_win", "max_mask")
 @pytest.mark.parametrize("layout", RAGGED)
 def test_scratch_never_shows_where_a_repeated_row_wins_by_an_ulp(kernels: Target, layout: str) -> None:
     inputs = with_one_answer(lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device))
