@@ -209,9 +209,8 @@ def _say_once(where: str, fields: tuple[str, ...]) -> None:
 def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> dict[str, str]:
     """Column -> field of a line."""
     if len(fields) != len(columns):
-        raise DataError(
-            f"{where}: expected {len(columns)} fields as in the first line, which names them, got {len(fields)}."
-        )
+        wanted = f"{len(columns)} fields as in the first line, which names them"
+        raise DataError(f"{where}: expected {wanted}, got {len(fields)}. Fix that line.")
     return {column: field for column, field in zip(columns, fields, strict=True) if column}
 
 

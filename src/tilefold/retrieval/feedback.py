@@ -203,7 +203,7 @@ def _parts(query: str, run: Run, row_of: Mapping[str, int], feedback: Feedback) 
     best, worst = feedback.chosen(run.get(query, {}))
     missing = next((name for name in (*best, *worst) if name not in row_of), None)
     if missing is not None:
-        got = f"those of {len(row_of)} others, {list(row_of)[:3]} first"
+        got = f"those of {len(row_of)} others, {list(row_of)[:3]} first. Give those searched"
         raise DataError(f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got {got}.")
     return [row_of[name] for name in best], [row_of[name] for name in worst]
 

@@ -163,9 +163,8 @@ class Searcher:
         ranking = self.rank(queries, request)
         first = next(iter(ranking.run["query"]), None)
         if first is not None and self.documents and not any(name in self.documents for name in ranking.run["query"]):
-            raise DataError(
-                f"documents: none of the documents found is in the collection given (the first is {first!r})."
-            )
+            strange = f"none of the documents found is in the collection given (the first is {first!r})"
+            raise DataError(f"documents: {strange}; give the one that the index was made from.")
         if request.reranking is not None:
             ranking = self.rerank(queries, ranking, request.reranking)
         shown = dict(list(ranking.run.get("query", {}).items())[: request.k])
