@@ -52,16 +52,9 @@ def _run(args: list[str], debug: bool) -> int:
             raise
         return _report(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
-        _say(_interrupted())
+        resumable = "Finished work is kept: run the same command again to resume."
+        _say(f"Interrupted. {resumable if _common.kept_work() else 'Nothing was kept.'}")
     return code
-
-
-def _interrupted() -> str:
-    from tilefold.cli._common import kept_work
-
-    if kept_work():
-        return "Interrupted. Finished work is kept: run the same command again to resume."
-    return "Interrupted. Nothing was kept."
 
 
 def _report(error: Exception) -> int:

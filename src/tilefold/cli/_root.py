@@ -92,6 +92,10 @@ RULES: dict[str, _Rules] = {
         (_TRAINING, "steps=0", _USELESS.format("with --steps 0, which trains nothing")),
         ("epochs", "steps", _USELESS.format("with --steps, which says how many")),
     ),
+    "bench": (
+        ("shape impl device dtype output quick seconds minutes", "listing",
+         _USELESS.format("with --list, which runs nothing")),
+    ),
     "export": (
         ("field_type dots", "to!=opensearch", "goes with --to opensearch"),
         ("document namespace", "to!=vespa", "goes with --to vespa"),

@@ -43,7 +43,10 @@ def bench(
     from tilefold.bench.spec import get_spec, operators
 
     try:
-        _check_useless(op, every, listing, quick, seconds)
+        if every and op is not None:
+            raise UsageError(f"--all times every operator: leave it out, or {op}.")
+        if quick and seconds > _QUICK_SECONDS:
+            _common.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
         specs = [get_spec(name) for name in names]
         if not specs:
@@ -61,17 +64,6 @@ def bench(
         raise typer.Exit(2) from error
     if failed:
         raise typer.Exit(1)
-
-
-def _check_useless(op: str | None, every: bool, listing: bool, quick: bool, seconds: float) -> None:
-    """Raise an error for options that do nothing beside the others."""
-    if every and op is not None:
-        raise UsageError(f"--all times every operator: leave it out, or {op}.")
-    if listing:
-        useless = ("shape", "impl", "device", "dtype", "output", "quick", "seconds", "minutes")
-        _common.refuse_useless(useless, "with --list, which runs nothing")
-    if quick and seconds > _QUICK_SECONDS:
-        _common.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
 
 
 def _list(spec: BenchSpec) -> None:

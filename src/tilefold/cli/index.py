@@ -236,18 +236,12 @@ def export(
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({to})"):
         exported = _write(to, vectors, output, tokens, _texts(data, vectors), options)
-    result = {
-        "output": str(output),
-        "engine": to,
-        "n_documents": exported.n_documents,
-        "n_weights": exported.n_weights,
-        "files": exported.files,
-        "seconds": round(time.monotonic() - started, 3),
-    }
-    files = exported.files[0] + (
-        f", {exported.files[1]}" if len(exported.files) == 2 else f" and {len(exported.files) - 1} bulk files"
-    )
-    said = f"{exported.n_documents} documents written for {to} in {result['seconds']:.1f} s: {output} ({files})"
+    seconds = round(time.monotonic() - started, 3)
+    result = {"output": str(output), "engine": to, "n_documents": exported.n_documents}
+    result |= {"n_weights": exported.n_weights, "files": exported.files, "seconds": seconds}
+    first, *others = exported.files
+    files = f"{first}, {others[0]}" if len(others) == 1 else f"{first} and {len(others)} bulk files"
+    said = f"{exported.n_documents} documents written for {to} in {seconds:.1f} s: {output} ({files})"
     _common.print_result(result, as_json, said)
 
 

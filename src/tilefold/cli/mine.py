@@ -160,30 +160,20 @@ def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Ite
 
 
 def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked: Mapping[str, Any]) -> None:
-    from tilefold.retrieval.provenance import texts_digest
-    from tilefold.retrieval.training_rows import queries_of, write_training_rows
+    from tilefold.retrieval.training_rows import write_training_rows
 
     if not mined.queries:
         raise CommandError(
             f"no negative was found for any query ({mined.filtered} candidates were left out as possible false "
             "negatives): draw from more --ranks, or filter less."
         )
-    rows = mined.rows(made_by)
-    digests = {"texts_sha256": texts_digest(collection.contents())}
-    rows.made_by |= digests | {"queries_sha256": texts_digest(queries_of(rows, collection))}
-    output = asked["output"]
+    rows, output = mined.rows(made_by), asked["output"]
+    _stamp(rows, collection)
     write_training_rows(rows, output)
     negatives = len(rows) - int(rows.relevant.sum())
-    result = {
-        "output": str(output),
-        "queries": len(rows.queries),
-        "relevant": len(rows) - negatives,
-        "negatives": negatives,
-        "queries_without": mined.without,
-        "queries_short": mined.short,
-        "left_out_by_score": mined.filtered,
-        "left_out_by_text": mined.same_text,
-    }
+    result = {"output": str(output), "queries": len(rows.queries), "relevant": len(rows) - negatives}
+    result |= {"negatives": negatives, "queries_without": mined.without, "queries_short": mined.short}
+    result |= {"left_out_by_score": mined.filtered, "left_out_by_text": mined.same_text}
     for name, what in _LEFT_OUT.items():
         if result[name] and not asked["as_json"]:
             note(f"{result[name]} {what}")
@@ -270,7 +260,7 @@ def score(
     if false_negatives is not None:
         rows = drop_false_negatives(rows, false_negatives)
         rows.made_by |= {"score_margin": margin, "score_max_share": max_score_share}
-    _stamp_queries(rows, collection)
+    _stamp(rows, collection)
     write_training_rows(rows, output)
     shutil.rmtree(work, ignore_errors=True)
     _report(rows, output, before - len(rows), as_json)
@@ -321,8 +311,8 @@ def _score(teacher: Teacher, rows: TrainingRows, collection: Collection, work: P
     rows.made_by["teachers"] = known | {teacher.name: {"kind": teacher.kind, "fingerprint": teacher.fingerprint}}
 
 
-def _stamp_queries(rows: TrainingRows, collection: Collection) -> None:
-    """Fingerprints of the texts that were scored, also for rows of another program."""
+def _stamp(rows: TrainingRows, collection: Collection) -> None:
+    """Put fingerprints of the texts into rows, also into those of another program."""
     from tilefold.retrieval.provenance import texts_digest
     from tilefold.retrieval.training_rows import queries_of
 
@@ -332,14 +322,8 @@ def _stamp_queries(rows: TrainingRows, collection: Collection) -> None:
 
 def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> None:
     best = sum(_relevant_first(group) for group in rows.groups())
-    result = {
-        "output": str(output),
-        "queries": len(rows.queries),
-        "rows": len(rows),
-        "teachers": list(rows.teachers),
-        "left_out_by_score": dropped,
-        "relevant_first": best / len(rows.queries),
-    }
+    result = {"output": str(output), "queries": len(rows.queries), "rows": len(rows), "teachers": list(rows.teachers)}
+    result |= {"left_out_by_score": dropped, "relevant_first": best / len(rows.queries)}
     if dropped and not as_json:
         note(f"{dropped} rows were left out, as possible false negatives or of queries without another negative")
     said = f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}"
