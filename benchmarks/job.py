@@ -13,8 +13,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tilefold.bench.report import print_header, short_number
-from tilefold.bench.results import choose_device, collect, results_file, results_folder, write_csv
+from tilefold.bench.results import (
+    choose_device,
+    collect,
+    print_header,
+    results_file,
+    results_folder,
+    short_number,
+    write_csv,
+)
 
 Row = Mapping[str, object]
 

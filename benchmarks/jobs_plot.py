@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
-from tilefold.bench.report import short_number
-from tilefold.bench.results import read_csv
+from tilefold.bench.results import read_csv, short_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

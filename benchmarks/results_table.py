@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.paths import given_paths
-from tilefold.bench.report import short_number
-from tilefold.bench.results import read_csv
+from tilefold.bench.results import read_csv, short_number
 
 _HEADER = ("case", "implementation", "forward, ms", "forward + backward, ms", "extra peak, MiB", "of floor", "status")
 

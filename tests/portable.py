@@ -28,17 +28,11 @@ CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
 
 @dataclass(frozen=True)
 class Row:
-    """A CPU.
-
-    Attributes:
-        is_like: what it stands for.
-        sets: environment variables.
-        needs: the instructions, as torch names them, without which the libraries' kernels cannot run here.
-    """
+    """A CPU."""
 
     is_like: str
-    sets: dict[str, str]
-    needs: str = "DEFAULT"
+    sets: dict[str, str]  # variables of the environment
+    needs: str = "DEFAULT"  # instructions, as torch names them, without which the libraries' kernels cannot run here
 
 
 ROWS = {

@@ -14,17 +14,8 @@ import pytest
 from tests.processes import environment
 
 HEAVY = (
-    "triton",
-    "transformers",
-    "sentence_transformers",
-    "datasets",
-    "pyarrow",
-    "matplotlib",
-    "seismic",
-    "bm25s",
-    "qdrant_edge",
-    "qdrant_client",
-    "ray",
+    *("triton", "transformers", "sentence_transformers", "datasets", "pyarrow", "matplotlib", "seismic", "bm25s"),
+    *("qdrant_edge", "qdrant_client", "ray"),
 )
 
 # Hides distributions as if they had never been installed: find_spec answers None, import raises.

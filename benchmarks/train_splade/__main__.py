@@ -19,8 +19,15 @@ from rich.console import Console
 from benchmarks.train_splade.measure import run
 from benchmarks.train_splade.options import CSV_KEY, DEFAULT_MODELS, TrainOptions, TrainRow
 from benchmarks.train_splade.report import plot_results, print_cell
-from tilefold.bench.report import print_header
-from tilefold.bench.results import Provenance, choose_device, collect, results_file, results_folder, write_csv
+from tilefold.bench.results import (
+    Provenance,
+    choose_device,
+    collect,
+    print_header,
+    results_file,
+    results_folder,
+    write_csv,
+)
 from tilefold.bench.spec import parse_dtype
 
 _CHECKPOINTING = {"off": (False,), "on": (True,), "both": (False, True)}

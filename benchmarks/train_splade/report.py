@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import distinct, machine, relative_bars
-from tilefold.bench.report import exponent, ratio, short_number, spread
-from tilefold.bench.results import read_csv
+from tilefold.bench.results import exponent, ratio, read_csv, short_number, spread
 
 if TYPE_CHECKING:
     from rich.console import Console

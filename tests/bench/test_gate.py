@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.cli.program import run_cli
-from tilefold.bench import gate, lsr_head, report, runner
+from tilefold.bench import gate, lsr_head, results, runner
 from tilefold.bench.runner import BenchRow, RunOptions, run_case, verdicts
 from tilefold.bench.spec import BenchCase, BenchSpec, Ceilings, Implementation, Inputs, Runnable, get_spec, operators
 from tilefold.bench.timing import TimeBudget
@@ -185,7 +185,7 @@ def test_a_wrong_implementation_fails_and_shows_no_time(op: str, variant: str, w
     (row,) = run_case(spec, case, OPTIONS, CEILINGS)
     assert row.status == "FAILED" and row.failed_gate and row.note
     assert {value for name, value in row.record().items() if name.endswith("_ms")} == {None}
-    report.print_case(Console(file=(file := io.StringIO()), width=200), spec, case, [row])
+    results.print_case(Console(file=(file := io.StringIO()), width=200), spec, case, [row])
     printed = file.getvalue()
     assert "TFLOP/s" in printed.splitlines()[2]
     assert ".." not in printed.split("FAILED")[1].splitlines()[0], "a spread of times was printed"

@@ -45,3 +45,9 @@ def measured(outcome: Outcome) -> Any:
     """The JSON that a command printed."""
     assert outcome.code == 0, outcome.err
     return json.loads(outcome.out)
+
+
+def fails(outcome: Outcome, code: int, *messages: str) -> None:
+    """Assert that a command left with this code, printed nothing if it failed, and said all of this."""
+    assert outcome.code == code and (code == 0 or outcome.out == ""), outcome.err
+    assert all(message in outcome.err for message in messages), outcome.err

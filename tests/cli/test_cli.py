@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import programs
-from tests.cli.program import Call
+from tests.cli.program import Call, fails, measured
 from tests.recipes.small import small_collection
 from tilefold import cli
 from tilefold._version import __version__
@@ -32,8 +32,7 @@ def test_every_verb_has_help(verb: str, call: Call) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
 def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Call, tmp_path: Path) -> None:
-    outcome = call("warmup", "--model", tmp_path)
-    assert outcome.code == 1 and "torch sees none here; on a CPU nothing is built" in outcome.err
+    fails(call("warmup", "--model", tmp_path), 1, "torch sees none here; on a CPU nothing is built")
 
 
 def test_the_version_is_printed(call: Call) -> None:
@@ -59,9 +58,7 @@ def test_the_steps_write_json_alone_to_stdout_and_no_progress_to_a_pipe(work: Pa
 def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Path) -> None:
     places = ("--model", work / "model", "--index", work / "index")
     explained = ("--data", work / "data", "--vectors", work / "vectors")
-    outcome = call("search", "how do I work with csv files", *places, *explained, "--k", "3", "--json")
-    assert outcome.code == 0, outcome.err
-    hits = json.loads(outcome.out)["hits"]
+    hits = measured(call("search", "how do I work with csv files", *places, *explained, "--k", "3", "--json"))["hits"]
     assert [hit["rank"] for hit in hits] == [1, 2, 3]
     for hit in hits:
         shares = [term["contribution"] for term in hit["terms"]]
@@ -115,8 +112,7 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
         read_vectors(tmp_path / "vectors")
     assert json.loads(call("search", query, *places, "--k", "2", "--json").out)["hits"] == whole
     damage(next(shard for shard, ids in zip(shards, held, strict=True) if ids & hit))
-    refused = call("search", query, *places, "--k", "2", "--json")
-    assert (refused.code, "its checksum is not the one" in refused.err) == (1, True)
+    fails(call("search", query, *places, "--k", "2", "--json"), 1, "its checksum is not the one")
 
 
 def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +145,7 @@ def test_training_again_returns_the_finished_model(call: Call, work: Path, maske
     same = ("--data", "data", "--model", masked_lm, "--output", "model", "--batch-size", "4")
     again = call("train", *same, "--steps", "2")
     assert (again.code, "already trained" in again.out) == (0, True)
-    other = call("train", *same, "--steps", "3")
-    assert other.code == 1
-    assert "differs in --steps" in other.err
+    fails(call("train", *same, "--steps", "3"), 1, "differs in --steps")
 
 
 def test_damaged_weights_are_named_and_nothing_is_written(call: Call, work: Path, tmp_path: Path) -> None:
@@ -178,9 +172,7 @@ def test_a_missing_optional_package_is_named_with_its_extra(call: Call, work: Pa
 
 def test_a_damaged_demo_record_says_to_run_the_demo_again(call: Call, tmp_path: Path) -> None:
     (tmp_path / "demo.json").write_text("{")
-    outcome = call("search", "x", "--demo", tmp_path)
-    assert outcome.code == 1
-    assert "is damaged: run tilefold demo again" in outcome.err
+    fails(call("search", "x", "--demo", tmp_path), 1, "is damaged: run tilefold demo again")
 
 
 def test_ctrl_c_leaves_with_130_and_says_how_to_go_on(work: Path, masked_lm: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import Call, run_steps
+from tests.cli.program import Call, fails, measured, run_steps
 from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
 from tilefold.cli import _common, _models
@@ -28,8 +28,7 @@ def test_a_corpus_alone_is_encoded_and_indexed_and_cannot_be_evaluated(call: Cal
         ("index", "--vectors", tmp_path / "vectors", "--output", tmp_path / "index"),
     )
     assert len(read_vectors(tmp_path / "vectors")) == len(SUBJECTS)
-    judged = call("evaluate", *corpus, "--index", tmp_path / "index", *model)
-    assert judged.code == 2 and "--data: corpus has no judgements" in judged.err
+    fails(call("evaluate", *corpus, "--index", tmp_path / "index", *model), 2, "--data: corpus has no judgements")
     asked = call("encode", "--queries", *corpus, *model, "--output", tmp_path / "asked")
     assert asked.code == 2 and "corpus.jsonl has no queries" in asked.err
     assert not (tmp_path / "asked").exists()
@@ -42,11 +41,8 @@ def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, t
     (tmp_path / "sample" / "corpus.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "run.trec").write_text("q12 Q0 d12 1 1.0 x\n")
     asked = ("evaluate", "--data", tmp_path / "sample", "--run", tmp_path / "run.trec", "--json")
-    refused = call(*asked)
-    assert refused.code == 1 and "or load it with --drop-unknown to leave them out" in refused.err
-    dropped = call(*asked, "--drop-unknown")
-    assert dropped.code == 0, dropped.err
-    assert json.loads(dropped.out)["measures"]["nDCG@10"] == pytest.approx(1 / 3)
+    fails(call(*asked), 1, "or load it with --drop-unknown to leave them out")
+    assert measured(call(*asked, "--drop-unknown"))["measures"]["nDCG@10"] == pytest.approx(1 / 3)
 
 
 def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +69,10 @@ def test_work_of_unknown_length_goes_on(capsys: pytest.CaptureFixture[str], monk
 def test_what_is_in_the_way_is_named_with_its_option(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
     assert call(*asked, "--top-k", "8").code == 0
-    other = call(*asked, "--top-k", "9")
-    assert other.code == 1 and "--top-k: 8 before, 9 now" in other.err and "with --fresh" in other.err
+    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", "with --fresh")
     assert call(*asked, "--top-k", "9", "--fresh").code == 0
     start = ("train", "--data", work / "data", "--model", masked_lm, "--output", work / "model", "--steps", "0")
-    other = call(*start, "--seed", "1")
-    assert other.code == 1 and "replace it with --overwrite" in other.err
+    fails(call(*start, "--seed", "1"), 1, "replace it with --overwrite")
     other = call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size")
     assert other.code == 0
     other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size")
@@ -87,8 +81,7 @@ def test_what_is_in_the_way_is_named_with_its_option(call: Call, work: Path, tmp
 
 def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:
     asked = ("train", "--data", work / "data", "--model", masked_lm, "--output", tmp_path / "m")
-    alone = call(*asked, "--batch-size", "1")
-    assert alone.code == 2 and "--batch-size must be a whole number of at least 2" in alone.err
+    fails(call(*asked, "--batch-size", "1"), 2, "--batch-size must be a whole number of at least 2")
     exploded = call(*asked, "--batch-size", "4", "--steps", "12", "--lr", "10")
     # where so large a rate ends depends on rounding, so on the device
     rose = re.search(r"warning: the ranking loss rose from .* did not learn; train with a smaller --lr", exploded.err)
@@ -200,5 +193,4 @@ def test_special_tokens_are_not_stored_on_request(call: Call, work: Path, tmp_pa
     special = set(_models.load_encoder(str(work / "model")).tokenizer.all_special_ids)
     assert special & set(whole.indices.tolist()) and not special & set(without.indices.tolist())
     assert whole.indices.size - without.indices.size == sum(term in special for term in whole.indices.tolist())
-    refused = call(*asked)
-    assert refused.code == 1 and "--special-tokens: False before" in refused.err
+    fails(call(*asked), 1, "--special-tokens: False before")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import programs
-from tests.cli.program import Call, run_cli
+from tests.cli.program import Call, fails, run_cli
 from tests.recipes.small import small_collection
 from tilefold import _ranks
 from tilefold.retrieval import SparseVectors, read_vectors, write_vectors
@@ -111,11 +111,9 @@ def test_a_cluster_that_is_not_there_is_an_error_of_one_line(
 ) -> None:
     pytest.importorskip("ray")
     asked = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v", "--engine", "ray")
-    outcome = call(*asked, "--address", "nowhere")
-    assert outcome.code == 1 and "--address: expected host:port" in outcome.err
+    fails(call(*asked, "--address", "nowhere"), 1, "--address: expected host:port")
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    outcome = call(*asked)
-    assert outcome.code == 1 and "pip install 'tilefold[ray]'" in outcome.err
+    fails(call(*asked), 1, "pip install 'tilefold[ray]'")
     assert not (tmp_path / "v").exists()
 
 
@@ -149,8 +147,7 @@ def test_export_refuses_what_does_not_belong_together(call: Call, shared: Path, 
         ("--to", "opensearch", "--names", "numbers", "--dots", "keep"): "--dots does nothing where terms are called",
     }
     for options, message in wrong.items():
-        refused = call("export", *options, *here)
-        assert (refused.code, message in refused.err) == (2, True), refused.err
+        fails(call("export", *options, *here), 2, message)
     other: Any = small_collection()
     other.documents.popitem()
     other.save_beir(tmp_path / "other")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import Call
+from tests.cli.program import Call, fails, measured
 from tests.manifests import edit
 from tests.recipes.small import small_collection
 from tests.retrieval.qdrant_over_http import OverHttp
@@ -28,15 +28,13 @@ def test_training_and_encoding_again_report_what_is_there(call: Call, shared: Pa
     trained = call(*same, *small, "--json")
     result = json.loads(trained.out)
     assert (trained.code, result["reused"], result["steps"], result["fused"]) == (0, True, 2, True)
-    other = call(*same, *small, "--query-length", "16")
-    assert (other.code, "differs in --query-length" in other.err) == (1, True)
+    fails(call(*same, *small, "--query-length", "16"), 1, "differs in --query-length")
     again = ("encode", "--model", shared / "late", "--data", shared / "data", "--shard-size", "10")
     encoded = call(*again, "--output", shared / "tokens", "--json")
     found = json.loads(encoded.out)
     assert (found["n"], found["dimension"], found["storage"], found["shards"]) == (16, 16, "fp16", 2)
     assert (found["failed"], found["mean_tokens"] * 16) == ({}, found["n_tokens"])
-    changed = call(*again, "--output", shared / "tokens", "--storage", "int8")
-    assert (changed.code, "storage: 'fp16' before, 'int8' now" in changed.err) == (1, True)
+    fails(call(*again, "--output", shared / "tokens", "--storage", "int8"), 1, "storage: 'fp16' before, 'int8' now")
 
 
 def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared: Path, places: Any) -> None:
@@ -72,9 +70,7 @@ def test_a_reranked_index_and_run_have_the_same_numbers(call: Call, shared: Path
     tokens = ("encode", "--model", shared / "late", "--data", shared / "data", "--storage", "int8")
     assert call(*tokens, "--output", tmp_path / "tokens8").code == 0
     late = ("--rerank", tmp_path / "tokens8", "--json")
-    searched = call("evaluate", *places, *late, "--save-run", second)
-    assert searched.code == 0, searched.err
-    found = json.loads(searched.out)
+    found = measured(call("evaluate", *places, *late, "--save-run", second))
     assert found["rerank"] == str(tmp_path / "tokens8")
     read = call("evaluate", "--data", shared / "data", "--run", first, *late)
     assert json.loads(read.out)["measures"] == found["measures"]
@@ -121,8 +117,7 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
     edit(broken / "manifest.json", complete=False)
     assert "of an unfinished run" in searched("--rerank", broken)
     edit(broken / "manifest.json", complete=True, model_source="/no/such/model")
-    moved = call("search", "queues", *places, "--rerank", broken)
-    assert (moved.code, "name it with --rerank-model" in moved.err) == (2, True)
+    fails(call("search", "queues", *places, "--rerank", broken), 2, "name it with --rerank-model")
     named = call("search", "queues", *places, "--rerank", broken, "--rerank-model", shared / "late")
     assert named.code == 0, named.err
 
@@ -166,8 +161,7 @@ def test_index_says_that_it_resumes(call: Call, shared: Path, tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr("tilefold.retrieval.qdrant.edge.EdgeEngine.optimize", interrupt)
         assert call(*index).code == 130
-    made = call(*index)
-    assert made.code == 0 and f"indexing resumes: {documents} of {documents} were done before" in made.err
+    fails(call(*index), 0, f"indexing resumes: {documents} of {documents} were done before")
     assert "resumes" not in call(*index).err
 
 
@@ -206,7 +200,6 @@ def test_an_index_is_added_to_and_deleted_from(call: Call, shared: Path, masked_
         (("--delete", gone, "--output", shared / "index"), 1, "expected an index of backend 'qdrant', got 'exact'"),
     ):
         output = () if "--output" in wrong else ("--output", place)
-        refused = call("index", "--backend", "qdrant", *output, *wrong)
-        assert (refused.code, message in refused.err) == (code, True), refused.err
+        fails(call("index", "--backend", "qdrant", *output, *wrong), code, message)
     refused = call("index", "--output", place, "--vectors", shared / "vectors", "--update")
     assert (refused.code, "--update goes with --backend qdrant" in refused.err) == (2, True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cli.program import Call, measured, run_steps
+from tests.cli.program import Call, fails, measured, run_steps
 from tests.recipes.small import small_collection
 from tests.recipes.tiny import tiny_masked_lm
 from tests.retrieval.test_retrieval_teachers import reranker
@@ -67,8 +67,7 @@ def test_possible_false_negatives_are_left_out_by_option(call: Call, shared: Pat
     assert found["left_out_by_score"] > 0 and rows.made_by["max_score_share"] == 0.6
     for group in rows.groups():
         assert group.retrieved[~group.relevant].max() <= 0.6 * group.retrieved[group.relevant].max()
-    refused = call(*command, "--margin", "5")
-    assert refused.code == 1 and "no negative was found for any query" in refused.err
+    fails(call(*command, "--margin", "5"), 1, "no negative was found for any query")
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +147,8 @@ def test_rows_of_another_collection_and_no_rows_are_refused(call: Call, work: Pa
     other.documents["d0"] = r.Document("d0", "", "another text")
     other.save_beir(tmp_path / "other")
     command = ("--teacher", "bm25", "--output", tmp_path / "x.parquet", "--data", tmp_path / "other")
-    refused = call("score", work / "mined.parquet", *command)
-    assert refused.code == 1 and "made from other documents than those of other" in refused.err
-    missing = call("score", tmp_path / "none.parquet", *command)
-    assert missing.code == 1 and "Make one with: tilefold mine" in missing.err
+    fails(call("score", work / "mined.parquet", *command), 1, "made from other documents than those of other")
+    fails(call("score", tmp_path / "none.parquet", *command), 1, "Make one with: tilefold mine")
 
 
 def test_recipes_are_listed_with_what_they_need_and_what_their_papers_report(call: Call) -> None:
@@ -195,8 +192,7 @@ def test_what_mine_and_score_write_is_what_training_reads(call: Call, shared: Pa
     assert call("score", mined, "--data", shared / "data", "--teacher", "bm25", "--output", scored).code == 0
     given = ("--steps", "1", "--batch-size", "4", "--max-length", "24", "--fp32", "--model", model, "--json")
     asked = ("train", "--recipe", "splade-v3", "--data", shared / "data", "--set", "negatives=3", *given)
-    refused = call(*asked, "--negatives", mined, "--output", tmp_path / "m")
-    assert refused.code == 1 and "has no teachers' scores" in refused.err
+    fails(call(*asked, "--negatives", mined, "--output", tmp_path / "m"), 1, "has no teachers' scores")
     done = call(*asked, "--negatives", scored, "--output", tmp_path / "m")
     assert done.code == 0, done.err
     assert json.loads(done.out)["steps"] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cli.program import run_steps
+from tests.cli.program import fails, measured, run_steps
 from tests.recipes.small import small_collection
 from tilefold.retrieval import open_tokens, read_vectors
 
@@ -68,9 +67,7 @@ def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, work: Path) 
         "stored late": ("--model", "minilm", "--rerank", work / "tokens"),
         "stored, named": ("--model", "minilm", "--rerank", work / "trained-tokens", "--rerank-model", "minilm"),
     }.items():
-        outcome = call(*search, *options)
-        assert outcome.code == 0, outcome.err
-        hits[name] = [(hit["id"], hit["score"]) for hit in json.loads(outcome.out)["hits"]]
+        hits[name] = [(hit["id"], hit["score"]) for hit in measured(call(*search, *options))["hits"]]
     assert hits["packaged"] == hits["saved"] and hits["late"] == hits["saved late"]
     assert hits["stored late"] == hits["stored, named"]
     assert {name for name, _ in hits["stored late"]} == {name for name, _ in hits["late"]}
@@ -83,9 +80,7 @@ def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, work: Path) 
 def test_minilm_is_evaluated_as_a_dense_model_and_with_an_index(call: Any, work: Path) -> None:
     evaluate = ("evaluate", "--data", work / "data", "--model", "minilm", "--json")
     for options in ((), ("--index", work / "index"), ("--index", work / "index", "--rerank", "minilm")):
-        outcome = call(*evaluate, *options)
-        assert outcome.code == 0, outcome.err
-        assert json.loads(outcome.out)["measures"]["nDCG@10"] > 0.5
+        assert measured(call(*evaluate, *options))["measures"]["nDCG@10"] > 0.5
 
 
 def test_without_its_cache_minilm_is_made_again_from_the_same_documents_only(
@@ -93,14 +88,11 @@ def test_without_its_cache_minilm_is_made_again_from_the_same_documents_only(
 ) -> None:
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
     search = ("search", QUERY, "--index", work / "index", "--model", "minilm")
-    refused = call(*search)
-    assert refused.code == 2
-    assert "is the untrained start, made from the documents of" in refused.err and "with --data" in refused.err
+    fails(call(*search), 2, "is the untrained start, made from the documents of", "with --data")
     shutil.copytree(work / "data", tmp_path / "data")
     with (tmp_path / "data" / "corpus.jsonl").open("a") as corpus:
         corpus.write('{"_id": "new", "text": "one more"}\n')
-    other = call(*search, "--data", tmp_path / "data")
-    assert other.code == 1 and "--data holds others" in other.err
+    fails(call(*search, "--data", tmp_path / "data"), 1, "--data holds others")
     assert call(*search, "--data", work / "data").code == 0
     (weights,) = (tmp_path / "cache").rglob("model.safetensors")
     assert call(*search).code == 0, "it is in the cache now"

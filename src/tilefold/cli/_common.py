@@ -25,6 +25,7 @@ Text: TypeAlias = str | None
 Count: TypeAlias = int | None
 Number: TypeAlias = float | None
 Place: TypeAlias = Path | None
+Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _scores
-from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli._common import Asked, CommandError, Count, Number, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -68,7 +68,7 @@ PRF_NORMALIZATION = Annotated[Text, option("Before interpolation: min_max (defau
 
 
 def load_index(
-    asked: Mapping[str, Any], texts: Texts | None
+    asked: Asked, texts: Texts | None
 ) -> tuple[SparseIndex | BM25Index, SparseEncoder | None, dict[str, Any]]:
     """The index of --index or --vectors, the model of --model (BM25 has none), and options of the search.
 
@@ -93,9 +93,7 @@ def load_index(
     return index, encoder, options
 
 
-def open_searcher(
-    asked: Mapping[str, Any], texts: Texts | None, load: Callable[[Provenance], dict[str, Any]]
-) -> Searcher:
+def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance], dict[str, Any]]) -> Searcher:
     """A searcher of what :func:`load_index` loads, with the parts that `load` then loads for its provenance."""
     from tilefold.retrieval.searcher import Searcher
 
@@ -108,7 +106,7 @@ def open_searcher(
         return Searcher(index, encoder, query_top_k=asked["query_top_k"], options=options, other_model=True, **parts)
 
 
-def _opened(asked: Mapping[str, Any]) -> tuple[SparseIndex | BM25Index, Path]:
+def _opened(asked: Asked) -> tuple[SparseIndex | BM25Index, Path]:
     """The index at --index, or an exact one of the vectors at --vectors, and its path."""
     from tilefold.retrieval import build_index
     from tilefold.retrieval.retrievers import open_index
@@ -149,7 +147,7 @@ def _check_model(made_by: Provenance, encoder: Model, name: str, path: Path, oth
         note(f"--model: {name} is not the model that made the index {path}")
 
 
-def open_dense(asked: Mapping[str, Any], texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
+def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
     """The dense model at --model over `texts` with their fingerprint, encoded, and `parts` of a searcher."""
     from tilefold.retrieval.retrievers import DenseRetriever
     from tilefold.retrieval.searcher import Searcher
@@ -166,7 +164,7 @@ def open_dense(asked: Mapping[str, Any], texts: Mapping[str, str], texts_sha256:
     return searcher
 
 
-def feedback_request(asked: Mapping[str, Any]) -> tuple[Feedback | None, Interpolation | None]:
+def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | None]:
     """Feedback and interpolation, None without --prf."""
     from tilefold.retrieval.feedback import METHODS, Feedback, Interpolation
 
@@ -185,7 +183,7 @@ def feedback_request(asked: Mapping[str, Any]) -> tuple[Feedback | None, Interpo
         return Feedback(method, **_common.known(own)), mix
 
 
-def second_ranking(asked: Mapping[str, Any], queries: Mapping[str, str], made_of: Provenance) -> BM25Index | Run | None:
+def second_ranking(asked: Asked, queries: Mapping[str, str], made_of: Provenance) -> BM25Index | Run | None:
     """The BM25 index, or the run of `queries` over texts `made_of`, that --prf-with names."""
     from tilefold.retrieval.bm25 import BM25Index
     from tilefold.retrieval.retrievers import open_index
@@ -212,7 +210,7 @@ def second_ranking(asked: Mapping[str, Any], queries: Mapping[str, str], made_of
     return found
 
 
-def rerank_request(asked: Mapping[str, Any], depth: int | None = None) -> Reranking | None:
+def rerank_request(asked: Asked, depth: int | None = None) -> Reranking | None:
     """Reranking by --rerank-depth, else `depth`, --rerank-tail and --rerank-weight; None without --rerank."""
     if asked["rerank"] is None:
         return None

@@ -100,7 +100,7 @@ def _run_all(
     """Run, print and save; whether an implementation of ours failed its check."""
     from rich.console import Console
 
-    from tilefold.bench import report
+    from tilefold.bench import results
     from tilefold.bench.results import collect, results_file, write_csv
     from tilefold.bench.runner import CSV_KEY, RunOptions, run_spec, verdicts
     from tilefold.bench.timing import TimeBudget
@@ -111,19 +111,19 @@ def _run_all(
     options = RunOptions(device=device, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
     provenance = collect(device)
     console = Console(width=None if Console().is_terminal else 190)
-    report.print_header(console, provenance)
+    results.print_header(console, provenance)
     failed = False
     for spec, cases in chosen:
         path = results_file(folder, spec.op, provenance) if folder is not None else None
 
         def on_rows(case: BenchCase, rows: list[BenchRow], spec: BenchSpec = spec, path: Path | None = path) -> None:
-            report.print_case(console, spec, case, rows)
+            results.print_case(console, spec, case, rows)
             if path is not None:  # after every case: a run that dies keeps what it has
                 write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
 
         with console.status(f"{spec.op}: starting") as status:
             rows = run_spec(spec, cases, options, on_rows, status.update)
-        report.print_verdicts(console, verdicts(spec, rows))
+        results.print_verdicts(console, verdicts(spec, rows))
         failed |= any(row.failed_gate for row in rows)
         if path is not None and rows:
             console.print(f"results: {path}", markup=False)

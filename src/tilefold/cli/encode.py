@@ -18,7 +18,7 @@ from tilefold._files import read_json
 from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
 from tilefold._typing import Model
 from tilefold.cli import _common, _models
-from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli._common import Asked, CommandError, Count, Number, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -186,7 +186,7 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         note(f"and {len(failed) - 5} more; see {output / 'manifest.json'}")
 
 
-def _encoding(made: str, asked: Mapping[str, Any]) -> Encoding:
+def _encoding(made: str, asked: Asked) -> Encoding:
     """The record of what a model of the kind `made` makes of texts; refuses options of the other kind."""
     late, model = made == "multi-vector", asked["model"]
     foreign = {"--top-k": "top_k", "--no-special-tokens": "special_tokens", "--jsonl": "jsonl"}

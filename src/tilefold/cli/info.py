@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Count, Number, Text, UsageError, option
+from tilefold.cli._common import Asked, Count, Number, Text, UsageError, option
 
 if TYPE_CHECKING:
     from tilefold.bench.plan import Shape
@@ -201,7 +201,7 @@ def _print(facts: dict[str, Any]) -> None:
         console.print_json(data=facts["configs"]["lsr_head"], default=str)
 
 
-def _plan(model: str, asked: dict[str, Any], as_json: bool) -> None:
+def _plan(model: str, asked: Asked, as_json: bool) -> None:
     """Print what a model needs for training and encoding."""
     from tilefold.bench import plan as formulas
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli._common import Asked, CommandError, Count, Number, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -125,7 +125,7 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
 
 def _open(
-    asked: Mapping[str, Any], collection: Collection, split: str, depth: int
+    asked: Asked, collection: Collection, split: str, depth: int
 ) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
     """The source of the draws (its run is empty unless it is --run), and its rankings query by query."""
     texts, model = _scores.texts_of(collection), asked["model"]
@@ -159,7 +159,7 @@ def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Ite
             update(done, len(queries), "")
 
 
-def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked: Mapping[str, Any]) -> None:
+def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked: Asked) -> None:
     from tilefold.retrieval.training_rows import write_training_rows
 
     if not mined.queries:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import CommandError, Count, Place, Text, UsageError, note, option
+from tilefold.cli._common import Asked, CommandError, Count, Place, Text, UsageError, note, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.searcher import Searcher
@@ -92,7 +92,7 @@ def search(
             typer.echo("no document shares a term with this query" + ("" if single else f": {text}"))
 
 
-def _open(asked: dict[str, Any]) -> Searcher:
+def _open(asked: Asked) -> Searcher:
     """The index, with the documents, vectors, second ranking and reranker that the options name."""
     from tilefold.retrieval.provenance import Provenance
 

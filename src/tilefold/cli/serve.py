@@ -6,13 +6,13 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import CommandError, Place, Text, UsageError, note, option
+from tilefold.cli._common import Asked, CommandError, Place, Text, UsageError, note, option
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _check_origins(origins: Sequence[str]) -> None:
         raise UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
 
 
-def _limits(asked: Mapping[str, Any]) -> Limits:
+def _limits(asked: Asked) -> Limits:
     try:
         return Limits(**{each.name: asked[each.name] for each in fields(Limits) if each.name in asked})
     except ValueError as error:
@@ -161,7 +161,7 @@ def _bind(host: str, port: int) -> socket.socket:
         raise CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error
 
 
-def _index_name(asked: Mapping[str, Any]) -> str:
+def _index_name(asked: Asked) -> str:
     """The name of the index in addresses; refuses one that is no part of them, and nothing to serve."""
     name = asked["name"] or (asked["index"].resolve().name if asked["index"] else "")
     if asked["index"] is None:
@@ -172,7 +172,7 @@ def _index_name(asked: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def _load(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Searchable | None]:
+def _load(name: str, asked: Asked) -> tuple[list[Served], Searchable | None]:
     """The models, each loaded once, and the index with what belongs to it."""
     from tilefold.serve.models import Served
 
@@ -189,7 +189,7 @@ def _load(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Searchable
     return served, None
 
 
-def _with_index(name: str, asked: Mapping[str, Any]) -> tuple[list[Served], Searchable]:
+def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
     from tilefold.retrieval.vectors import read_vectors
     from tilefold.serve.models import Served
     from tilefold.serve.searchable import Searchable
@@ -224,7 +224,7 @@ def _words(path: Path) -> BM25Index:
     return index
 
 
-def _late(asked: Mapping[str, Any], texts: bool) -> tuple[Served, TokenStore | None]:
+def _late(asked: Asked, texts: bool) -> tuple[Served, TokenStore | None]:
     """The multi-vector model of --tokens, and its token vectors if those are what is there."""
     from tilefold.serve.models import Served
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli._common import Asked, Count, Number, Place, Text, UsageError, note, option
 
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
@@ -108,7 +108,7 @@ def train(
     _common.print_result(asdict(result), as_json, f"{how}{loss}: {result.model_dir}", following)
 
 
-def _train(config: Any, asked: Mapping[str, Any]) -> Any:
+def _train(config: Any, asked: Asked) -> Any:
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
 
@@ -133,7 +133,7 @@ def _is_late(recipe: object) -> bool:
     return type(recipe).__name__ == "ColbertRecipe"
 
 
-def _configure(name: str, asked: Mapping[str, Any]) -> Any:
+def _configure(name: str, asked: Asked) -> Any:
     """The recipe `name` with the options for its fields, those of some recipes only, and --set."""
     from tilefold.recipes.catalogue import RECIPES, get_recipe
 

@@ -56,11 +56,8 @@ def entmax_attention_inputs(
             sequence without keys from B = 2 on.
         correlated: neighbouring keys are alike, so that few blocks are live.
         sharpness: standard deviation of the scores.
-        dtype, device: of the tensors.
-        seed: of the random numbers.
 
-    Raises:
-        ValueError: for an unknown layout.
+    ``ValueError`` for an unknown layout.
     """
     padding.check_layout(layout)
     generator = torch.Generator().manual_seed(seed)
@@ -115,11 +112,8 @@ def entmax_attention_results(
 ) -> dict[str, Tensor]:
     """``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv``, ``dalpha`` asked for.
 
-    Args:
-        inputs: the problem.
-        needs: which of q, k and v want a gradient; a tensor ``alpha`` always gets one.
-        dropout_seed: of the generator that dropout draws its seed from.
-        options: of :func:`tilefold.ops.entmax_attention`.
+    ``needs`` says which of q, k and v want a gradient; a tensor ``alpha`` always gets one. ``dropout_seed`` is that of
+    dropout's generator; options are the operator's.
     """
     leaves = {name: getattr(inputs, name).detach().requires_grad_(name in needs) for name in ("q", "k", "v")}
     if isinstance(options.get("alpha"), Tensor):

@@ -90,8 +90,7 @@ def lsr_head_inputs(
             (``"sparse"``); the last two need a bias.
         seed: of the random numbers.
 
-    Raises:
-        ValueError: for an unknown layout or density.
+    ``ValueError`` for an unknown layout or density.
     """
     padding.check_layout(layout)
     if density not in DENSITIES:
@@ -183,12 +182,9 @@ def assert_lsr_head_matches(
 ) -> dict[str, Tensor]:
     """Run an implementation and hold its scores and gradients to their budgets; return its results.
 
-    Args:
-        inputs: the problem; entries without one answer are taken out by :func:`with_one_answer`.
-        kind: budget of the gradients.
-        large_scores: compute the budget from these scores instead of assuming usual ones; for poolings of one token.
-        needs: gradients to ask for.
-        options: of :func:`tilefold.ops.lsr_head`, with ``impl``.
+    Entries without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of the gradients that
+    ``needs`` asks for; with ``large_scores``, for poolings of one token, it is computed from these scores instead of
+    usual ones. Options are the operator's, with ``impl``.
     """
     choices = {key: options[key] for key in ("pooling", "activation", "logit_scale") if key in options}
     inputs = with_one_answer(inputs, **choices)

@@ -85,11 +85,8 @@ def maxsim_inputs(
         pairing: ``"all"``, ``"aligned"``, ``"grouped"``, or ``"index"`` for some random pairs, some of them twice.
         layout: of both sides: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding, ``"holes"`` anywhere, or
             ``"packed"``; all but the first with an empty query and an empty document where there are two or more.
-        dtype, device: of the token vectors.
-        seed: of the random numbers.
 
-    Raises:
-        ValueError: for an unknown layout or pairing.
+    ``ValueError`` for an unknown layout or pairing.
     """
     padding.check_layout(layout)
     if pairing not in PAIRINGS:
@@ -125,10 +122,7 @@ def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | N
 def maxsim_results(inputs: MaxSimInputs, *, needs: str = "qd", **options: Any) -> dict[str, Tensor]:
     """Run forward and backward; return ``scores`` and the gradients ``dqueries`` and ``ddocuments`` asked for.
 
-    Args:
-        inputs: the problem.
-        needs: ``"q"``, ``"d"``, both or neither: what wants a gradient.
-        options: of :func:`tilefold.ops.maxsim`.
+    ``needs`` is ``"q"``, ``"d"``, both or neither: what wants a gradient; options are the operator's.
     """
     return _results(maxsim, inputs, needs, inputs.layout | options)
 
@@ -204,11 +198,8 @@ def assert_maxsim_matches(
 ) -> dict[str, Tensor]:
     """Run an implementation and hold its scores and gradients to their budgets; return its results.
 
-    Args:
-        inputs: the problem; pairs without one answer are taken out by :func:`with_one_answer`.
-        kind: budget of the gradients.
-        needs: gradients to ask for.
-        options: of :func:`tilefold.ops.maxsim`, with ``impl``.
+    Pairs without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of the gradients that
+    ``needs`` asks for; options are the operator's, with ``impl``.
     """
     choices: dict[str, Any] = padding.without(options, "impl")
     inputs = with_one_answer(inputs, **choices)

@@ -73,11 +73,8 @@ def token_scatter_inputs(
     Args:
         batch, length, vocab: B, S (the longest sequence of a packed input), V.
         layout: as in :func:`tilefold.testing.padding.padding_mask`.
-        dtype, device: of the floating tensors.
-        seed: of the random numbers.
 
-    Raises:
-        ValueError: for an unknown layout.
+    ``ValueError`` for an unknown layout.
     """
     padding.check_layout(layout)
     generator = torch.Generator().manual_seed(seed)
@@ -107,13 +104,8 @@ def assert_token_scatter_matches(
 ) -> dict[str, Tensor]:
     """Run an implementation and hold its scores and gradient to their budgets; return its results.
 
-    Winners are chosen on the weights as they were given, so every implementation has the same ones.
-
-    Args:
-        inputs: the problem.
-        kind: budget of the gradient.
-        needs: whether the weights want a gradient.
-        options: of :func:`tilefold.ops.token_scatter`, with ``impl``.
+    Winners are chosen on the weights as they were given, so every implementation has the same ones. ``kind`` is the
+    budget of the gradient, which the weights want if ``needs``; options are the operator's, with ``impl``.
     """
     results = token_scatter_results(inputs, needs=needs, **options)
     return padding.held_to_budgets(results, token_scatter_truth(inputs, needs=needs, **options), kind)
