@@ -118,9 +118,17 @@ def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
 
 
 def launched(
-    name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, keys: int, need_alpha: bool, **asked: bool
+    name: str,
+    dtype: torch.dtype,
+    dim: int,
+    kind: str,
+    capability: int,
+    keys: int,
+    need_alpha: bool,
+    beside: str = "",
+    **asked: bool,
 ) -> Launch:
-    """The kernel as a call of so many queries and keys launches it."""
+    """The kernel, or the one ``beside`` it, as a call of so many queries and keys launches it."""
     shape = (keys, 12, dim) if asked.get("packed") else (1, 12, keys, dim)
     q = torch.empty(shape, dtype=dtype, device="meta")
     alpha = torch.empty(12, device="meta") if kind in ANY_ALPHA else None
@@ -140,7 +148,7 @@ def launched(
         short = keys <= way_config(dtype, dim, capability).short
         training = name in ("resident", "output") or (name == "roots" and not short)
         plan = plans.forward(tensors, options, training, setting)
-    kernel = {"inference": "output"}.get(name, name)
+    kernel = beside or {"inference": "output"}.get(name, name)
     return next(step for step in plan.steps if isinstance(step, Launch) and step.kernel.__name__ == f"{kernel}_kernel")
 
 
@@ -190,6 +198,21 @@ def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, Any]) -> Non
     for name in KERNELS[1:]:
         compiled = build(name, torch.bfloat16, 64, "entmax15", 90, **options)
         check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
+
+
+@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets: str) -> None:
+    for name, of in (("tables", "output"), ("tables", "dq"), ("nan_if_broken", "output")):
+        launch = launched(of, torch.bfloat16, 64, "entmax15", capability, 4096, False, name, packed=True)
+        types = attention_types("bf16")
+        types |= {"cu_q_ptr": offsets, "cu_k_ptr": offsets, "size": "i64"}
+        types |= dict.fromkeys(["q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
+        nothing = {} if of == "dq" else {"k_batch_ptr": None, "k_start_ptr": None}
+        own = {name: value for name, value in nothing.items() if name in launch.kernel.arg_names}
+        flags = {name: value for name, value in launch.constants.items() if not name.startswith("num_")}
+        compiled = compile_kernel(launch.kernel, types, flags | own, capability, 4, 1)
+        assert compiled.stack == 0 and compiled.local_memory == 0
 
 
 def test_the_gradient_of_alpha_spills_little() -> None:

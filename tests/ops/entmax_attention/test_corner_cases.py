@@ -22,7 +22,6 @@ from tests.ops.conftest import Target
 from tilefold.nn import EntmaxAlpha
 from tilefold.ops import entmax, entmax_attention
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.entmax_attention import chosen_impl
 from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty
 from tilefold.testing.entmax import entmax_results, entmax_scores
 from tilefold.testing.entmax_attention import (
@@ -52,15 +51,6 @@ def test_01_a_call_without_options_is_not_causal_and_never_becomes_so() -> None:
     plain = output(inputs.q, inputs.k, inputs.v)
     assert default is False and torch.equal(plain, output(inputs.q, inputs.k, inputs.v, causal=False))
     assert not torch.allclose(plain[:, :, 0], inputs.v[:, :, 0])  # the first query sees more than the first key
-
-
-@here_only
-def test_02_no_alpha_and_no_mask_chooses_another_implementation_behind_the_call() -> None:
-    inputs = entmax_attention_inputs(1, 1, 9, 8)
-    assert "alpha" not in inspect.signature(chosen_impl).parameters
-    for options in ({"causal": True}, {"alpha": 1.3}, {}):
-        with pytest.raises(RuntimeError, match="impl='triton' cannot run here"):
-            output(inputs.q, inputs.k, inputs.v, impl="triton", **options)
 
 
 @pytest.mark.parametrize("kind", ["peaked"] if INTERPRETED else ["peaked", "flat", "smooth"])

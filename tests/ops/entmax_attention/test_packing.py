@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
 from tilefold.ops._shared import operator
-from tilefold.ops._shared.impl import triton_installed, triton_interpreted
+from tilefold.ops._shared.impl import triton_interpreted
 
 no_interpreter = pytest.mark.skipif(triton_interpreted(), reason="needs no interpreter")
 
@@ -84,32 +84,3 @@ def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int)
     grid = (max(sizes) // 64 + 1, 2 if keys else 1, 1)
     launch(tables_kernel, grid, (cu_q, cu_k, *tables, batch, sizes[0], sizes[1] if keys else 0), constants)
     assert all(torch.equal(found, table) for found, table in zip(made, wanted, strict=True))
-
-
-@no_interpreter
-@pytest.mark.skipif(not triton_installed(), reason="the kernels need triton")
-@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets: str) -> None:
-    from tests.ops.cross_compile import compile_kernel
-    from tilefold.ops.entmax_attention._triton.packing import (
-        CHECK_BLOCK,
-        TABLE_BLOCK,
-        nan_if_broken_kernel,
-        tables_kernel,
-    )
-
-    tables = dict.fromkeys(["cu_q_ptr", "cu_k_ptr", "q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
-    types = {
-        **tables,
-        "out_ptr": "*bf16",
-        **dict.fromkeys(["B", "q_tiles", "k_tiles", "q_rows", "k_rows", "longest"], "i32"),
-    }
-    types |= {"size": "i64", "cu_q_ptr": offsets, "cu_k_ptr": offsets}
-    for kernel, constants in (
-        (tables_kernel, {"ROWS": 64, "KEYS": 64, "BLOCK": TABLE_BLOCK}),
-        (tables_kernel, {"ROWS": 64, "KEYS": 0, "BLOCK": TABLE_BLOCK, "k_batch_ptr": None, "k_start_ptr": None}),
-        (nan_if_broken_kernel, {"BLOCK": CHECK_BLOCK}),
-    ):
-        compiled = compile_kernel(kernel, types, constants, capability, 4, 1)
-        assert compiled.stack == 0 and compiled.local_memory == 0

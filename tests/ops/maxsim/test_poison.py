@@ -134,24 +134,6 @@ def test_what_a_masked_token_holds_reaches_neither_xtr_scores_nor_losses(
         assert torch.equal(*scores) and bool(scores[1].isfinite().all())
 
 
-@pytest.mark.parametrize("temperature", [None, 0.5])
-def test_a_nan_in_a_kept_token_reaches_the_scores_and_the_gradient_of_the_other_side(temperature: float | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for impl in ("tiled", "reference"):
-        for side in (0, 1):
-            leaves = [torch.randn(2, 20, 8, generator=generator) for _ in range(2)]
-            leaves[side][1, 17, 3] = math.nan
-            queries, documents = (leaf.requires_grad_() for leaf in leaves)
-            scores = maxsim(queries, documents, temperature=temperature, impl=impl)
-            meets = torch.tensor([[False, True]] * 2)
-            assert torch.equal(scores.isnan(), meets if side else meets.T)
-            gradients = torch.autograd.grad(scores.sum(), (queries, documents))
-            other = gradients[1 - side].isnan().any(dim=-1)
-            assert bool(
-                other.all() if side else other.any(dim=1).all()
-            )  # every token that has met it; one of each document
-
-
 def test_a_smooth_maximum_of_documents_without_a_masked_token_stays_finite_beside_others() -> None:
     queries, documents = -torch.ones(1, 1, 8), torch.ones(2, 2, 8)
     mask = torch.tensor([[1, 1], [1, 0]])
