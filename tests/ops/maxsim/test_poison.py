@@ -164,3 +164,15 @@ def test_winners_beyond_the_32767th_token_are_remembered() -> None:
     documents.requires_grad_()
     maxsim(queries, documents).sum().backward()
     assert documents.grad[0].any(dim=1).nonzero().tolist() == [[50000]]
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_a_nan_behind_the_first_tile_of_a_document_reaches_the_scores_and_the_queries(
+    temperature: float | None,
+) -> None:
+    queries, documents = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 50, 8)
+    documents[1, 47, 3] = math.nan
+    with tiles_of(True):
+        scores = maxsim(queries, documents, temperature=temperature)
+        (gradient,) = torch.autograd.grad(scores.sum(), queries)
+    assert scores.isnan().tolist() == [[False, True]] * 2 and bool(gradient.isnan().any(dim=-1).all())
