@@ -157,21 +157,6 @@ def test_what_the_stream_does_not_serve_is_stock(model: SparseEncoder, streams: 
     model.encode_query(MANY)
     model.encode_document(MANY)
     assert len(streams) == 2
-
-
-def test_errors_of_wrong_calls_are_those_of_stock(model: SparseEncoder) -> None:
-    messages = []
-    for _ in range(2):
-        for wrong in ({"batch_size": 0}, {"nonsense": 1}, {"prompt_name": "missing"}):
-            with pytest.raises(ValueError, match=r".") as error:
-                model.encode(MANY, **wrong)
-            messages.append(str(error.value))
-        accelerate(model)
-    assert messages[:3] == messages[3:]
-
-
-def test_a_text_that_cannot_be_encoded_raises_what_it_raises_alone(model: SparseEncoder) -> None:
-    accelerate(model)
     with pytest.raises((TypeError, UnicodeError)) as alone:
         model.encode_sparse_batch(["cats \ud800"])
     with pytest.raises((TypeError, UnicodeError)) as among:

@@ -45,11 +45,7 @@ def late_model() -> Any:
 @pytest.fixture(params=["sparse", pytest.param("late", marks=needs_stock)])
 def either(request: pytest.FixtureRequest) -> Any:
     """A model of each kind."""
-    return (
-        request.getfixturevalue("model")
-        if request.param == "sparse"
-        else copy.deepcopy(request.getfixturevalue("late_model"))
-    )
+    return copy.deepcopy(request.getfixturevalue({"sparse": "model", "late": "late_model"}[request.param]))
 
 
 def encode(model: Any) -> torch.Tensor:
@@ -214,9 +210,11 @@ def test_a_wrong_call_is_refused_in_the_words_of_the_stock_model(model: SparseEn
             with pytest.raises(TypeError) as caught:
                 model[1](*arguments, **named)
             texts.append(str(caught.value))
-        with pytest.raises((TypeError, ValueError)) as refused:
-            model.encode(TEXTS, unknown=1)
-        return [*texts, str(refused.value)]
+        for wrong in ({"unknown": 1}, {"batch_size": 0}, {"prompt_name": "missing"}):
+            with pytest.raises((TypeError, ValueError)) as refused:
+                model.encode(TEXTS * 12, **wrong)
+            texts.append(str(refused.value))
+        return texts
 
     stock = refusals()
     accelerate(model)

@@ -28,6 +28,39 @@ _METHODS = ("similarity", "similarity_pairwise")
 ASKED = "_replicate_for_data_parallel"  # which torch.nn.parallel.replicate calls on every module that it copies
 
 
+class FusedSimilarity:
+    """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its ``similarity_fn_name``."""
+
+    def __init__(self, model: Model, name: str, impl: str) -> None:
+        self.model, self.name, self.impl = model, name, impl
+
+    def __call__(self, embeddings1: object, embeddings2: object, **options: Any) -> Tensor:
+        """Scores, with the keywords of the stock function."""
+        mean = self.model.similarity_fn_name == "meanmaxsim"
+        function = maxsim if self.name == "similarity" else maxsim_pairwise
+        return function(embeddings1, embeddings2, **{"length_normalize": mean, "impl": self.impl, **options})
+
+
+class NoReplicas:
+    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: those read the original's weights."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> nn.Module:
+        gpus = max(2, torch.cuda.device_count())
+        raise RuntimeError(
+            f"an accelerated {self.name} must run in one process for each GPU, got torch.nn.DataParallel, which copies "
+            f"it within one (transformers' Trainer does this where several GPUs are visible). For all GPUs, start the "
+            f"training with `torchrun --nproc-per-node {gpus} SCRIPT` (or `accelerate launch`); for one, set "
+            "CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with tilefold.integrations.transformers.one_gpu."
+        )
+
+
+# on the instance of an accelerated model
+_CARRIED = (FusedSimilarity, NoReplicas, SparseBatchEncoder, TokenBatchEncoder, FusedEncode)
+
+
 class Acceleration:
     """Handle of an accelerated model: leave it, or use it as a context that restores the model at its end.
 
@@ -211,19 +244,6 @@ def _check_head_is_fused(transformer: Any, _: Any) -> None:
         )
 
 
-class FusedSimilarity:
-    """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its ``similarity_fn_name``."""
-
-    def __init__(self, model: Model, name: str, impl: str) -> None:
-        self.model, self.name, self.impl = model, name, impl
-
-    def __call__(self, embeddings1: object, embeddings2: object, **options: Any) -> Tensor:
-        """Scores, with the keywords of the stock function."""
-        mean = self.model.similarity_fn_name == "meanmaxsim"
-        function = maxsim if self.name == "similarity" else maxsim_pairwise
-        return function(embeddings1, embeddings2, **{"length_normalize": mean, "impl": self.impl, **options})
-
-
 def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
     """Put :class:`FusedSimilarity` on the instance, after a ``check`` against the model's own scores if asked for."""
     stock = next(kind for kind in type(model).__mro__ if kind.__name__ == "MultiVectorEncoder")
@@ -261,23 +281,3 @@ def _check_similarity(model: Model, function: FusedSimilarity) -> None:
             f"a difference of {difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); a changed "
             "model._similarity does this: leave such a model stock."
         )
-
-
-class NoReplicas:
-    """Replaces the method by which ``torch.nn.DataParallel`` copies a module: those read the original's weights."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self) -> nn.Module:
-        gpus = max(2, torch.cuda.device_count())
-        raise RuntimeError(
-            f"an accelerated {self.name} must run in one process for each GPU, got torch.nn.DataParallel, which copies "
-            f"it within one (transformers' Trainer does this where several GPUs are visible). For all GPUs, start the "
-            f"training with `torchrun --nproc-per-node {gpus} SCRIPT` (or `accelerate launch`); for one, set "
-            "CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with tilefold.integrations.transformers.one_gpu."
-        )
-
-
-# on the instance of an accelerated model
-_CARRIED = (FusedSimilarity, NoReplicas, SparseBatchEncoder, TokenBatchEncoder, FusedEncode)
