@@ -22,16 +22,11 @@ Graph = list[set[int]]
 
 
 def looped_spills(cubin: bytes) -> float:
-    """Loads and stores of spilled values as a share of the instructions of their loop, in the worst innermost loop.
-
-    Only loops without loops inside count: the others, of persistent kernels for instance, run once for many rounds of
-    these.
-    """
+    """Spills as a share of the instructions of the worst innermost loop: others run once for many rounds of these."""
     return spilled_share(disassembled(cubin))
 
 
 def spilled_share(listing: str) -> float:
-    """The same of a disassembly."""
     spills = {place for place, name in enumerate(names_of(listing)) if name.startswith(SPILLS)}
     loops = list(loops_of(listing))
     innermost = (loop for loop in loops if not any(other < loop for other in loops))
@@ -39,7 +34,6 @@ def spilled_share(listing: str) -> float:
 
 
 def disassembled(cubin: bytes) -> str:
-    """The instructions of ``cubin`` with labels where branches lead."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -47,7 +41,6 @@ def disassembled(cubin: bytes) -> str:
 
 
 def names_of(listing: str) -> list[str]:
-    """Instructions in their order."""
     return [found["name"] for line in listing.splitlines() if (found := INSTRUCTION.match(line))]
 
 

@@ -49,11 +49,8 @@ NESTED = """
 """
 
 
-def test_loops_are_found_in_a_listing() -> None:
+def test_loops_are_found_and_spills_count_in_innermost_ones_only() -> None:
     assert names_of(NESTED)[:2] == ["STL", "STL.64"]
     assert sorted(map(sorted, loops_of(NESTED))) == [[1, 2, 3, 4, 5, 6], [3, 4, 5]]
-
-
-def test_spills_count_in_innermost_loops_only() -> None:
     assert spilled_share(NESTED) == 1 / 3
     assert spilled_share(NESTED.replace("LDL.LU R8, [R1]", "MOV R8, R9")) == 0

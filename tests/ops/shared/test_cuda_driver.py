@@ -214,13 +214,7 @@ def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Launcher, "__call__", call)
     step, x, y = Step(_scale_kernel, (1, 1, 1), (9,), {}), torch.ones(4), torch.ones(4)
-    for same, tensor, bound in (
-        (True, x, False),
-        (False, y, False),
-        (True, x, False),
-        (True, y, True),
-        (False, x, False),
-    ):
+    for same, tensor, bound in ((True, x, 0), (False, y, 0), (True, x, 0), (True, y, 1), (False, x, 0)):
         launched.clear()
         driver.seen.clear()
         step(same, tensor)
