@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,3 +71,24 @@ def forbid_double_backward(name: str, operator: str) -> None:
         ctx.set_materialize_grads(False)
 
     torch.library.register_autograd(f"tilefold::{name}", backward, setup_context=setup_context)
+
+
+def hashable(option: Any) -> Any:
+    """An option as a key can have it: lists come from schemas."""
+    return tuple(option) if isinstance(option, list) else option
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Tensor:
+    if strides is None:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """Results of a registered operator as those of any number."""
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def bare(results: Sequence[object]) -> Any:
+    """Results in a registered operator's form."""
+    return results[0] if len(results) == 1 else tuple(results)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
+from tilefold.ops._shared import library
 from tilefold.ops._shared._triton.tensors import capability_of, sm_count
 from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, gradient_key
 from tilefold.ops._shared.checks import check_choice
@@ -25,7 +26,7 @@ from tilefold.ops._shared.fallback import (
 )
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
 from tilefold.ops._shared.internals import is_eager, tf32_allowed
-from tilefold.ops._shared.library import define_op, forbid_double_backward, is_plain, run, schema_of
+from tilefold.ops._shared.library import is_plain, run
 from tilefold.ops._shared.plan import Buffer, Setting, taker
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         if key is None and not is_plain(*tensors):
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
-            return None, _tuple(self._registered(*tensors, *options, training, impl))
+            return None, library.as_tuple(self._registered(*tensors, *options, training, impl))
         call = Pass(name, options, impl, training, False, key, ready, tuple(into), self._taker(options))
         return self._kept(self.calls, call), tensors
 
@@ -302,19 +303,21 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _register(self) -> None:
         name, options = f"tilefold::{self.name}", typing.get_type_hints(self._options)
         forward = typing.get_type_hints(self._tensors) | options | {"training": bool, "impl": str}
-        define_op(self.name, schema_of(forward, len(self._results)), self._registered_forward)
+        library.define_op(self.name, library.schema_of(forward, len(self._results)), self._registered_forward)
         torch.library.register_fake(name, self._fake_forward)
         backward = {self._dfirst: Tensor} | typing.get_type_hints(self._saved) | options
         backward |= {"needs": Sequence[bool], "impl": str}
-        define_op(f"{self.name}_backward", schema_of(backward, len(self._gradients)), self._registered_backward)
+        library.define_op(
+            f"{self.name}_backward", library.schema_of(backward, len(self._gradients)), self._registered_backward
+        )
         torch.library.register_fake(f"{name}_backward", self._fake_backward)
-        forbid_double_backward(f"{self.name}_backward", self.name)
+        library.forbid_double_backward(f"{self.name}_backward", self.name)
         torch.library.register_autograd(name, self._differentiate, setup_context=self._setup_context)
         self._registered = getattr(torch.ops.tilefold, self.name)
         self._registered_gradients = getattr(torch.ops.tilefold, f"{self.name}_backward")
 
     def _split(self, record: Any, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Any, str]:
-        *values, wanted, impl = map(_hashable, args)
+        *values, wanted, impl = map(library.hashable, args)
         count = len(record._fields)
         return record(*values[:count]), self._options(*values[count:]), wanted, impl
 
@@ -328,13 +331,16 @@ class Operator(Generic[TensorsT, OptionsT]):
         if any(result is None for result in found):
             shapes = self._outputs(tensors, options, training)
             found = [
-                _empty(tensors[0], *like).zero_() if x is None else x for x, like in zip(found, shapes, strict=True)
+                library.empty(tensors[0], *like).zero_() if x is None else x
+                for x, like in zip(found, shapes, strict=True)
             ]
-        return _bare(found)
+        return library.bare(found)
 
     def _fake_forward(self, *args: Any) -> Any:
         tensors, options, training, _ = self._split(self._tensors, args)
-        return _bare([_empty(tensors[0], *buffer) for buffer in self._outputs(tensors, options, training)])
+        return library.bare(
+            [library.empty(tensors[0], *buffer) for buffer in self._outputs(tensors, options, training)]
+        )
 
     def _registered_backward(self, dfirst: Tensor, *args: Any) -> Any:
         saved, options, needs, impl = self._split(self._saved, args)
@@ -344,22 +350,24 @@ class Operator(Generic[TensorsT, OptionsT]):
         call = known or self._kept(self.gradients, Pass(self.name, options, impl, needs, True, key))
         found = self.compute(dfirst, call, (dfirst, *saved))
         # operators return tensors only: an empty one stands for a gradient that nobody asked for
-        return _bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
+        return library.bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
 
     def _fake_backward(self, dfirst: Tensor, *args: Any) -> Any:
         saved, options, needs, _ = self._split(self._saved, args)
         buffers = self._gradient_buffers(saved, options, needs)
-        return _bare([dfirst.new_empty(0) if buffer is None else _empty(dfirst, *buffer) for buffer in buffers])
+        return library.bare(
+            [dfirst.new_empty(0) if buffer is None else library.empty(dfirst, *buffer) for buffer in buffers]
+        )
 
     def _by_operator(
         self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str
     ) -> Results:
-        found = _tuple(self._registered_gradients(dfirst, *saved, *options, needs, impl))
+        found = library.as_tuple(self._registered_gradients(dfirst, *saved, *options, needs, impl))
         return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, ctx.options, ctx.training, ctx.impl = self._split(self._tensors, inputs)
-        results = _tuple(output)
+        results = library.as_tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*self._taker(ctx.options)((*tensors, *results, None)))
@@ -393,22 +401,3 @@ def setting_of(device: torch.device, aligned: bool = True) -> Setting:
     """Current setting for plans on this device."""
     tf32 = tf32_allowed(torch.float32)
     return Setting(capability_of(device), sm_count(device), tf32, aligned, given_up_on(device))
-
-
-def _hashable(option: Any) -> Any:
-    return tuple(option) if isinstance(option, list) else option
-
-
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Tensor:
-    if strides is None:
-        return like.new_empty(shape, dtype=dtype)
-    return like.new_empty_strided(shape, strides, dtype=dtype)
-
-
-def _tuple(results: Any) -> tuple[Any, ...]:
-    return (results,) if isinstance(results, Tensor) else tuple(results)
-
-
-def _bare(results: Sequence[object]) -> Any:
-    """Results in a registered operator's form."""
-    return results[0] if len(results) == 1 else tuple(results)
