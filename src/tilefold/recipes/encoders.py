@@ -83,11 +83,6 @@ def _both_sides(query: EncoderSpec, document: EncoderSpec, base: Base) -> tuple[
     others = BUILDERS[second.kind](
         second, replace(base, tokenizer=network.tokenizer, vocab_size=vocab_size, network=network)
     )
-    _check_vocabularies(modules, others)
-    return (modules, others) if first is query else (others, modules)
-
-
-def _check_vocabularies(modules: list[Any], others: list[Any]) -> None:
     sizes = [side[-1].get_embedding_dimension() for side in (modules, others)]
     prints = [vocabulary_fingerprint(side[0].tokenizer) for side in (modules, others)]
     if sizes[0] != sizes[1] or prints[0] != prints[1]:
@@ -95,3 +90,4 @@ def _check_vocabularies(modules: list[Any], others: list[Any]) -> None:
             f"both sides must have one vocabulary, got {sizes[0]} and {sizes[1]} terms of "
             f"{'the same' if prints[0] == prints[1] else 'different'} tokenizers; take base models that share theirs."
         )
+    return (modules, others) if first is query else (others, modules)

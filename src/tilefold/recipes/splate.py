@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -106,11 +107,7 @@ def mlm_head(network: Any, **options: Any) -> SplateHead:
 
 
 def _inside(network: Any, path: str) -> Any:
-    for name in path.split("."):
-        network = getattr(network, name, None)
-        if network is None:
-            return None
-    return network
+    return functools.reduce(lambda found, name: getattr(found, name, None), path.split("."), network)
 
 
 def build_splate(spec: EncoderSpec, base: Base) -> list[Any]:
