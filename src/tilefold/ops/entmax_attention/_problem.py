@@ -15,25 +15,16 @@ from tilefold.ops._shared.entmax_root import check_alphas
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors of an attention.
+    """The tensors of an attention."""
 
-    Attributes:
-        q: ``[B, H, Nq, D]``, packed ``[Tq, H, D]``.
-        k, v: ``[B, Hkv, Nk, D]``, packed ``[Tk, Hkv, D]``.
-        alpha: one per head, ``[H]``, or ``None`` where it is a number.
-        key_padding_mask: ``[B, Nk]``, nonzero = keep, or ``None``.
-        cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` offsets of a packed batch, or ``None``.
-        seed: ``[1]`` int64, of dropout, or ``None``.
-    """
-
-    q: Tensor
-    k: Tensor
+    q: Tensor  # [B, H, Nq, D], packed [Tq, H, D]
+    k: Tensor  # [B, Hkv, Nk, D], packed [Tk, Hkv, D]
     v: Tensor
-    alpha: Tensor | None
-    key_padding_mask: Tensor | None
-    cu_seqlens_q: Tensor | None
+    alpha: Tensor | None  # one per head, [H], or None where it is a number
+    key_padding_mask: Tensor | None  # [B, Nk], nonzero = keep, or None
+    cu_seqlens_q: Tensor | None  # [B + 1] offsets of a packed batch, or None
     cu_seqlens_k: Tensor | None
-    seed: Tensor | None
+    seed: Tensor | None  # [1] int64, of dropout, or None
 
     @property
     def packed(self) -> bool:
@@ -51,35 +42,19 @@ class AttentionTensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of an attention, besides its tensors.
+    """Options of an attention, besides its tensors."""
 
-    Attributes:
-        alpha_value: alpha, where it is a number.
-        causal: whether query i sees no key behind its own place ``i + Nk - Nq``.
-        window: largest distance from that place, or -1 for any.
-        scale: multiplies the products.
-        dropout_p: share of the probabilities that are dropped.
-        max_seqlen_k: no sequence has more keys.
-        support: whether the support is counted where no gradient is asked for.
-    """
-
-    alpha_value: float
-    causal: bool
-    window: int
-    scale: float
-    dropout_p: float
-    max_seqlen_k: int
-    support: bool = False
+    alpha_value: float  # alpha, where it is a number
+    causal: bool  # whether query i sees no key behind its own place i + Nk - Nq
+    window: int  # largest distance from that place, or -1 for any
+    scale: float  # multiplies the products
+    dropout_p: float  # share of the probabilities that are dropped
+    max_seqlen_k: int  # no sequence has more keys
+    support: bool = False  # whether the support is counted where no gradient is asked for
 
 
 class AttentionSaved(NamedTuple):
-    """Tensors saved for gradients: those of the call, and what the kernels leave for them.
-
-    Attributes:
-        out2: what delta is made from, like ``q``; the tiled path has none.
-        stats: peak, root, mass and support of every row, ``[4, B, H, Nq]``.
-        live: the map of live blocks; ``None`` or empty where nothing reads it.
-    """
+    """Tensors saved for gradients: those of the call, and what the kernels leave for them."""
 
     q: Tensor
     k: Tensor
@@ -89,9 +64,9 @@ class AttentionSaved(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seed: Tensor | None
-    out2: Tensor | None
-    stats: Tensor
-    live: Tensor | None
+    out2: Tensor | None  # what delta is made from, like q; the tiled path has none
+    stats: Tensor  # peak, root, mass and support of every row, [4, B, H, Nq]
+    live: Tensor | None  # the map of live blocks; None or empty where nothing reads it
 
     @property
     def tensors(self) -> AttentionTensors:
@@ -100,20 +75,13 @@ class AttentionSaved(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences that are computed together: neighbours of a padded batch, or one of a packed batch.
+    """Sequences that are computed together: neighbours of a padded batch, or one of a packed batch."""
 
-    Attributes:
-        first: the number of the first one.
-        q_at, k_at: where their rows lie in q-like and k-like tensors: sequences of a padded batch, else rows.
-        stats_at: where they lie in ``[4, B, H, Nq]`` statistics.
-        keep: ``[b, Nk]`` bool or ``None``.
-    """
-
-    first: int
-    q_at: slice
+    first: int  # the number of the first one
+    q_at: slice  # where their rows lie in q-like and k-like tensors: sequences of a padded batch, else rows
     k_at: slice
-    stats_at: tuple[slice, ...]
-    keep: Tensor | None
+    stats_at: tuple[slice, ...]  # where they lie in [4, B, H, Nq] statistics
+    keep: Tensor | None  # [b, Nk] bool or None
     packed: bool
 
     def queries(self, tensor: Tensor) -> Tensor:

@@ -41,48 +41,30 @@ class AttentionConfig:
     Of :data:`LISTS`, ``rows`` and ``keys`` are the granularity of the map of live blocks, the same in every kernel and
     in backward: they depend on the dtype, the head dimension and the device, on nothing that may change between the
     two.
-
-    Attributes:
-        rows: queries of a tile.
-        keys: keys of a block.
-        num_warps: of the kernels that walk blocks of keys.
-        num_stages: of that of dq.
-        forward_stages: of the kernels of forward that walk blocks.
-        precision: ``input_precision`` of fp32 products.
-        resident: the most keys whose scores stay on chip without spills; -1 where that kernel is never built.
-        resident_rows: queries of a tile of that kernel.
-        resident_warps: its warps.
-        short: the most keys of a row whose blocks are all visited, without a map of live ones.
-        dkv_keys: keys of a tile of the kernel of dk and dv, a multiple of ``keys``.
-        dkv_queries: queries that it takes in a step, a divisor of ``rows``.
-        dkv_warps: its warps.
-        dkv_stages: its stages.
-        programs: of the persistent kernel, for each multiprocessor.
-        registers: the most a thread may take in the kernels with one accumulator or none: four programs of 4 warps then
-            share a multiprocessor; ``None`` leaves it to the assembler.
-        wide_registers: the same of the kernel of the output with two accumulators, and of that of dq with the sums of
-            alpha, for three programs.
-        dkv_registers: the same of the kernel of dk and dv.
     """
 
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-    forward_stages: int
-    precision: str
-    resident: int
-    resident_rows: int
-    resident_warps: int
-    short: int
-    dkv_keys: int
-    dkv_queries: int
-    dkv_warps: int
-    dkv_stages: int
-    programs: int
+    rows: int  # queries of a tile
+    keys: int  # keys of a block
+    num_warps: int  # of the kernels that walk blocks of keys
+    num_stages: int  # of that of dq
+    forward_stages: int  # of the kernels of forward that walk blocks
+    precision: str  # input_precision of fp32 products
+    resident: int  # the most keys whose scores stay on chip without spills; -1 where that kernel is never built
+    resident_rows: int  # queries of a tile of that kernel
+    resident_warps: int  # its warps
+    short: int  # the most keys of a row whose blocks are all visited, without a map of live ones
+    dkv_keys: int  # keys of a tile of the kernel of dk and dv, a multiple of keys
+    dkv_queries: int  # queries that it takes in a step, a divisor of rows
+    dkv_warps: int  # its warps
+    dkv_stages: int  # its stages
+    programs: int  # of the persistent kernel, for each multiprocessor
+    # the most a thread may take in the kernels with one accumulator or none: four programs of 4 warps then share a
+    # multiprocessor; None leaves it to the assembler
     registers: int | None
+    # the same of the kernel of the output with two accumulators, and of that of dq with the sums of alpha, for three
+    # programs
     wide_registers: int | None
-    dkv_registers: int | None
+    dkv_registers: int | None  # the same of the kernel of dk and dv
 
 
 FP32 = {"dtype": torch.float32}

@@ -33,40 +33,27 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class MaxSimTensors(NamedTuple):
-    """The tensors of a call, padded or packed.
+    """The tensors of a call, padded or packed."""
 
-    Attributes:
-        queries, documents: ``[.., D]``; documents may be the values of quantized ones.
-        query_mask, document_mask: their shapes without D, or ``None``.
-        cu_queries, cu_documents: first rows of packed sequences, or ``None``.
-        pairs: ``[P, 2]`` (query, document), or ``None``.
-        document_scale: factors of quantized documents' rows, or ``None``.
-    """
-
-    queries: Tensor
+    queries: Tensor  # [.., D]; documents may be the values of quantized ones
     documents: Tensor
-    query_mask: Tensor | None
+    query_mask: Tensor | None  # their shapes without D, or None
     document_mask: Tensor | None
-    cu_queries: Tensor | None
+    cu_queries: Tensor | None  # first rows of packed sequences, or None
     cu_documents: Tensor | None
-    pairs: Tensor | None
-    document_scale: Tensor | None
+    pairs: Tensor | None  # [P, 2] (query, document), or None
+    document_scale: Tensor | None  # factors of quantized documents' rows, or None
 
 
 class MaxSimOptions(NamedTuple):
-    """Options of MaxSim besides the tensors; see :class:`Problem`.
-
-    Attributes:
-        mean: whether scores are divided by the length of padded queries.
-        longest_query: a bound of the tokens of packed queries, where pairs are listed and a gradient is asked for.
-    """
+    """Options of MaxSim besides the tensors; see :class:`Problem`."""
 
     pairing: str
     mask_zero: bool
     temperature: float
     normalize: bool
-    mean: bool
-    longest_query: int
+    mean: bool  # whether scores are divided by the length of padded queries
+    longest_query: int  # a bound of the tokens of packed queries, where pairs are listed and a gradient is asked for
 
 
 class MaxSimSaved(NamedTuple):
@@ -127,46 +114,28 @@ class XtrSaved(NamedTuple):
 
 @dataclass
 class Problem:
-    """Problem for a MaxSim operator to score.
+    """Problem for a MaxSim operator to score."""
 
-    Attributes:
-        queries, documents: ``[Tq, D]`` and ``[Td, D]`` rows.
-        query_mask, document_mask: ``[Tq]`` and ``[Td]``, nonzero = keep, or ``None``.
-        cu_queries, cu_documents: first rows of packed sequences, or ``None``.
-        query_length, document_length: rows of every padded sequence; 0 on a packed side.
-        n_queries, n_documents: number of sequences.
-        group: documents of each query, for "grouped".
-        index: ``[P, 2]`` (query, document), or ``None``.
-        pairing: ``"all"``, ``"aligned"``, ``"grouped"`` or ``"index"``.
-        mask_zero: whether a masked document token scores 0 and takes part; else it is left out.
-        temperature: of the smooth maximum; 0 for the maximum itself.
-        normalize: whether rows are divided by their Euclidean norm.
-        mean: whether scores are divided by :attr:`query_length`.
-        longest_query: for "index", a bound of the tokens of a query.
-        document_scale: ``[Td]`` fp32 factors of quantized documents' rows, or ``None``.
-        query_scale: ``[Tq]`` fp32 factors of the rows of queries that were quantized too, or ``None``.
-    """
-
-    queries: Tensor
+    queries: Tensor  # [Tq, D] and [Td, D] rows
     documents: Tensor
-    query_mask: Tensor | None
+    query_mask: Tensor | None  # [Tq] and [Td], nonzero = keep, or None
     document_mask: Tensor | None
-    cu_queries: Tensor | None
+    cu_queries: Tensor | None  # first rows of packed sequences, or None
     cu_documents: Tensor | None
-    query_length: int
+    query_length: int  # rows of every padded sequence; 0 on a packed side
     document_length: int
-    n_queries: int
+    n_queries: int  # number of sequences
     n_documents: int
-    group: int
-    index: Tensor | None
-    pairing: str
-    mask_zero: bool
-    temperature: float
-    normalize: bool
-    mean: bool
-    longest_query: int
-    document_scale: Tensor | None = None
-    query_scale: Tensor | None = None
+    group: int  # documents of each query, for "grouped"
+    index: Tensor | None  # [P, 2] (query, document), or None
+    pairing: str  # "all", "aligned", "grouped" or "index"
+    mask_zero: bool  # whether a masked document token scores 0 and takes part; else it is left out
+    temperature: float  # of the smooth maximum; 0 for the maximum itself
+    normalize: bool  # whether rows are divided by their Euclidean norm
+    mean: bool  # whether scores are divided by `query_length`
+    longest_query: int  # for "index", a bound of the tokens of a query
+    document_scale: Tensor | None = None  # [Td] fp32 factors of quantized documents' rows, or None
+    query_scale: Tensor | None = None  # [Tq] fp32 factors of the rows of queries that were quantized too, or None
 
     @classmethod
     def of(cls, tensors: MaxSimTensors, options: MaxSimOptions) -> Problem:

@@ -15,23 +15,15 @@ from tilefold.ops.maxsim.tiles import row_limit
 
 @dataclass(frozen=True)
 class Side:
-    """The kept tokens of all sequences of one side.
+    """The kept tokens of all sequences of one side."""
 
-    Attributes:
-        rows: ``[T, D]``, masked tokens included.
-        starts, sizes: ``[N]`` int64 first row and tokens of each sequence, masked ones included.
-        offsets, counts: ``[N]`` int64 first place in ``index``, and kept tokens, of each sequence.
-        index: ``[kept]`` rows of the kept tokens, or ``None`` where every token is kept.
-        scale: ``[T, 1]`` factors of the rows, or ``None``.
-    """
-
-    rows: Tensor
-    starts: Tensor
+    rows: Tensor  # [T, D], masked tokens included
+    starts: Tensor  # [N] int64 first row and tokens of each sequence, masked ones included
     sizes: Tensor
-    offsets: Tensor
+    offsets: Tensor  # [N] int64 first place in index, and kept tokens, of each sequence
     counts: Tensor
-    index: Tensor | None
-    scale: Tensor | None
+    index: Tensor | None  # [kept] rows of the kept tokens, or None where every token is kept
+    scale: Tensor | None  # [T, 1] factors of the rows, or None
 
     def places(self, which: Tensor | slice, start: int, stop: int, whole: bool) -> tuple[Tensor, Tensor | None]:
         """``[n, stop - start]`` numbers of kept tokens of sequences that have one, and which exist (``None``: all)."""

@@ -16,16 +16,11 @@ from tilefold.ops.maxsim._walk import Meeting, Part, Tile, walk
 
 
 class Sums(NamedTuple):
-    """``total = sum_j exp((s_j - peak) / temperature)`` over a document's tokens.
+    """``total = sum_j exp((s_j - peak) / temperature)`` over a document's tokens."""
 
-    Attributes:
-        peak, total: ``[n, C]``.
-        tiles: of documents that are not cut, each with its addends ``[n, L, C]``.
-    """
-
-    peak: Tensor
+    peak: Tensor  # [n, C]
     total: Tensor
-    tiles: list[tuple[Tile, Tensor]]
+    tiles: list[tuple[Tile, Tensor]]  # of documents that are not cut, each with its addends [n, L, C]
 
 
 def smooth_sums(meeting: Meeting, temperature: float, masked: Tensor | None) -> Sums:

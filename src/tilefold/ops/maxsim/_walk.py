@@ -101,21 +101,13 @@ def _alike(lengths: list[int], first: int, eighths: int, elements: int) -> Itera
 
 
 class Tile(NamedTuple):
-    """Similarities of some documents of a meeting, or of some tokens of its only one.
+    """Similarities of some documents of a meeting, or of some tokens of its only one."""
 
-    Attributes:
-        similarities: ``[n, L, C]``, nobody else's.
-        rows: ``[n, L]`` row numbers, kept tokens all of them.
-        exists: ``[n, L]``, or ``None`` where every place holds a token of its own.
-        span: the rows, where they lie one after the other.
-        tokens: ``[n, L, D]`` in fp32 (fp64), scaled, where they were gathered.
-    """
-
-    similarities: Tensor
-    rows: Tensor
-    exists: Tensor | None
-    span: slice | None
-    tokens: Tensor | None
+    similarities: Tensor  # [n, L, C], nobody else's
+    rows: Tensor  # [n, L] row numbers, kept tokens all of them
+    exists: Tensor | None  # [n, L], or None where every place holds a token of its own
+    span: slice | None  # the rows, where they lie one after the other
+    tokens: Tensor | None  # [n, L, D] in fp32 (fp64), scaled, where they were gathered
 
 
 class Pairs(NamedTuple):
@@ -127,43 +119,25 @@ class Pairs(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Documents that have tokens, and the query tokens that they meet.
+    """Documents that have tokens, and the query tokens that they meet."""
 
-    Attributes:
-        items: ``[n]`` numbers of the pairs (of the documents, for "all"), or a slice.
-        documents: ``[n]``, or a slice.
-        rows: of the query tokens: ``[C]`` or a slice, or ``[n, C]``.
-        exists: ``[n, C]``, or ``None`` for all.
-        queries: ``[C, D]`` or ``[n, C, D]``.
-        owner: the part of the queries, for "all"; else the pairs.
-        cut: whether the tiles are of one document, which is longer than a tile may be.
-        tiles: makes them, of documents in the order of ``items``.
-    """
-
-    items: Index
-    documents: Index
-    rows: Index
-    exists: Tensor | None
-    queries: Tensor
-    owner: Part | Pairs
-    cut: bool
-    tiles: Callable[[], Iterator[Tile]]
+    items: Index  # [n] numbers of the pairs (of the documents, for "all"), or a slice
+    documents: Index  # [n], or a slice
+    rows: Index  # of the query tokens: [C] or a slice, or [n, C]
+    exists: Tensor | None  # [n, C], or None for all
+    queries: Tensor  # [C, D] or [n, C, D]
+    owner: Part | Pairs  # the part of the queries, for "all"; else the pairs
+    cut: bool  # whether the tiles are of one document, which is longer than a tile may be
+    tiles: Callable[[], Iterator[Tile]]  # makes them, of documents in the order of items
 
 
 class Group(NamedTuple):
-    """Documents of a chunk whose lengths differ by an eighth.
+    """Documents of a chunk whose lengths differ by an eighth."""
 
-    Attributes:
-        items: their numbers, or a slice.
-        place: ``[n, L]`` numbers of their kept tokens.
-        exists: ``[n, L]``, or ``None`` where every place holds a token of its own.
-        span: the numbers, where they follow each other.
-    """
-
-    items: Index
-    place: Tensor
-    exists: Tensor | None
-    span: slice | None
+    items: Index  # their numbers, or a slice
+    place: Tensor  # [n, L] numbers of their kept tokens
+    exists: Tensor | None  # [n, L], or None where every place holds a token of its own
+    span: slice | None  # the numbers, where they follow each other
 
 
 def chunks(offsets: Sequence[int], rows: int, limit: int) -> Iterator[tuple[int, int]]:

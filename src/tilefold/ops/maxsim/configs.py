@@ -20,28 +20,19 @@ INTERPRETED = {"capability": (0, 0)}
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Tiles of the forward kernels.
+    """Tiles of the forward kernels."""
 
-    Attributes:
-        block_q, block_t: query and document tokens of a tile.
-        block_k: dimensions of a tile; the whole dimension where it fits, so that a query tile is loaded once.
-        num_warps, num_stages: warps of a program, depth of the load pipeline.
-        programs: programs for each multiprocessor; of the streaming kernel, more would wait for all others to end.
-        use_tma: read documents through TMA descriptors (compute capability 9.0 and newer).
-        precision: ``input_precision`` of fp32 products.
-        prefetch: document tokens that a program of the streaming kernel asks for before it reads the query.
-        registers: what a thread of the streaming kernel may take at most, ``None`` for as many as the assembler likes.
-    """
-
-    block_q: int
+    block_q: int  # query and document tokens of a tile
     block_t: int
-    block_k: int
-    num_warps: int
+    block_k: int  # dimensions of a tile; the whole dimension where it fits, so that a query tile is loaded once
+    num_warps: int  # warps of a program, depth of the load pipeline
     num_stages: int
+    # programs for each multiprocessor; of the streaming kernel, more would wait for all others to end
     programs: int = 2
-    use_tma: bool = False
-    precision: str = "ieee"
-    prefetch: int = 0
+    use_tma: bool = False  # read documents through TMA descriptors (compute capability 9.0 and newer)
+    precision: str = "ieee"  # input_precision of fp32 products
+    prefetch: int = 0  # document tokens that a program of the streaming kernel asks for before it reads the query
+    # what a thread of the streaming kernel may take at most, None for as many as the assembler likes
     registers: int | None = None
 
 
