@@ -13,6 +13,7 @@ from tilefold.ops.maxsim._triton.device import (
     ALL,
     GROUPED,
     INDEX,
+    SIZES,
     bounds,
     item_of,
     load_block,
@@ -53,21 +54,7 @@ def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constex
         return tl.cast(e - first_item, tl.int64) * Tq + row
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Td",
-        "Nq",
-        "Nd",
-        "group",
-        "longest",
-        "length_q",
-        "length_d",
-        "stride_q",
-        "stride_d",
-        "factor",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def dqueries_kernel(
     dscore_ptr, saved_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr,
     first_ptr, index_ptr, dquery_ptr,
@@ -120,7 +107,7 @@ def dqueries_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nd", "length_q", "length_d", "stride_q", "stride_d", "factor"])
+@triton.jit(do_not_specialize=SIZES)
 def dqueries_row_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_d_ptr, row_query_ptr, dquery_ptr,
     Tq, Td, Nd, length_q, length_d, stride_q, stride_d, factor,
@@ -160,21 +147,7 @@ def dqueries_row_kernel(
     tl.store(dquery_ptr + offs, total.to(dquery_ptr.dtype.element_ty), mask=k < D)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Td",
-        "Nq",
-        "Nd",
-        "group",
-        "longest",
-        "tiles",
-        "length_q",
-        "length_d",
-        "stride_d",
-        "factor",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def ddocuments_kernel(
     dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, largest_ptr, cu_q_ptr, cu_d_ptr, order_ptr, first_ptr,
     index_ptr, ddoc_ptr,

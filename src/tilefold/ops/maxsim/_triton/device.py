@@ -9,6 +9,10 @@ from tilefold.ops._shared._triton.masks import mask_if
 ALL = tl.constexpr(0)
 GROUPED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
+SIZES = [  # numbers of launches, whose values kernels are not built for
+    "Tq", "Td", "Nq", "Nd", "length_q", "length_d", "group", "longest", "tiles", "slices", "splits", "steps",
+    "tile_rows", "stride_q", "stride_d", "temperature", "inverse_temperature", "divisor", "factor",
+]  # fmt: skip
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 from tilefold.ops._shared._triton.masks import mask_if
 from tilefold.ops.maxsim._triton.device import (
     INDEX,
+    SIZES,
     bounds,
     finish,
     fold_tile,
@@ -80,22 +81,7 @@ def _query_rows(
     return q, kept, scale, power
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Td",
-        "Nq",
-        "Nd",
-        "tile_rows",
-        "splits",
-        "steps",
-        "temperature",
-        "inverse_temperature",
-        "divisor",
-        "length_q",
-        "length_d",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def all_pairs_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr,
     score_ptr, part_ptr, saved_ptr, row_query_ptr,
@@ -187,16 +173,7 @@ def all_pairs_kernel(
         start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Nq",
-        "Nd",
-        "tile_rows",
-        "length_q",
-        "divisor",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def combine_kernel(
     part_ptr,
     cu_q_ptr,
@@ -226,21 +203,7 @@ def combine_kernel(
     tl.store(score_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Td",
-        "Nq",
-        "Nd",
-        "group",
-        "longest",
-        "temperature",
-        "inverse_temperature",
-        "divisor",
-        "length_q",
-        "length_d",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def listed_pairs_kernel(
     query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, index_ptr,
     score_ptr, saved_ptr,

@@ -11,6 +11,7 @@ from tilefold.ops.maxsim._triton.device import (
     ALL,
     GROUPED,
     INDEX,
+    SIZES,
     bounds,
     item_of,
     load_block,
@@ -50,22 +51,7 @@ def _weights(
     return tl.where(counts, grad[:, None] * tl.exp(below * inverse_temperature), 0.0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Td",
-        "Nq",
-        "Nd",
-        "group",
-        "longest",
-        "inverse_temperature",
-        "length_q",
-        "length_d",
-        "stride_q",
-        "stride_d",
-        "factor",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def smooth_dqueries_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, doc_mask_ptr, cu_q_ptr,
     cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, dquery_ptr,
@@ -131,23 +117,7 @@ def smooth_dqueries_kernel(
         )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Td",
-        "Nq",
-        "Nd",
-        "group",
-        "longest",
-        "tiles",
-        "inverse_temperature",
-        "length_q",
-        "length_d",
-        "stride_q",
-        "stride_d",
-        "factor",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def smooth_ddocuments_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, query_mask_ptr,
     doc_mask_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, ddoc_ptr,

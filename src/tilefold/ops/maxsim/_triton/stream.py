@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim._triton.device import bounds, load_block
+from tilefold.ops.maxsim._triton.device import SIZES, bounds, load_block
 
 _INTERPRETED = tl.constexpr(triton_interpreted())
 TINY = tl.constexpr(2.0**-100)
@@ -53,7 +53,7 @@ def prefetch(ptr, size):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["Tq", "Td", "Nq", "Nd", "length_q", "length_d"])
+@triton.jit(do_not_specialize=SIZES)
 def stream_kernel(
     query_ptr, doc_src, doc_ptr, query_mask_ptr, doc_mask_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, score_ptr,
     Tq, Td, Nq, Nd, length_q, length_d,

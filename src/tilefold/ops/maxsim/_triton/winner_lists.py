@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops.maxsim._triton.backward import grad_unit
-from tilefold.ops.maxsim._triton.device import bounds, load_rows, split_scale, times_power
+from tilefold.ops.maxsim._triton.device import SIZES, bounds, load_rows, split_scale, times_power
 from tilefold.ops.maxsim._triton.norms import projected
 
 
@@ -43,19 +43,7 @@ def _add_listed(
     return acc
 
 
-@triton.jit(
-    do_not_specialize=[
-        "Tq",
-        "Td",
-        "Nd",
-        "slices",
-        "length_q",
-        "length_d",
-        "stride_q",
-        "stride_d",
-        "factor",
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def ddocuments_listed_kernel(
     dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, cu_d_ptr, row_query_ptr,
     list_ptr, ddoc_ptr,
