@@ -105,14 +105,12 @@ def load_dense(name: str, option: str = "--model") -> SentenceTransformer:
     return load_model(name, option, ("dense",))[0]
 
 
-def load_untrained(
-    texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None, what: str, option: str = "--model"
-) -> SparseEncoder:
+def load_untrained(texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None, what: str) -> SparseEncoder:
     """The packaged model as a SparseEncoder without training, for the documents with this fingerprint.
 
     `texts` gives them, where the command has them, and `what` says in messages which documents are meant.
     """
-    find_model(PACKAGED, option)
+    find_model(PACKAGED, "--model")
     check_sentence_transformers()
     from tilefold.recipes.untrained import untrained_splade
 
@@ -120,12 +118,12 @@ def load_untrained(
         model = untrained_splade(texts_sha256, texts)
     except LookupError as error:
         raise UsageError(
-            f"{option}: {PACKAGED} is the untrained start, made from {what}, and not in the cache of this machine: "
+            f"--model: {PACKAGED} is the untrained start, made from {what}, and not in the cache of this machine: "
             "give the documents with --data, or the folder of the model that made the vectors."
         ) from error
     except ValueError as error:
         raise CommandError(
-            f"{option}: {PACKAGED} is the untrained start, made from {what}, and --data holds others: another "
+            f"--model: {PACKAGED} is the untrained start, made from {what}, and --data holds others: another "
             "collection, or one that has changed since. Give its own collection with --data."
         ) from error
     _accelerate(model)
