@@ -50,8 +50,8 @@ class Sample:
 
 
 def dout(scores: Tensor) -> Tensor:
-    """A gradient for ``scores``, the same in every call."""
-    return torch.linspace(-1, 1, scores.numel()).view(scores.shape).to(scores.device, scores.dtype)
+    """A gradient for ``scores``, the same in every call, made where they lie: a graph may be captured."""
+    return torch.linspace(-1, 1, scores.numel(), device=scores.device).view(scores.shape).to(scores.dtype)
 
 
 def unaligned(tensor: Tensor) -> Tensor:
