@@ -25,7 +25,8 @@ def plain(value: Any) -> bytes:
 
 def numbers(values: npt.NDArray[np.float32]) -> list[str]:
     """The shortest decimals that read back as the same float32."""
-    return values.astype(np.float32).astype("U32").tolist()  # type: ignore[no-any-return]
+    found: list[str] = values.astype(np.float32).astype("U32").tolist()
+    return found
 
 
 def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:

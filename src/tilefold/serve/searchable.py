@@ -108,7 +108,7 @@ class Searchable:
         indices, weights = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
         size = self.index.vocab_size
-        return SparseVectors([QUERY], [0, len(indices)], indices, weights, size, fingerprint)  # type: ignore[arg-type]
+        return SparseVectors([QUERY], np.array([0, len(indices)]), indices, weights, size, fingerprint)
 
     def search_dense(self, vector: npt.NDArray[np.float32], k: int) -> dict[str, float]:
         """The `k` best documents by their dense vectors, in the collection of the index."""
