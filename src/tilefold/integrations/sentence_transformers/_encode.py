@@ -10,14 +10,16 @@ from torch import Tensor
 from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated
-from tilefold.integrations.sentence_transformers._encoders import batches_of
+from tilefold.integrations.sentence_transformers._encoders import (
+    batches_of,
+    fused_vocab_size,
+    prompt_of,
+    sparse_options,
+)
 from tilefold.integrations.sentence_transformers.stream import (
     SparseStream,
     as_csr,
     encode_batch,
-    fused_vocab_size,
-    prompt_of,
-    sparse_options,
 )
 from tilefold.integrations.transformers.packed import in_eval_mode
 

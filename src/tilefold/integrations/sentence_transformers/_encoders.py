@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._heads import is_multi_vector
+from tilefold.integrations.sentence_transformers._heads import base_linear, is_multi_vector
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.stream import (
@@ -23,17 +23,38 @@ from tilefold.integrations.sentence_transformers.stream import (
     VectorStream,
     as_csr,
     encode_batch,
-    fused_vocab_size,
-    prompt_of,
-    sparse_options,
 )
 from tilefold.integrations.transformers.packed import in_eval_mode
+from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd
 from tilefold.pipeline.truncated import watched
 
 FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
 WINDOW_TEXTS = 2048
 _USUAL = 32  # the stock batch size, from which on batches are cut by tokens
+
+
+def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
+    """Options of a row: by default the model's ``max_active_dims`` entries are kept."""
+    return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
+
+
+def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
+    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
+    if prompt_name is not None:
+        if prompt_name not in model.prompts:
+            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
+        return str(model.prompts[prompt_name])
+    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
+    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
+    return model.prompts.get(found)  # type: ignore[no-any-return]
+
+
+def fused_vocab_size(model: Model) -> int | None:
+    """V of an accelerated model with an LM head, else None."""
+    fused = (vars(module).get("forward") for module in model.modules())
+    heads = [found for f in fused if (found := getattr(f, "head", None)) is not None]
+    return int(base_linear(heads[0]).out_features) if heads else None
 
 
 def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -59,19 +59,13 @@ def is_multi_vector(model: object) -> bool:
 
 
 def pipelines_of(model: nn.Module) -> Iterator[list[Any]]:
-    """Every sequence of modules that an input of the model may pass."""
-    return _pipelines(model._modules.values())
-
-
-def _pipelines(modules: Iterable[nn.Module | None]) -> Iterator[list[Any]]:
-    """Every sequence of plain modules that an input may pass."""
+    """Every sequence of plain modules that an input of the model may pass."""
     steps: list[list[list[Any]]] = []
-    for module in modules:
+    for module in model._modules.values():
         if isinstance(module, Router):
-            routes = module.sub_modules.values()
-            steps.append([path for route in routes for path in _pipelines(route._modules.values())])
+            steps.append([path for route in module.sub_modules.values() for path in pipelines_of(route)])
         elif isinstance(module, nn.Sequential):
-            steps.append(list(_pipelines(module._modules.values())))
+            steps.append(list(pipelines_of(module)))
         else:
             steps.append([[module]])
     for choice in product(*steps):

@@ -62,7 +62,8 @@ class PackedForward:
         transformer = self.transformer
         columns, index = features.pop(JOINED, (None, 0))
         # a part of a column is another tensor, and has a backward of its own
-        if columns is None or kwargs or features["input_ids"] is not columns.parts[index] or self._shows_layers():
+        whole = columns is not None and not kwargs and features["input_ids"] is columns.parts[index]
+        if not whole or getattr(transformer.model.config, "output_hidden_states", False):
             return self._alone(features, kwargs)
         features[transformer.module_output_name] = columns.embeddings(index, transformer, self.graphs)
         return features
@@ -88,9 +89,6 @@ class PackedForward:
         if (layers := found.get("all_layer_embeddings")) is not None:
             features["all_layer_embeddings"] = tuple(layer[:, :0] for layer in layers)
         return features
-
-    def _shows_layers(self) -> bool:
-        return bool(getattr(self.transformer.model.config, "output_hidden_states", False))
 
 
 def _is_recorded() -> bool:

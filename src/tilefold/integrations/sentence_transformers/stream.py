@@ -22,7 +22,6 @@ from torch import Tensor
 
 from tilefold._csr import csr_tensor
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._heads import base_linear
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, on_device, packed_inputs
 from tilefold.modules.fused_pooling import Features, SparseOptions
@@ -69,29 +68,6 @@ def _tokens_for(device: torch.device) -> int:
     if device.type != "cuda":
         return CPU_TOKENS
     return GPU_TOKENS if torch.cuda.get_device_properties(device).total_memory >= SMALL_GPU else SMALL_GPU_TOKENS
-
-
-def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
-    """Options of a row: by default the model's ``max_active_dims`` entries are kept."""
-    return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
-
-
-def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
-    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
-    if prompt_name is not None:
-        if prompt_name not in model.prompts:
-            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
-        return str(model.prompts[prompt_name])
-    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
-    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
-    return model.prompts.get(found)  # type: ignore[no-any-return]
-
-
-def fused_vocab_size(model: Model) -> int | None:
-    """V of an accelerated model with an LM head, else None."""
-    fused = (vars(module).get("forward") for module in model.modules())
-    heads = [found for f in fused if (found := getattr(f, "head", None)) is not None]
-    return int(base_linear(heads[0]).out_features) if heads else None
 
 
 def encode_batch(

@@ -83,19 +83,14 @@ def packed_mask(
     *args: Any, mask_function: Callable[..., Any] = bidirectional_mask_function, attention_mask: Any = None, **how: Any
 ) -> Tensor | None:
     """The mask of ``"sdpa"``, but none where nothing is padded: the attention applies windows itself."""
-    bidirectional = mask_function is bidirectional_mask_function
-    window = getattr(mask_function, "__qualname__", "") in BIDIRECTIONAL_WINDOWS or _is_window(mask_function)
-    if attention_mask is None and (bidirectional or window):
+    plain = all(
+        f is bidirectional_mask_function or getattr(f, "__qualname__", "") in BIDIRECTIONAL_WINDOWS
+        for f in conjuncts(mask_function) or [mask_function]
+    )
+    if attention_mask is None and plain:
         return None
     found: Tensor | None = sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **how)
     return found
-
-
-def _is_window(function: Callable[..., Any]) -> bool:
-    functions = conjuncts(function)
-    return bool(functions) and all(
-        f is bidirectional_mask_function or getattr(f, "__qualname__", "") in BIDIRECTIONAL_WINDOWS for f in functions
-    )
 
 
 def conjuncts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
