@@ -21,8 +21,8 @@ from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
 from tilefold._files import write_json
 from tilefold.cli import _common, _models
 from tilefold.recipes import _run
-from tilefold.retrieval import _made, encoding, read_manifest, read_vectors
-from tilefold.retrieval._made import Shard
+from tilefold.retrieval import _streamed, encoding, read_manifest, read_vectors
+from tilefold.retrieval._streamed import Shard
 from tilefold.retrieval.collection import Collection, Document
 
 
@@ -113,7 +113,7 @@ def test_ctrl_c_says_what_is_kept(call: Call, work: Path, tmp_path: Path, monkey
         return outcome.err
 
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--batch-size", "4", "--output")
-    batches = _made.Shard, "take"
+    batches = _streamed.Shard, "take"
     assert interrupted(*batches, 0, *asked, tmp_path / "nothing") == "Interrupted. Nothing was kept.\n"
     assert "Finished work is kept" in interrupted(*batches, 2, *asked, tmp_path / "some")
     searched = ("search", "csv files", "--index", work / "index", "--model", work / "model")

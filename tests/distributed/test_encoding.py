@@ -24,8 +24,8 @@ from tilefold._files import LOCK, hold_folder
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.sentence_transformers.stream import SparseStream
 from tilefold.retrieval import _meeting, encode_collection, encode_tokens, read_manifest
-from tilefold.retrieval._made import Shard
 from tilefold.retrieval._meeting import KEPT, Meeting
+from tilefold.retrieval._streamed import Shard
 from tilefold.retrieval.errors import RankError
 
 OPTIONS: dict[str, Any] = {"shard_size": 8, "top_k": 20, "batch_tokens": 60}

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a process group that share the work on a folder, and what they say to one another."""
+"""Rendezvous of the ranks of a process group that share the work on a folder, and the shards of each of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import hashlib
 import json
 import platform
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch.distributed as dist
 
 from tilefold._files import LOCK, InUseError, hold_folder, scratch_folder
-from tilefold.retrieval.errors import RankError
+from tilefold.pipeline.ahead import Behind
+from tilefold.pipeline.rows import IN_FLIGHT
+from tilefold.retrieval._shards import Receipt, check_some, differences
+from tilefold.retrieval._streamed import WAITING_SHARDS, Job, Shard, V, encode_shards
+from tilefold.retrieval.errors import DataError, RankError
 
+# that a rank has taken and not yet encoded: few at the end of the work, but more than a stream holds back of one batch
+OPEN_SHARDS = IN_FLIGHT + 2
 MEET_SECONDS = 300.0  # in which all ranks must come: models may take a while to load
 POLL_SECONDS = 0.1
 KEPT = "What was reported is kept: run the same again, with any number of ranks, to go on."
@@ -175,3 +182,139 @@ def _machine() -> str:
     with suppress(OSError):
         name += Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     return hashlib.sha256(name.encode()).hexdigest()
+
+
+class RankShards(Generic[V]):
+    """Shards of one rank of a process group; only whole ones are kept, and only the first rank reports.
+
+    Each rank takes the next shard when it is ready for one, so none waits while there is one, whatever their lengths,
+    and leaves it with a receipt. The first rank holds the folder, and lists shards in their order.
+    """
+
+    def __init__(self, job: Job[V], ranks: Meeting) -> None:
+        self.job, self.ranks = job, ranks
+        self.chunks = job.chunks()
+        self.writer: Any = None  # a ShardWriter, once it is open
+        self.left: list[int] = []  # at the first rank: shards that the manifest does not list
+        self.reported = -1
+        self._agreed = False
+        self._places = threading.Semaphore(OPEN_SHARDS)
+
+    def lead(self) -> Any:
+        """Encode, list what all ranks leave, and report; the complete manifest."""
+        late = self.job.opens_late()
+        if not late:
+            self.writer = self.job.open_writer(True)
+        numbers = range(len(self.chunks))
+        self.left = [number for number in numbers if self.writer is None or not self.writer.has_shard(number)]
+        partial = {} if self.writer is None else self.writer.manifest.partial
+        self.ranks.say("missing", {"shards": self.left, "partial": partial})
+        if not late:
+            self._open()
+        self._encode(self._open if late else None)
+        while self._list():
+            self._step()
+            time.sleep(POLL_SECONDS)
+        self._step()
+        manifest = self.writer.finish(len(self.job.texts))
+        self.ranks.say("over", True)
+        return manifest
+
+    def help(self) -> Any:
+        """Encode; the complete manifest, once the first rank has listed all."""
+        self._encode(self._join)
+        self.ranks.heard("over")
+        return self.writer.listed()
+
+    def _encode(self, open_late: Callable[[], None] | None) -> None:
+        shards = self._taken()
+        with (
+            Behind(WAITING_SHARDS, "tilefold-writer") as behind,
+            closing(encode_shards(self.job, shards, self._write, behind, open_late)) as steps,
+        ):
+            for _ in steps:
+                self._step()
+
+    def _open(self) -> None:
+        self.writer = self.writer or self.job.open_writer(True)
+        self._step()
+        self.ranks.say("open", self._identity())
+
+    def _join(self) -> None:
+        """Another rank stores nothing before the first one has opened the folder, for the same."""
+        self.writer = self.writer or self.job.open_writer(False)
+        mine = self._identity()
+        self.ranks.say(f"identity of {self.ranks.rank}", mine)
+        if self.ranks.heard("open") != mine:
+            self.ranks.heard("over")  # the first rank says what differs
+
+    def _identity(self) -> dict[str, Any]:
+        identity: dict[str, Any] = json.loads(json.dumps(self.writer.identified(self.writer.manifest)))
+        return identity
+
+    def _taken(self) -> Iterator[Shard[V] | None]:
+        """In the thread that works ahead."""
+        missing = self.ranks.heard("missing")
+        while True:
+            while not self._places.acquire(timeout=POLL_SECONDS):
+                self.ranks.check()
+                yield None
+            place = self.ranks.count()
+            if place >= len(missing["shards"]):
+                return
+            number = missing["shards"][place]
+            shard: Shard[V] = Shard(number, self.chunks[number], self.job.texts)
+            if number == missing["partial"].get("shard"):  # which an earlier run of one process kept
+                writer = self.job.open_writer(False)
+                writer.manifest.partial = missing["partial"]
+                shard = shard.resumed(writer.read_partial(number))
+            yield shard
+
+    def _write(self, shard: Shard[V]) -> None:
+        """In the thread that works behind."""
+        self._places.release()
+        vectors, failed = shard.assembled(self.job)
+        self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
+        shard.written()
+        self._list()
+
+    def _step(self) -> None:
+        self.ranks.check()
+        done = len(self.job.texts) - sum(len(self.chunks[number]) for number in self.left)
+        if self.ranks.rank == 0 and done > self.reported:  # only the first one knows what is left
+            self.reported = done
+            self.job.output.report(done, len(self.job.texts))
+
+    def _list(self) -> bool:
+        """At the first rank, list the shards that have receipts, in order; whether there are others."""
+        if not self.left or not self._agree():
+            return bool(self.left)
+        folder, key = self.writer.path, self.writer.key
+        while self.left and (receipt := Receipt.read(folder, self.left[0], key)) is not None:
+            number, rows = self.left[0], int(receipt.shard["rows"])
+            nothing_yet = number == len(self.chunks) - 1 and self.writer.manifest.n_documents == 0
+            try:
+                check_some(number, rows, receipt.failed, nothing_yet=nothing_yet)
+            except DataError:
+                Receipt.file_of(folder, number).unlink()
+                raise
+            self.writer.receive([number])
+            self.left = self.left[1:]
+        return bool(self.left)
+
+    def _agree(self) -> bool:
+        """Whether all ranks have said that they write the same; ``DataError`` if one writes something else."""
+        others = self.ranks.watched
+        if self._agreed or not self.ranks.said(*(f"identity of {rank}" for rank in others)):
+            return self._agreed
+        for rank in others:
+            changed = differences(
+                self._identity(), self.ranks.heard(f"identity of {rank}"), "on rank 0", f"on rank {rank}"
+            )
+            if changed:
+                raise DataError(
+                    f"rank {rank} encodes something else ({changed}). Give all ranks of the group the same model, "
+                    "texts and settings, or group=None to a rank on its own."
+                )
+        self._agreed = True
+        return True

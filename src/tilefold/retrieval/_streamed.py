@@ -1,4 +1,4 @@
-"""Folders of vectors from a stream of batches, by one process or by ranks: encodes and writes at the same time.
+"""Texts into a folder of vectors, from a stream of batches: encoding, assembling and writing at the same time.
 
 Three threads: one tokenises (inside the stream), the caller's encodes, and one assembles finished shards and writes
 them. A shard counts when the manifest lists it; what is reported as done never runs ahead of that by more than a part
@@ -8,27 +8,270 @@ of the first shard that is not written, which is kept by time and on Ctrl-C.
 from __future__ import annotations
 
 import functools
-import json
-import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
-from tilefold.pipeline.rows import IN_FLIGHT, Batch, Window
-from tilefold.retrieval._made import Job, Shard
-from tilefold.retrieval._meeting import POLL_SECONDS, Meeting
-from tilefold.retrieval._shards import Part, Receipt, Vectors, check_some, differences
+from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, halved, say_unused_batch_tokens
+from tilefold.pipeline.truncated import Truncation, tell, watching
+from tilefold.retrieval._ids import check_text_ids
+from tilefold.retrieval._shards import Part, ShardWriter, Vectors, check_some
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.truncation import cut_texts
 
 WAITING_SHARDS = 2  # that are encoded and not written
-# that a rank has taken and not yet encoded: few at the end of the work, but more than a stream holds back of one batch
-OPEN_SHARDS = IN_FLIGHT + 2
+PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
+Kind = Literal["document", "query"]
 V = TypeVar("V", bound=Vectors)
+Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]
+
+
+class Output(NamedTuple):
+    """Destination of vectors, and save intervals.
+
+    Attributes:
+        folder: where they are written.
+        shard_size: texts of a shard.
+        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
+        progress: called with the texts done and the texts in all.
+        resume: keep what an earlier run wrote.
+    """
+
+    folder: Path
+    shard_size: int = 1024
+    save_minutes: float = 1.0
+    progress: Callable[[int, int], None] | None = None
+    resume: bool = True
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for sizes and times that no shard has."""
+        if self.shard_size < 1:
+            raise ValueError(f"shard_size: expected at least 1, got {self.shard_size}.")
+        if not self.save_minutes >= 0:
+            raise ValueError(f"save_minutes: expected at least 0, got {self.save_minutes}.")
+
+    def report(self, done: int, total: int) -> None:
+        """Call `progress`, where there is one."""
+        if self.progress is not None:
+            self.progress(done, total)
+
+
+IN_MEMORY = Output(Path())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding(ABC):
+    """Options of encoding texts, apart from the model; can be sent to other processes.
+
+    Attributes:
+        kind: ``"document"`` or ``"query"``: the model's prompt and route.
+        batch_size: texts encoded at a time, at most.
+        batch_tokens: tokens that an accelerated model encodes at a time.
+    """
+
+    kind: Kind = "document"
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that it cannot have."""
+        if self.kind not in ("document", "query"):
+            raise ValueError(f"kind: expected 'document' or 'query', got {self.kind!r}.")
+        for name in ("batch_size", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}.")
+
+    @abstractmethod
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> Job[Any]:
+        """The work of a sentence-transformers `model`, which is looked at, so that a wrong one is an error."""
+
+
+@dataclass
+class Job(ABC, Generic[V]):
+    """A model and what it is to make of texts: vectors in memory, or a folder of them."""
+
+    fused: ClassVar[str]  # attribute of an accelerated model that has a stream
+    options: ClassVar[tuple[str, ...]]  # that the stream takes beside its limits
+
+    how: Encoding
+    model: Model
+    size: int  # of a vector
+    texts: Mapping[str, Any]  # id -> text
+    output: Output = IN_MEMORY
+    texts_sha256: Callable[[], str] = str  # called when the folder is opened
+
+    def __post_init__(self) -> None:
+        how = self.how
+        stream = getattr(getattr(self.model, self.fused, None), "stream", None)
+        self.ahead = stream is not None  # of the device; else a shard is written before the next one begins
+        self.stream: Stream = self.plain
+        if stream is not None:
+            options = {name: getattr(how, name) for name in ("batch_size", "batch_tokens", *self.options)}
+            self.stream = functools.partial(stream, task=how.kind, **options)
+        elif how.batch_tokens is not None:
+            say_unused_batch_tokens()
+
+    @abstractmethod
+    def run(self, texts: list[str]) -> Any:
+        """Rows of some texts of similar length, longest first, by a model that is not accelerated."""
+
+    def plain(self, windows: Iterator[Window | None]) -> Generator[Any, None, None]:
+        """Batches of all texts without threads, as :class:`tilefold.pipeline.rows.Item` says."""
+        yield Begun()
+        size, seen = self.how.batch_size or PLAIN_TEXTS, Truncation()
+
+        def attempt(part: list[int]) -> Any:
+            nonlocal seen
+            with watching() as seen:
+                return self.run([texts[place] for place in part])
+
+        for number, window in enumerate(filter(None, windows)):
+            texts = window.prepared()
+            order = sorted(range(len(texts)), key=lambda place: len(texts[place]), reverse=True)
+            for start in range(0, len(order), size):
+                places = [place for place in order[start : start + size] if place not in window.skip]
+                for part, rows in halved(places, attempt) if places else ():
+                    yield Batch(number, part, rows, seen.count, seen.max_length)
+            yield WindowEnd(number)
+
+    @abstractmethod
+    def vectors(self, names: list[str], rows: Any) -> V:
+        """Vectors of some texts, of the rows of a batch; an error tells that one of them is at fault."""
+
+    @abstractmethod
+    def nothing(self) -> V:
+        """Vectors of no text."""
+
+    @functools.cached_property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Digest of the model, which takes a while."""
+
+    @abstractmethod
+    def open_writer(self, lists: bool) -> ShardWriter[Any, Any]:
+        """The writer of the folder, which `lists` shards, or leaves them to another one."""
+
+    def chunks(self) -> list[list[str]]:
+        """Ids of the texts of each shard."""
+        ids, size = list(self.texts), self.output.shard_size
+        return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+    def opens_late(self) -> bool:
+        """Whether the folder is opened when the device has its first texts: what identifies them takes a while.
+
+        Not so if there is anything in the folder that could be resumed.
+        """
+        folder = self.output.folder
+        return self.ahead and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))
+
+    def in_memory(self, what: str) -> V:
+        """The vectors of all texts, in their order; an error says `what` they are."""
+        check_text_ids(what, self.texts)
+        shard: Shard[V] = Shard(0, list(self.texts), self.texts)
+        with closing(self.plain(iter([shard.window(self.model)]))) as items:
+            for item in items:
+                if isinstance(item, Batch):
+                    shard.take(item, self)
+        if shard.cut is not None:
+            tell(self.how.kind, len(self.texts), shard.cut)
+        vectors, failed = shard.assembled(self)
+        if failed:
+            name, why = next(iter(failed.items()))
+            raise DataError(f"{what}: {len(failed)} of {len(self.texts)} failed, {name!r} first ({why}).")
+        return vectors
+
+
+@dataclass
+class Shard(Generic[V]):
+    """Texts of one shard, and what is done of them."""
+
+    number: int
+    ids: list[str]
+    texts: Mapping[str, Any]  # id -> text, of these and perhaps of others
+    strings: list[str] = field(default_factory=list)  # ids of those that can be encoded at all
+    done: list[V] = field(default_factory=list)  # in batches
+    failed: dict[str, str] = field(default_factory=dict)  # id -> reason
+    cut: Truncation | None = field(default_factory=Truncation)  # None where an earlier version did not count
+    kept: int = 0  # how much of it is on disk
+    saved: float = field(default_factory=time.monotonic)
+    is_written: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.ids:
+            text = self.texts[name]
+            if isinstance(text, str):
+                self.strings.append(name)
+            else:
+                self.failed[name] = f"expected a string, got {type(text).__name__}"
+
+    def __len__(self) -> int:
+        return sum(map(len, self.done)) + len(self.failed)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its texts are done."""
+        return len(self) == len(self.ids)
+
+    def resumed(self, before: Part[V] | None) -> Shard[V]:
+        """The shard, of which an earlier run kept a part."""
+        if before is not None:
+            self.done, self.failed, self.cut = [before.vectors], dict(before.failed) | self.failed, before.cut
+            self.kept = len(self)
+        return self
+
+    def window(self, model: Model) -> Window:
+        """Its texts for a stream of a model."""
+        known = {name for vectors in self.done for name in vectors.ids} | self.failed.keys()
+        skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
+        return Window([self.texts[name] for name in self.strings], skip, functools.partial(cut_texts, model))
+
+    def take(self, batch: Batch, job: Job[V]) -> None:
+        """A batch of the stream; what fails of it, such as NaN in a row, loses no other text."""
+        if self.cut is not None:
+            self.cut.add(0, batch.cut, batch.max_length)
+        names = [self.strings[place] for place in batch.places]
+
+        def vectors(texts: range) -> V:
+            return job.vectors(names[texts.start : texts.stop], batch.rows_of(texts))
+
+        for texts, outcome in halved(range(len(names)), vectors):
+            if isinstance(outcome, Exception):
+                self.failed[names[texts.start]] = reason(outcome)
+            else:
+                self.done.append(outcome)
+
+    def assembled(self, job: Job[V]) -> tuple[V, dict[str, str]]:
+        """All vectors in the order of the texts, and the failed ones."""
+        failed = {name: self.failed[name] for name in self.ids if name in self.failed}
+        if not self.done:
+            return job.nothing(), failed
+        whole: Any = self.part()
+        row_of = {name: row for row, name in enumerate(whole.ids)}
+        return whole.take([row_of[name] for name in self.ids if name in row_of]), failed
+
+    def part(self) -> V:
+        """All vectors in the order in which they were made; there are some."""
+        whole: V = type(self.done[0]).concatenate(self.done)  # type: ignore[attr-defined]
+        return whole
+
+    def written(self) -> None:
+        """Forget the vectors, which are on disk."""
+        self.is_written, self.done = True, []
+
+
+def reason(error: Exception) -> str:
+    """An error in the words of the manifest."""
+    return f"{type(error).__name__}: {error}"
 
 
 def encode_shards(
@@ -147,139 +390,3 @@ class FolderShards(Generic[V]):
         if self.finished + part > self.reported:
             self.reported = self.finished + part
             self.job.output.report(self.reported, self.total)
-
-
-class RankShards(Generic[V]):
-    """Shards of one rank of a process group; only whole ones are kept, and only the first rank reports.
-
-    Each rank takes the next shard when it is ready for one, so none waits while there is one, whatever their lengths,
-    and leaves it with a receipt. The first rank holds the folder, and lists shards in their order.
-    """
-
-    def __init__(self, job: Job[V], ranks: Meeting) -> None:
-        self.job, self.ranks = job, ranks
-        self.chunks = job.chunks()
-        self.writer: Any = None  # a ShardWriter, once it is open
-        self.left: list[int] = []  # at the first rank: shards that the manifest does not list
-        self.reported = -1
-        self._agreed = False
-        self._places = threading.Semaphore(OPEN_SHARDS)
-
-    def lead(self) -> Any:
-        """Encode, list what all ranks leave, and report; the complete manifest."""
-        late = self.job.opens_late()
-        if not late:
-            self.writer = self.job.open_writer(True)
-        numbers = range(len(self.chunks))
-        self.left = [number for number in numbers if self.writer is None or not self.writer.has_shard(number)]
-        partial = {} if self.writer is None else self.writer.manifest.partial
-        self.ranks.say("missing", {"shards": self.left, "partial": partial})
-        if not late:
-            self._open()
-        self._encode(self._open if late else None)
-        while self._list():
-            self._step()
-            time.sleep(POLL_SECONDS)
-        self._step()
-        manifest = self.writer.finish(len(self.job.texts))
-        self.ranks.say("over", True)
-        return manifest
-
-    def help(self) -> Any:
-        """Encode; the complete manifest, once the first rank has listed all."""
-        self._encode(self._join)
-        self.ranks.heard("over")
-        return self.writer.listed()
-
-    def _encode(self, open_late: Callable[[], None] | None) -> None:
-        shards = self._taken()
-        with (
-            Behind(WAITING_SHARDS, "tilefold-writer") as behind,
-            closing(encode_shards(self.job, shards, self._write, behind, open_late)) as steps,
-        ):
-            for _ in steps:
-                self._step()
-
-    def _open(self) -> None:
-        self.writer = self.writer or self.job.open_writer(True)
-        self._step()
-        self.ranks.say("open", self._identity())
-
-    def _join(self) -> None:
-        """Another rank stores nothing before the first one has opened the folder, for the same."""
-        self.writer = self.writer or self.job.open_writer(False)
-        mine = self._identity()
-        self.ranks.say(f"identity of {self.ranks.rank}", mine)
-        if self.ranks.heard("open") != mine:
-            self.ranks.heard("over")  # the first rank says what differs
-
-    def _identity(self) -> dict[str, Any]:
-        identity: dict[str, Any] = json.loads(json.dumps(self.writer.identified(self.writer.manifest)))
-        return identity
-
-    def _taken(self) -> Iterator[Shard[V] | None]:
-        """In the thread that works ahead."""
-        missing = self.ranks.heard("missing")
-        while True:
-            while not self._places.acquire(timeout=POLL_SECONDS):
-                self.ranks.check()
-                yield None
-            place = self.ranks.count()
-            if place >= len(missing["shards"]):
-                return
-            number = missing["shards"][place]
-            shard: Shard[V] = Shard(number, self.chunks[number], self.job.texts)
-            if number == missing["partial"].get("shard"):  # which an earlier run of one process kept
-                writer = self.job.open_writer(False)
-                writer.manifest.partial = missing["partial"]
-                shard = shard.resumed(writer.read_partial(number))
-            yield shard
-
-    def _write(self, shard: Shard[V]) -> None:
-        """In the thread that works behind."""
-        self._places.release()
-        vectors, failed = shard.assembled(self.job)
-        self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
-        shard.written()
-        self._list()
-
-    def _step(self) -> None:
-        self.ranks.check()
-        done = len(self.job.texts) - sum(len(self.chunks[number]) for number in self.left)
-        if self.ranks.rank == 0 and done > self.reported:  # only the first one knows what is left
-            self.reported = done
-            self.job.output.report(done, len(self.job.texts))
-
-    def _list(self) -> bool:
-        """At the first rank, list the shards that have receipts, in order; whether there are others."""
-        if not self.left or not self._agree():
-            return bool(self.left)
-        folder, key = self.writer.path, self.writer.key
-        while self.left and (receipt := Receipt.read(folder, self.left[0], key)) is not None:
-            number, rows = self.left[0], int(receipt.shard["rows"])
-            nothing_yet = number == len(self.chunks) - 1 and self.writer.manifest.n_documents == 0
-            try:
-                check_some(number, rows, receipt.failed, nothing_yet=nothing_yet)
-            except DataError:
-                Receipt.file_of(folder, number).unlink()
-                raise
-            self.writer.receive([number])
-            self.left = self.left[1:]
-        return bool(self.left)
-
-    def _agree(self) -> bool:
-        """Whether all ranks have said that they write the same; ``DataError`` if one writes something else."""
-        others = self.ranks.watched
-        if self._agreed or not self.ranks.said(*(f"identity of {rank}" for rank in others)):
-            return self._agreed
-        for rank in others:
-            changed = differences(
-                self._identity(), self.ranks.heard(f"identity of {rank}"), "on rank 0", f"on rank {rank}"
-            )
-            if changed:
-                raise DataError(
-                    f"rank {rank} encodes something else ({changed}). Give all ranks of the group the same model, "
-                    "texts and settings, or group=None to a rank on its own."
-                )
-        self._agreed = True
-        return True

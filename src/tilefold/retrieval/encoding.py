@@ -13,8 +13,8 @@ from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
-from tilefold.retrieval._made import Encoding, Job, Kind, Output
 from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
 from tilefold.retrieval.encodings import encode_to_folder
 from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest

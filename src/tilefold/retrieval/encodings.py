@@ -7,9 +7,8 @@ from typing import Any
 
 from tilefold._process_group import ranks_of
 from tilefold._typing import Model
-from tilefold.retrieval._made import Encoding, Kind, Output
-from tilefold.retrieval._meeting import meeting
-from tilefold.retrieval._streamed import FolderShards, RankShards
+from tilefold.retrieval._meeting import RankShards, meeting
+from tilefold.retrieval._streamed import Encoding, FolderShards, Kind, Output
 from tilefold.retrieval.provenance import texts_digest
 
 __all__ = ["Encoding", "Kind", "Output", "encode_to_folder"]

@@ -17,9 +17,8 @@ import torch
 
 from tilefold.pipeline.ahead import Behind
 from tilefold.retrieval._files import require
-from tilefold.retrieval._made import Encoding, Job, Output, Shard, reason
 from tilefold.retrieval._shards import Receipt, ShardWriter, check_some, differences
-from tilefold.retrieval._streamed import WAITING_SHARDS, encode_shards
+from tilefold.retrieval._streamed import WAITING_SHARDS, Encoding, Job, Output, Shard, encode_shards, reason
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.text_ranges import HeldTexts, Range, StoredTexts, Texts
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
-from tilefold.retrieval._made import Encoding, Job, Kind, Output
+from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
 from tilefold.retrieval.encoding import model_fingerprint, model_name
 from tilefold.retrieval.encodings import encode_to_folder
 from tilefold.retrieval.tokens import STORAGES, TokenManifest, TokenVectors, TokenVectorWriter, check_finite
