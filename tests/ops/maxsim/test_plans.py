@@ -108,7 +108,7 @@ def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Targ
     if target.impl != "triton":
         pytest.skip("a kernel's test")
     from tilefold.ops._shared._triton.launch import Step
-    from tilefold.ops.maxsim._triton.row_queries import row_query_kernel
+    from tilefold.ops.maxsim._triton.norms import row_query_kernel
 
     cu = torch.tensor(offsets, dtype=torch.int32, device=target.device)
     found = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)

@@ -11,7 +11,7 @@ import torch
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim import QuantizedTokens, maxsim_topk, quantize_tokens, topk
+from tilefold.ops.maxsim import QuantizedTokens, maxsim_topk, quantize_tokens, tiles
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
 
@@ -127,7 +127,7 @@ def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch:
         del options["pairing"]
         scores = maxsim(given.queries, given.documents, **options, impl=target.impl)
         for block in (65536, 4):
-            monkeypatch.setattr(topk, "TOPK_DOCUMENTS", block)
+            monkeypatch.setattr(tiles, "TOPK_DOCUMENTS", block)
             best, which = maxsim_topk(given.queries, given.documents, 5, **options, impl=target.impl)
             torch.testing.assert_close(best, scores.sort(dim=1, descending=True).values[:, :5])
             torch.testing.assert_close(scores.gather(1, which), best)
@@ -140,7 +140,7 @@ def test_quantized_documents_are_ranked_block_by_block(target: Target, monkeypat
     inputs = maxsim_inputs(2, 9, 4, 7, 32, device=target.device)
     documents = quantize_tokens(inputs.documents)
     whole = maxsim_topk(inputs.queries, documents, 3, impl=target.impl)
-    monkeypatch.setattr(topk, "TOPK_DOCUMENTS", 4)
+    monkeypatch.setattr(tiles, "TOPK_DOCUMENTS", 4)
     blocks = maxsim_topk(inputs.queries, documents, 3, impl=target.impl)
     for a, b in zip(whole, blocks, strict=True):
         torch.testing.assert_close(a, b)

@@ -124,7 +124,7 @@ CASES: dict[str, Sample] = {
     "maxsim/norms.inverse_norms_kernel": late(QUERIES, DOCUMENTS, normalize=True),
     "maxsim/norms.quantize_kernel": inference("maxsim", quantized_documents, QUERIES, (2, 5, 16), pairing="aligned"),
     "maxsim/norms.unit_gradient_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped", normalize=True),
-    "maxsim/row_queries.row_query_kernel": Sample(
+    "maxsim/norms.row_query_kernel": Sample(
         "xtr_scores", xtr_scores, ((34, 16), DOCUMENTS), {"cu_seqlens_q": [0, 20, 34], "top_k": 4}
     ),
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),

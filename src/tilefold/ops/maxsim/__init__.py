@@ -1,9 +1,8 @@
 """Late-interaction scores (MaxSim) without the query-token by document-token similarities."""
 
-from tilefold.ops.maxsim.api import chosen_impl, maxsim
+from tilefold.ops.maxsim.api import chosen_impl, maxsim, maxsim_topk
 from tilefold.ops.maxsim.contrastive import maxsim_contrastive_loss
 from tilefold.ops.maxsim.quantized import QuantizedTokens, quantize_tokens
-from tilefold.ops.maxsim.topk import maxsim_topk
 from tilefold.ops.maxsim.xtr import xtr_scores
 
 __all__ = [

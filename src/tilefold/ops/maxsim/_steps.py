@@ -14,8 +14,7 @@ from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.internals import Grid, Tma
 from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, arguments_of
 from tilefold.ops.maxsim._problem import Problem
-from tilefold.ops.maxsim._triton.norms import inverse_norms_kernel
-from tilefold.ops.maxsim._triton.row_queries import row_query_kernel
+from tilefold.ops.maxsim._triton.norms import inverse_norms_kernel, row_query_kernel
 from tilefold.ops.maxsim.configs import BY_TMA
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of kernels that go over rows once

@@ -18,6 +18,7 @@ SLAB_ENTRIES = 1 << 19  # (document, query token) winners whose gradients are so
 CPU_TILE = (1024, 1 << 22)
 DEVICE_TILE = (4096, 1 << 26)
 MAXIMA = 1 << 21
+TOPK_DOCUMENTS = 65536  # documents scored at a time for the best of them: [Nq, 65536] scores are held
 
 
 def row_limit(dim: int) -> int:

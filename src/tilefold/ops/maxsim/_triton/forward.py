@@ -23,7 +23,7 @@ from tilefold.ops.maxsim._triton.device import (
     split_scale,
     times_power,
 )
-from tilefold.ops.maxsim._triton.row_queries import query_of
+from tilefold.ops.maxsim._triton.norms import query_of
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Passes over rows: inverse norms, the gradient of a row from that of its unit vector, rows in int8."""
+"""Passes over rows: inverse norms, gradients from those of unit vectors, rows in int8, the query of packed rows."""
 
 import triton
 import triton.language as tl
@@ -116,3 +116,25 @@ def quantize_kernel(rows_ptr, out_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: t
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
         whole = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is added is rounded to a whole number, half to even
         tl.store(out_ptr + offs, whole.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def query_of(cu_q_ptr, row, Nq, steps):
+    """The first sequence that ends behind each row, or the last one, by ``steps`` bisections."""
+    low = row * 0
+    high = low + Nq
+    for _ in range(steps):
+        searching = low < high
+        middle = (low + high) // 2
+        end = tl.load(cu_q_ptr + 1 + middle, mask=searching, other=0)
+        ended = end <= row
+        low = tl.where(searching & ended, middle + 1, low)
+        high = tl.where(searching & (end > row), middle, high)
+    return tl.minimum(low, Nq - 1)
+
+
+@triton.jit(do_not_specialize=["Tq", "Nq", "steps"])
+def row_query_kernel(cu_q_ptr, row_query_ptr, Tq, Nq, steps, BLOCK: tl.constexpr):
+    """``row_query[row]``: :func:`query_of` each."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(row_query_ptr + row, query_of(cu_q_ptr, row, Nq, steps), mask=row < Tq)
