@@ -36,7 +36,6 @@ class _Stretch(NamedTuple):
     results: list[Tensor]  # allocated first: what says so of each
     fills: list[tuple[int, float]]  # places among these of the ones that a number fills
     scratch: Pieces  # allocated next
-    allocates: bool  # any scratch
     views: list[tuple[int, int, torch.dtype]]  # the place of each view of a result, and that of the result
     steps: list[_Launched | _Computed]
     ends: list[int]  # places of what no later step reads
@@ -87,7 +86,6 @@ class Program:
                 [without_memory(device, *made[name]) for name in cut.results],
                 [(place, plan.fills[name]) for place, name in enumerate(cut.results) if name in plan.fills],
                 Pieces(device, *[tuple(plan.buffers[name] or ()) for name in cut.scratch]),
-                bool(cut.scratch),
                 [(places[name], places[each.of], each.dtype) for name, each in views.items() if each.of in cut.results],
                 steps[cut.first : cut.end],
                 [places[name] for names in ends[cut.first : cut.end] for name in names],
@@ -123,10 +121,10 @@ class Program:
                 made[place].fill_(value)
             results += made
             addresses += map(Tensor.data_ptr, made)
-            held = None
-            if stretch.allocates:
-                held = torch.empty_like(stretch.scratch.like)
-                addresses += map(held.data_ptr().__add__, stretch.scratch.firsts)
+            held = torch.empty_like(stretch.scratch.like) if stretch.scratch.size else None
+            if stretch.scratch.firsts:
+                address = 0 if held is None else held.data_ptr()
+                addresses += map(address.__add__, stretch.scratch.firsts)
             for launch, take in launches:
                 launch(take(addresses))
             held = None
