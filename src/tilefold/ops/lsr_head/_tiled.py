@@ -86,7 +86,7 @@ def _max_forward(tensors: HeadTensors, options: HeadOptions, with_winners: bool)
     packed = pack_rows(tokens)
     scores = packed.rows.new_zeros(tokens.batch, weight.size(0))
     winners = torch.zeros(tokens.batch if with_winners else 0, scores.size(1), dtype=torch.int32, device=scores.device)
-    for columns, _, runs in vocabulary_tiles(packed, weight, options.logit_scale):
+    for columns, _, runs in vocabulary_tiles(packed, weight, options.logit_scale, by_onednn=True):
         for run in runs:
             part = slice(run.first, run.last), columns
             keep_maximum(scores[part], winners[part] if with_winners else None, run.tokens, run.before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -89,35 +89,38 @@ class Run(NamedTuple):
 
 
 def vocabulary_tiles(
-    packed: PackedRows, weight: Tensor, logit_scale: float
+    packed: PackedRows, weight: Tensor, logit_scale: float, by_onednn: bool = False
 ) -> Iterator[tuple[slice, Tensor, Iterator[Run]]]:
-    """Yield columns, their rows of the weight in the wide dtype, and runs, each overwritten by the next."""
+    """Yield columns, their rows of the weight in the wide dtype, and runs, each overwritten by the next.
+
+    Products ``by_onednn``, where it serves, have memory of their own: no gain where all of them are written to.
+    """
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
     largest = max((piece.end - piece.start for piece in pieces), default=0)
     scratch: list[Tensor] = []  # one for all: fresh pages for each tile would cost a sixth of the products' time
     for v0 in range(0, weight.size(0), BLOCK_V):
         tile_weight = weight[v0 : v0 + BLOCK_V].to(packed.rows.dtype)
         columns = slice(v0, v0 + tile_weight.size(0))
-        yield columns, tile_weight, _runs(packed, pieces, largest, tile_weight, logit_scale, scratch)
+        product = tile_product(packed.rows, largest, tile_weight) if by_onednn else None
+        if product is None and not scratch:
+            scratch.append(packed.rows.new_empty(largest * tile_weight.size(0)))
+        yield columns, tile_weight, _runs(packed, pieces, tile_weight, logit_scale, product, scratch)
 
 
 def _runs(
     packed: PackedRows,
     pieces: list[Piece],
-    largest: int,
     tile_weight: Tensor,
     logit_scale: float,
+    product: Callable[[Tensor], Tensor] | None,
     scratch: list[Tensor],
 ) -> Iterator[Run]:
     offsets, width = packed.offsets, tile_weight.size(0)
-    product = tile_product(packed.rows, largest, tile_weight)
     for piece in pieces:
         rows = packed.rows[piece.start : piece.end]
         if product is not None:
             logits = product(rows)
         else:
-            if not scratch:
-                scratch.append(rows.new_empty(largest * width))
             logits = scratch[0][: rows.size(0) * width].view(rows.size(0), width)
             torch.mm(rows, tile_weight.T, out=logits)
         if logit_scale != 1.0:
