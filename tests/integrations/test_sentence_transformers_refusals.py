@@ -46,7 +46,7 @@ KINDS = {"shared model": 1, "shared pooling": 1, "two models": 2, "static querie
 
 
 @pytest.mark.parametrize(("kind", "heads"), KINDS.items())
-def test_both_routes_score_as_stock(kind: str, heads: int, tokenizer_folder: Path) -> None:
+def test_both_routes_score_and_save_as_stock(kind: str, heads: int, tokenizer_folder: Path, tmp_path: Path) -> None:
     stock = build(kind, tokenizer_folder)
     fused = copy.deepcopy(stock)
     assert accelerate(fused).heads == heads
@@ -58,6 +58,9 @@ def test_both_routes_score_as_stock(kind: str, heads: int, tokenizer_folder: Pat
         for model in (stock, fused):
             rows = encode_sparse(model, TEXTS, task=encode.removeprefix("encode_"), top_k=3)
             assert_close(rows.to_dense(), few, 1e-5)
+    fused.save_pretrained(str(tmp_path), create_model_card=False)
+    saved = SparseEncoder(str(tmp_path), device="cpu")
+    assert not is_accelerated(saved) and torch.equal(saved.encode_document(TEXTS).to_dense(), expected)
     restore(fused)
     assert torch.equal(fused.encode_document(TEXTS).to_dense(), expected)
 
