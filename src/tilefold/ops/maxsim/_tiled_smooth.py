@@ -107,7 +107,11 @@ def backward(
         for tile, share in _again(meeting.tiles(), sums.peak, temperature) if meeting.cut else sums.tiles:
             share.mul_(scale[first : first + tile.rows.size(0)])
             if dqueries is not None:
-                tokens = documents.take(tile.rows) if tile.tokens is None else tile.tokens
+                tokens = tile.tokens
+                if tokens is None and tile.span is not None:
+                    tokens = documents.kept(tile.span.start, tile.span.stop).view(*tile.rows.shape, -1)
+                elif tokens is None:
+                    tokens = documents.take(tile.rows)
                 if vectors.dim() == 2:
                     rows = meeting.rows if isinstance(owner, Part) else owner.rows[0]
                     dqueries[rows] += share.flatten(0, 1).T @ tokens.flatten(0, 1)
