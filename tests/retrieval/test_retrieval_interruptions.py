@@ -18,18 +18,8 @@ import numpy as np
 import pytest
 
 from tests.refusals import refused
+from tilefold import retrieval as r
 from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path, swap_directory
-from tilefold.retrieval import (
-    BM25Index,
-    SparseVectorWriter,
-    build_index,
-    encode_collection,
-    hits_to_run,
-    load_index,
-    read_manifest,
-    read_vectors,
-    write_vectors,
-)
 from tilefold.retrieval.errors import DataError
 
 TEXTS = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)}
@@ -93,14 +83,14 @@ def stop_at(count: int) -> Any:
 def test_what_is_done_of_a_shard_survives_an_interrupt_and_the_bits_are_the_same(splade: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch_size": 2, "shard_size": 8, "top_k": 20}
     with pytest.raises(KeyboardInterrupt):
-        encode_collection(splade, TEXTS, tmp_path / "v", progress=stop_at(4), **options)
-    kept = read_manifest(tmp_path / "v").partial
+        r.encode_collection(splade, TEXTS, tmp_path / "v", progress=stop_at(4), **options)
+    kept = r.read_manifest(tmp_path / "v").partial
     assert (kept["shard"], kept["file"]) == (0, "part-00000.partial.parquet")
     calls: list[tuple[int, int]] = []
-    encode_collection(splade, TEXTS, tmp_path / "v", progress=lambda *at: calls.append(at), **options)
+    r.encode_collection(splade, TEXTS, tmp_path / "v", progress=lambda *at: calls.append(at), **options)
     assert calls == [(0, 8), (6, 8), (8, 8)], "the first four texts are not encoded again"
-    encode_collection(splade, TEXTS, tmp_path / "whole", **options)
-    one, other = read_vectors(tmp_path / "v"), read_vectors(tmp_path / "whole")
+    r.encode_collection(splade, TEXTS, tmp_path / "whole", **options)
+    one, other = r.read_vectors(tmp_path / "v"), r.read_vectors(tmp_path / "whole")
     assert one.ids == other.ids
     assert np.array_equal(one.indices, other.indices) and np.array_equal(one.data, other.data)
     assert sorted(file.name for file in (tmp_path / "v").iterdir()) == ["manifest.json", "part-00000.parquet"]
@@ -108,10 +98,10 @@ def test_what_is_done_of_a_shard_survives_an_interrupt_and_the_bits_are_the_same
 
 def test_settings_may_change_until_something_is_written(splade: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20, progress=stop_at(0))
-    assert encode_collection(splade, TEXTS, tmp_path, shard_size=4, top_k=20).complete
+        r.encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20, progress=stop_at(0))
+    assert r.encode_collection(splade, TEXTS, tmp_path, shard_size=4, top_k=20).complete
     with pytest.raises(DataError, match="shard_size: 4 before, 8 now"):
-        encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20)
+        r.encode_collection(splade, TEXTS, tmp_path, shard_size=8, top_k=20)
 
 
 @contextmanager
@@ -125,13 +115,13 @@ def held(code: str, path: Path) -> Iterator[None]:
 
 
 def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_path: Path) -> None:
-    encode_collection(splade, TEXTS, tmp_path, top_k=20)
+    r.encode_collection(splade, TEXTS, tmp_path, top_k=20)
     before = (tmp_path / "manifest.json").read_text()
     with held(HOLD, tmp_path):
         with pytest.raises(InUseError, match="another process is writing there"):
-            encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False)
+            r.encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False)
         assert (tmp_path / "manifest.json").read_text() == before
-    assert encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False).complete, "a lock ends with its process"
+    assert r.encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False).complete, "a lock ends with its process"
     assert not (tmp_path / LOCK).exists()
 
 
@@ -141,15 +131,15 @@ def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
     backend: str, tmp_path: Path, make_vectors: Any
 ) -> None:
     if backend == "bm25":
-        built: list[Any] = [BM25Index.build({f"{side}{i}": f"cats sleep {i}" for i in range(50)}) for side in "ab"]
+        built: list[Any] = [r.BM25Index.build({f"{side}{i}": f"cats sleep {i}" for i in range(50)}) for side in "ab"]
     else:
-        built = [build_index(make_vectors(50, prefix=side), backend) for side in "ab"]
+        built = [r.build_index(make_vectors(50, prefix=side), backend) for side in "ab"]
     queries = make_vectors(3, seed=1)
 
     def answers(index: Any) -> Any:
         if backend == "bm25":
             return index.search({"q": "cats"}, k=5)
-        return hits_to_run(queries, index.search(queries, k=5))
+        return r.hits_to_run(queries, index.search(queries, k=5))
 
     right = [answers(index) for index in built]
     assert right[0] != right[1]
@@ -163,7 +153,7 @@ def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
         time.sleep(random.uniform(0.0, 0.15))  # noqa: S311
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert answers((BM25Index.load if backend == "bm25" else load_index)(tmp_path / "index")) in right
+        assert answers((r.BM25Index.load if backend == "bm25" else r.load_index)(tmp_path / "index")) in right
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -182,7 +172,7 @@ def test_a_directory_that_takes_the_place_of_another_leaves_nothing_beside_it(
 def test_what_a_killed_save_left_is_removed_by_the_next_of_any_name(tmp_path: Path, make_vectors: Any) -> None:
     assert python(KILLED, tmp_path / "index").returncode == -signal.SIGKILL
     assert {entry.name[: len(".index.")] for entry in tmp_path.iterdir()} == {".index."}
-    build_index(make_vectors(3), "exact").save(tmp_path / "index")
+    r.build_index(make_vectors(3), "exact").save(tmp_path / "index")
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
     shutil.rmtree(tmp_path / "index")
     assert python(KILLED, tmp_path / "bm25.trec").returncode == -signal.SIGKILL
@@ -215,7 +205,7 @@ def test_a_file_that_fails_leaves_the_former_one_alone_and_has_the_permissions_o
 
 
 def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_vectors: Any) -> None:
-    built = build_index(make_vectors(3), "exact")
+    built = r.build_index(make_vectors(3), "exact")
     with held(HOLD_PATH, tmp_path / "index"):
         refused(InUseError, "another process is writing it", built.save, tmp_path / "index")
         built.save(tmp_path / "other")
@@ -227,7 +217,7 @@ def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_ve
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path: Path, make_vectors: Any) -> None:
-    write_vectors(make_vectors(2000), tmp_path / "v")
+    r.write_vectors(make_vectors(2000), tmp_path / "v")
     done = python(LIMITED, tmp_path / "v", tmp_path / "full")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -237,9 +227,9 @@ def test_a_full_disk_is_named_with_the_file(tmp_path: Path, make_vectors: Any) -
 
 
 def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(tmp_path: Path, make_vectors: Any) -> None:
-    first = SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64)
+    first = r.SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64)
     first.write_shard(0, make_vectors(3))
-    second = SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64, resume=True)
+    second = r.SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64, resume=True)
     assert second.has_shard(0)
     assert second.finish().n_documents == 3
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_matrix
 
 from tests.recipes.small import small_collection, small_masked_lm
 from tests.refusals import refused
@@ -25,12 +26,9 @@ TEXTS = COLLECTION.contents()
 
 
 @pytest.fixture(scope="module")
-def parts(splade: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def parts(splade: Any, late: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An index with all that a searcher takes beside it."""
     folder = tmp_path_factory.mktemp("searcher")
-    late = load_base_model(
-        ColbertRecipe(base_model=str(small_masked_lm(folder / "lm")), dimension=16, max_length=32, bf16=False)
-    )
     r.encode_collection(splade, TEXTS, folder / "vectors", top_k=24, special_tokens=False)
     r.encode_tokens(late, TEXTS, folder / "tokens")
     return {
@@ -100,18 +98,8 @@ def test_parts_that_do_not_belong_together_are_refused(parts: dict[str, Any], tm
         with pytest.raises(ValueError, match=f"{name}: does nothing here.* a BM25 index"):
             r.Searcher(parts["second"], **{name: parts[name]})
     elsewhere = {"x": r.Document("x", "", "of another collection")}
-    with pytest.raises(DataError, match=r"documents: none of the documents found is in .* \(the first is 'd"):
-        r.Searcher(parts["index"], parts["model"], documents=elsewhere).search("csv")
-
-
-def test_a_request_needs_what_the_searcher_has(parts: dict[str, Any]) -> None:
-    bare = r.Searcher(parts["index"], parts["model"])
-    for request, message in (
-        (r.SearchRequest(feedback=r.Feedback()), "vectors: expected those of the documents, which feedback reads"),
-        (r.SearchRequest(fusion=r.Fusion()), "second: expected a BM25 index or a run"),
-        (r.SearchRequest(reranking=r.Reranking()), "reranking: expected a searcher with a late-interaction model"),
-    ):
-        refused(ValueError, message, bare.search, "csv", request)
+    of_others = r.Searcher(parts["index"], parts["model"], documents=elsewhere)
+    refused(DataError, r"documents: none of the documents found is in .* \(the first is 'd", of_others.search, "csv")
 
 
 def test_special_tokens_match_everywhere_and_are_no_matched_terms(splade: Any) -> None:
@@ -122,9 +110,16 @@ def test_special_tokens_match_everywhere_and_are_no_matched_terms(splade: Any) -
         assert hit["terms"] and not names & {term["term"] for term in hit["terms"]}
 
 
-def test_what_is_no_part_of_a_search_is_named(parts: dict[str, Any]) -> None:
+def test_what_is_no_part_of_a_search_or_needs_another_part_is_named(parts: dict[str, Any]) -> None:
     index, words, vectors = parts["index"], parts["second"], r.read_vectors(parts["vectors"])
+    bare = r.Searcher(index, parts["model"])
+    asked = {"feedback": r.Feedback(), "fusion": r.Fusion(), "reranking": r.Reranking()}
+    needs = {name: r.SearchRequest(**{name: part}) for name, part in asked.items()}  # type: ignore[arg-type]
+    rocchio: Any = partial(Feedback, "rocchio")
     wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, "vectors: expected those of the docum.*, which", lambda: bare.search("csv", needs["feedback"])),
+        (ValueError, "second: expected a BM25 index or a run", lambda: bare.search("csv", needs["fusion"])),
+        (ValueError, "reranking: .*with a late-interaction model", lambda: bare.search("csv", needs["reranking"])),
         (TypeError, "index: expected what build_index .* got SparseVectors", lambda: r.Searcher(vectors)),
         (TypeError, "model: expected a SparseEncoder, got str; load it", lambda: r.Searcher(index, "minilm")),
         (ValueError, "model: expected the SparseEncoder that made", lambda: r.Searcher(index).search("csv")),
@@ -138,6 +133,15 @@ def test_what_is_no_part_of_a_search_is_named(parts: dict[str, Any]) -> None:
         (ValueError, "method: expected one of rrf, interpolation, got 'best'", lambda: r.Fusion("best")),
         (ValueError, "k: expected an integer of at least 1, got 2.5", lambda: r.SearchRequest(2.5)),
         (ValueError, "k: expected an integer of at least 1, got '3'", lambda: r.SearchRequest("3")),
+        (ValueError, "method: expected one of average, rocchio", lambda: r.Feedback("mean")),
+        (ValueError, "depth: expected an integer of at least 1", lambda: Feedback(depth=0)),
+        (ValueError, ".*expected none of them with method='average'", lambda: Feedback(alpha=0.5)),
+        (ValueError, "gamma, bottom: expected both", lambda: rocchio(gamma=0.1)),
+        (ValueError, "beta: expected a finite number", lambda: rocchio(beta=float("nan"))),
+        (ValueError, ".*expected one above 0", lambda: rocchio(alpha=0.0, beta=0.0)),
+        (ValueError, "top_terms: expected an integer of at least 1", lambda: Feedback(top_terms=0)),
+        (ValueError, "place: expected one of before, after, both, got 'middle'", lambda: Interpolation("middle")),
+        (ValueError, r"weight: expected a number in \[0, 1\], got 1.5", lambda: Interpolation(weight=1.5)),
     ]
     for kind, message, call in wrong:
         refused(kind, f"^{message}", call)
@@ -150,12 +154,8 @@ DOCUMENTS = r.SparseVectors.from_rows(
 RUN: Run = {"q": {"a": 9.0, "b": 5.0, "c": 4.0, "d": 1.0}, "lost": {}}
 
 
-def rows(vectors: r.SparseVectors) -> dict[str, dict[int, float]]:
-    found = {}
-    for i, name in enumerate(vectors.ids):
-        terms, weights = vectors.row(i)
-        found[name] = dict(zip(terms.tolist(), weights.tolist(), strict=True))
-    return found
+def matrix(vectors: r.SparseVectors) -> torch.Tensor:
+    return torch.from_numpy(csr_matrix((vectors.data, vectors.indices, vectors.indptr), (len(vectors), 6)).toarray())
 
 
 @pytest.mark.parametrize(
@@ -170,80 +170,33 @@ def rows(vectors: r.SparseVectors) -> dict[str, dict[int, float]]:
         # .4 q + .6 mean(a, b, c, d)
         (Feedback("rocchio"), {0: 15.85, 1: 1.05, 2: 0.3, 3: 2.0, 4: 0.15}),
         (Feedback("rocchio", 1, alpha=0.5, beta=0.25), {0: 1.25, 1: 1.5, 3: 1.0}),
-        # .9 q + .1 mean(a, b) - .1 mean(c, d): term 0 falls below 0, and is left out like term 4
-        (Feedback("rocchio", 2, alpha=0.9, beta=0.1, gamma=0.1, bottom=2), {1: 0.35, 2: 0.1, 3: 1.4}),
-        # the last three without the best two are the last two
-        (Feedback("rocchio", 2, alpha=0.9, beta=0.1, gamma=0.1, bottom=3), {1: 0.35, 2: 0.1, 3: 1.4}),
+        # .9 q + .1 mean(a, b) - .1 mean(c, d); the last three without the best two are the last two
+        *(
+            (Feedback("rocchio", 2, 0.9, 0.1, 0.1, bottom), {0: -3.95, 1: 0.35, 2: 0.1, 3: 1.4, 4: -0.05})
+            for bottom in (2, 3)
+        ),
     ],
 )
-def test_sparse_queries_are_the_sums_by_hand(feedback: Feedback, expected: dict[int, float]) -> None:
+def test_sparse_and_dense_queries_are_the_sums_by_hand(feedback: Feedback, expected: dict[int, float]) -> None:
     needed = r.feedback_documents(RUN, feedback)
     stored = DOCUMENTS.take([DOCUMENTS.ids.index(name) for name in needed])
-    found = rows(r.expand_sparse(QUERIES, stored, RUN, feedback))
-    assert found["q"] == pytest.approx(expected, rel=1e-6) and found["q"].keys() == expected.keys()
-    assert found["lost"] == {5: 1.0}, "a query that found nothing stays as it is"
-
-
-def pyserini(query: np.ndarray, best: np.ndarray, worst: np.ndarray, feedback: Feedback) -> np.ndarray:
-    """The mean of the stacked vectors; or the weighted sum of the query and of the means."""
-    if feedback.method == "average":
-        return np.mean(np.vstack((query, best)), axis=0)
-    kept = np.vstack((feedback.alpha * query, feedback.beta * best.mean(axis=0)))
-    return np.sum(kept, axis=0) - (feedback.gamma * worst.mean(axis=0) if len(worst) else 0)
-
-
-@pytest.mark.parametrize(
-    "feedback",
-    [Feedback(), Feedback("rocchio"), Feedback("rocchio", 3, alpha=0.9, beta=0.1, gamma=0.1, bottom=2)],
-    ids=["average", "rocchio", "rocchio with the worst"],
-)
-def test_dense_queries_are_those_of_pyserini_and_of_the_same_vectors_as_csr(feedback: Feedback) -> None:
-    torch.manual_seed(0)
-    queries, documents = torch.rand(4, 24), torch.rand(30, 24)
-    query_ids, document_ids = [f"q{i}" for i in range(4)], [f"d{i}" for i in range(30)]
-    scores = queries @ documents.T
-    run = {
-        name: {document_ids[at]: float(scores[i, at]) for at in scores[i].argsort(descending=True).tolist()[:10]}
-        for i, name in enumerate(query_ids)
-    }
-    found = r.expand_dense(queries, query_ids, documents, document_ids, run, feedback)
-    for i, name in enumerate(query_ids):
-        order = [document_ids.index(document) for document in run[name]]
-        best, worst = documents[order[: feedback.k]].numpy(), documents[order[10 - feedback.bottom :]].numpy()
-        np.testing.assert_allclose(found[i], pyserini(queries[i].numpy(), best, worst, feedback), rtol=1e-6, atol=1e-7)
-    sparse = r.expand_sparse(
-        r.SparseVectors.from_torch(query_ids, queries),
-        r.SparseVectors.from_torch(document_ids, documents),
-        run,
-        feedback,
-    )
-    positive = found.clamp(min=0)  # sparse vectors have no weights below 0
-    np.testing.assert_allclose(sparse.data, positive[positive > 0].numpy(), rtol=1e-6)
-    assert sparse.indices.tolist() == positive.nonzero()[:, 1].tolist()
-
-
-def test_interpolation_is_that_of_pyserini() -> None:
-    """``alpha * second + first``, the minimum of its side for what is missing; normalised: (s - middle) / range."""
-    first, second = {"a": 3.0, "b": 2.0, "c": 1.0}, {"b": 30.0, "d": 20.0, "a": 10.0, "e": 12.0}
-    for normalization in ("none", "min_max"):
-        for weight in (0.1, 0.4, 0.75):
-            sides = []
-            for side in (first, second):
-                low, high = min(side.values()), max(side.values())
-                divide = (high - low) if normalization == "min_max" else 1
-                middle = (low + high) / 2 if normalization == "min_max" else 0
-                sides.append({name: (side.get(name, low) - middle) / divide for name in {**first, **second}})
-            alpha = weight / (1 - weight)
-            hybrid = {name: alpha * sides[1][name] + sides[0][name] for name in sides[0]}
-            mix = Interpolation("after", weight, normalization)  # type: ignore[arg-type]
-            found = mix.mix({"q": first}, {"q": second, "other": second}, 10)
-            assert list(found) == ["q"], "only queries of the first ranking"
-            assert list(found["q"]) == sorted(hybrid, key=lambda name: (-hybrid[name], list(hybrid).index(name)))
+    moved = r.expand_sparse(QUERIES, stored, RUN, feedback)
+    (terms, weights), (other, _) = moved.row(0), moved.row(1)
+    positive = {term: weight for term, weight in expected.items() if weight > 0}
+    assert dict(zip(terms.tolist(), weights.tolist(), strict=True)) == pytest.approx(positive, rel=1e-6)
+    assert other.tolist() == [5], "a query that found nothing stays as it is"
+    if feedback.top_terms is None:
+        shuffled = DOCUMENTS.take([3, 1, 0, 2])
+        queries, documents = matrix(QUERIES), matrix(shuffled)
+        dense = r.expand_dense(queries, QUERIES.ids, documents, shuffled.ids, RUN, feedback)
+        assert dense[0].tolist() == pytest.approx([expected.get(term, 0.0) for term in range(6)], rel=1e-5)
+        assert torch.equal(dense[1], queries[1])
 
 
 def test_interpolation_goes_before_feedback_after_it_or_both() -> None:
     first: Run = {"q": {"a": 2.0, "b": 1.0}}
-    second: Run = {"q": {"c": 9.0, "a": 1.0}}
+    asked: Run = {"q": {"c": 9.0, "a": 1.0}}
+    second: Run = {**asked, "other": {"d": 1.0}}  # only queries of the first ranking are answered
     after: Run = {"q": {"b": 5.0, "a": 4.0, "c": 3.0}}
     seen: list[Run] = []
 
@@ -251,7 +204,7 @@ def test_interpolation_goes_before_feedback_after_it_or_both() -> None:
         seen.append(basis)
         return after
 
-    fused_first, fused_after = (r.interpolate([run, second], [0.7, 0.3], "min_max", k=9) for run in (first, after))
+    fused_first, fused_after = (r.interpolate([run, asked], [0.7, 0.3], "min_max", k=9) for run in (first, after))
     places: tuple[tuple[Any, Run, Run], ...] = (
         ("before", fused_first, after),
         ("after", first, fused_after),
@@ -261,18 +214,19 @@ def test_interpolation_goes_before_feedback_after_it_or_both() -> None:
         assert r.with_feedback(first, again, 9, second, Interpolation(place, 0.3)) == result
         assert seen.pop() == basis
     assert r.with_feedback(first, again, 9) == after and seen == [first]
+    plain = r.interpolate([first, asked], [0.7, 0.3], "none", k=9)
+    assert Interpolation("after", 0.3, "none").mix(first, second, 9) == plain
     refused(ValueError, "both or neither", r.with_feedback, first, again, 9, second)
 
 
 def test_vectors_of_bm25_score_as_its_search_does_and_take_feedback() -> None:
-    collection = small_collection()
-    index = r.BM25Index.build(collection.contents())
-    queries = index.query_vectors(collection.queries)
+    index = r.BM25Index.build(TEXTS)
+    queries = index.query_vectors(COLLECTION.queries)
     documents = index.document_vectors()
-    assert (documents.ids, documents.provenance) == (list(collection.documents), index.provenance)
+    assert (documents.ids, documents.provenance) == (list(COLLECTION.documents), index.provenance)
     exact = r.build_index(documents, "exact")
     run = r.hits_to_run(queries, exact.search(queries, 16))
-    expected = index.search(collection.queries, 16)
+    expected = index.search(COLLECTION.queries, 16)
     for query, scores in expected.items():
         assert run[query] == pytest.approx(scores, rel=1e-5)
     expanded = r.expand_sparse(queries, documents, run, Feedback("rocchio", 1))
@@ -281,35 +235,15 @@ def test_vectors_of_bm25_score_as_its_search_does_and_take_feedback() -> None:
     assert any(len(found[query]) > len(run[query]) for query in run), "words of the first document find more"
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (Feedback, {"method": "mean"}, "method: expected one of average, rocchio"),
-        (Feedback, {"depth": 0}, "depth: expected an integer of at least 1"),
-        (Feedback, {"alpha": 0.5}, "expected none of them with method='average'"),
-        (Feedback, {"method": "rocchio", "gamma": 0.1}, "gamma, bottom: expected both"),
-        (Feedback, {"method": "rocchio", "beta": float("nan")}, "beta: expected a finite number"),
-        (Feedback, {"method": "rocchio", "alpha": 0.0, "beta": 0.0}, "expected one above 0"),
-        (Feedback, {"top_terms": 0}, "top_terms: expected an integer of at least 1"),
-        (Interpolation, {"place": "middle"}, "place: expected one of before, after, both, got 'middle'"),
-        (Interpolation, {"weight": 1.5}, r"weight: expected a number in \[0, 1\], got 1.5"),
-    ],
-)
-def test_wrong_options_are_refused(kind: Any, options: Any, message: str) -> None:
-    refused(ValueError, message, kind, **options)
-
-
 def test_vectors_that_do_not_fit_and_sums_that_overflow_are_refused() -> None:
-    with pytest.raises(DataError, match=r"vector of 'c', which was found for query 'q', got .* 2 others, \['a', 'b'\]"):
-        r.expand_sparse(QUERIES, DOCUMENTS.take([0, 1]), RUN, Feedback())
-    with pytest.raises(VocabularyMismatchError):
-        r.expand_sparse(QUERIES, r.SparseVectors.from_rows({"a": {0: 1.0}}, 7), RUN, Feedback())
-    ones = torch.ones(1, 2)
-    with pytest.raises(ValueError, match=r"documents: expected \[2, 2\], got \(1, 2\)"):
-        r.expand_dense(ones, ["q"], ones, ["a", "b"], RUN, Feedback())
-    refused(ValueError, "top_terms: expected None", r.expand_dense, ones, ["q"], ones, ["a"], {}, Feedback(top_terms=3))
+    one, two, wide = torch.ones(1, 2), DOCUMENTS.take([0, 1]), r.SparseVectors.from_rows({"a": {0: 1.0}}, 7)
+    said = r"vector of 'c', which was found for query 'q', got .* 2 others, \['a', 'b'\]"
+    refused(DataError, said, r.expand_sparse, QUERIES, two, RUN, Feedback())
+    refused(VocabularyMismatchError, "vocabulary", r.expand_sparse, QUERIES, wide, RUN, Feedback())
+    said = r"documents: expected \[2, 2\], got \(1, 2\)"
+    refused(ValueError, said, r.expand_dense, one, ["q"], one, ["a", "b"], RUN, Feedback())
+    refused(ValueError, "top_terms: expected None", r.expand_dense, one, ["q"], one, ["a"], {}, Feedback(top_terms=3))
+    said, query, rows = r"alpha, beta, gamma: expected weights .* give smaller ones", torch.ones(1, 4), torch.ones(4, 4)
     for feedback in (Feedback("rocchio", 2, alpha=1e39), Feedback("rocchio", 2, beta=1e300)):
-        with pytest.raises(DataError, match=r"alpha, beta, gamma: expected weights .* give smaller ones"):
-            r.expand_sparse(QUERIES, DOCUMENTS, RUN, feedback)
-        with pytest.raises(DataError, match=r"alpha, beta, gamma: expected weights .* give smaller ones"):
-            r.expand_dense(torch.ones(1, 4), ["q"], torch.ones(4, 4), DOCUMENTS.ids, RUN, feedback)
+        refused(DataError, said, r.expand_sparse, QUERIES, DOCUMENTS, RUN, feedback)
+        refused(DataError, said, r.expand_dense, query, ["q"], rows, DOCUMENTS.ids, RUN, feedback)

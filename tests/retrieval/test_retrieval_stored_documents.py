@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.small import small_collection
+from tests.refusals import refused
 from tilefold.retrieval import load_beir, load_documents
 from tilefold.retrieval import stored_documents as stored
 from tilefold.retrieval.errors import DataError
@@ -100,5 +101,4 @@ def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Pa
         assert (collection.name, dict(collection.documents)) == ("beir", load_beir(folder).documents)
     assert isinstance(collection.documents, stored.StoredDocuments) and not collection.queries
     corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
-    with pytest.raises(DataError, match="'text' must be a string"):
-        stored.open_documents(corpus, cache)
+    refused(DataError, "'text' must be a string", stored.open_documents, corpus, cache)
