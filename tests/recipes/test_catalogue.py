@@ -1,8 +1,9 @@
-"""Every recipe by name: its row in the docs; two steps on the CPU, saved, loaded by sentence-transformers, searched."""
+"""Every recipe by name: its row in the docs, two steps on the CPU, a search with what they leave; dead models."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,15 @@ import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+from transformers import BertForMaskedLM
 
 from tests.recipes.decoder_models import tiny_causal_lm
+from tests.refusals import refused
 from tilefold import retrieval
+from tilefold.losses import NoPenalty
 from tilefold.modules import load_encoder
-from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, get_recipe, train
+from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, TrainingError, get_recipe, train
+from tilefold.recipes._watch import Watch
 from tilefold.recipes.catalogue import RECIPES, Entry
 from tilefold.recipes.lsr import load_base_model, make_loss, regularizer_schedule
 from tilefold.retrieval.collection import Collection, Document
@@ -96,12 +101,11 @@ def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_o
     assert torch.equal(kept, start.weight)
     more = {**collection.documents, "new": Document("new", "", "A text that changes every frequency.")}
     grown = replace(collection, documents=more)
-    with pytest.raises(DataError, match="made from other documents than those of small"):
-        train(fixed, grown, tmp_path / "fixed", negatives=scores)
+    told = "made from other documents than those of small"
+    refused(DataError, told, train, fixed, grown, tmp_path / "fixed", negatives=scores)
     from_pairs = small_recipe(RECIPES["deepct"], bases)
     train(from_pairs, collection, tmp_path / "pairs")
-    with pytest.raises(FileExistsError, match="differs in training data"):
-        train(from_pairs, grown, tmp_path / "pairs")
+    refused(FileExistsError, "differs in training data", train, from_pairs, grown, tmp_path / "pairs")
 
 
 def test_deepct_starts_at_an_idf_match_and_keeps_its_saturation(
@@ -144,17 +148,56 @@ def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:
     assert seen == [pytest.approx(pair) for pair in ((0, 0), (0.1, 0.0125), (0.4, 0.05), (0.4, 0.2))]
 
 
-def test_the_page_of_recipes_says_of_each_what_the_catalogue_says() -> None:
+def test_the_page_and_the_needs_of_recipes_are_those_of_the_catalogue() -> None:
     for entry in RECIPES.values():
         paper = f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})" if entry.paper else ""
         cells = (f"`{entry.name}`", entry.summary, ", ".join(entry.needs), paper, entry.published, entry.publishes)
         assert f"| {' | '.join(cells)} |" in PAGE, "write the row anew from the catalogue"
-
-
-def test_a_recipe_is_got_by_name_and_says_what_it_needs() -> None:
     asking = {name for name, entry in RECIPES.items() if "scores" in entry.needs}
     assert asking == {"splade-pp", "splade-v3", "efficient-splade", "inference-free", "splate"}
     assert get_recipe("splade-v3").needs == ("pairs", "negatives", "scores")
     assert get_recipe("splade-doc", seed=3).seed == 3
-    with pytest.raises(ValueError, match="recipe must be one of splade, "):
-        get_recipe("spladee")
+    refused(ValueError, "recipe must be one of splade, ", get_recipe, "spladee")
+
+
+def test_a_dead_model_stops_the_training_with_a_remedy(collection: Collection, bases: Any, tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+    shutil.copytree(bases["masked-lm"], dead)
+    network = BertForMaskedLM.from_pretrained(dead)
+    with torch.no_grad():
+        network.cls.predictions.bias.fill_(-100.0)
+    network.save_pretrained(dead)
+    recipe = LsrRecipe(base_model=str(dead), **SMALL | {"max_steps": 12})
+    told = r"every query vector is zero after 10 steps: the model is dead.*smaller"
+    refused(TrainingError, told, train, recipe, collection, tmp_path / "m")
+
+
+def test_a_model_that_is_not_sparse_is_told_of(collection: Collection, bases: Any, tmp_path: Path) -> None:
+    recipe = LsrRecipe(base_model=bases["masked-lm"], **SMALL)
+    result = train(recipe, collection, tmp_path / "m")
+    assert [text.split(" vectors have")[0] for text in result.warnings] == ["query", "document"]
+    assert "larger weight of the penalties" in result.warnings[0]
+    again = train(recipe, collection, tmp_path / "m")
+    assert again.reused and again.warnings == result.warnings
+
+
+def logged(callback: Any, **logs: float) -> dict[str, float]:
+    callback.on_log(None, SimpleNamespace(global_step=7), None, logs)
+    return logs
+
+
+def test_what_is_counted_reaches_the_logs_and_the_warnings() -> None:
+    loss = SimpleNamespace(query_regularizer=NoPenalty(), document_regularizer=NoPenalty())
+    callback = Watch(loss)
+    rows = torch.zeros(4, 100, requires_grad=True)
+    with torch.no_grad():
+        rows[0, :8] = 1
+    loss.query_regularizer.compute_loss_from_embeddings(rows + 1)
+    loss.document_regularizer.compute_loss_from_embeddings(rows)
+    logs = logged(callback, loss=1.0, grad_norm=0.5)
+    assert (logs["query_active_terms"], logs["document_active_terms"]) == (100.0, 2.0)
+    told = callback.warnings()
+    assert told[0].startswith("query vectors have 100 of 100 terms (100 at the start)")
+    assert told[1].startswith("75% of the document vectors have no term")
+    logged(callback, loss=1.0, grad_norm=0.0)
+    refused(TrainingError, "the gradient is zero after 7 steps", logged, callback, loss=1.0, grad_norm=0.0)

@@ -1,35 +1,51 @@
-"""SPLADE on causal language models: causal, bidirectional, echo, with and without LoRA; the adaptation before it."""
+"""Encoders of causal language models, with and without LoRA, and their adaptation; PROSPER, BGE-M3 and SPLATE."""
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from sentence_transformers import SparseEncoder
 
+from tests.modules import tiny
+from tests.modules.tiny import QUERIES
 from tests.recipes.decoder_models import FAMILIES, TEXTS, dense, tiny_causal_lm
-from tests.recipes.small import small_masked_lm
+from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
+from tilefold.modules import EchoTransformer, LexicalWindow, ProsperTransformer, SplateHead, TokenWeights, load_encoder
+from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
+from tilefold.recipes.bge_m3 import load_sparse_linear
 from tilefold.recipes.decoders import VARIANTS, add_lora, causal_splade, check_bidirectional, merge_adapters
+from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+from tilefold.retrieval.collection import Collection
 
 SMALL: dict[str, Any] = {"batch_size": 2, "length": 16, "warmup_steps": 0, "chunk": 8, "bf16": False}
+RUN: dict[str, Any] = {
+    "max_steps": 3, "batch_size": 4, "max_length": 48, "bf16": False, "save_steps": 1, "learning_rate": 1e-2
+}  # fmt: skip
 
 
-def load(folder: Path) -> tuple[Any, Any]:
+def load(folder: str) -> tuple[Any, Any]:
     return (
-        transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True),
-        transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True),
+        transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True),
+        transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True),
     )
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("causal")
-    return {family: tiny_causal_lm(folder / family, family) for family in FAMILIES}
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("bases")
+    made = {family: tiny_causal_lm(folder / family, family) for family in FAMILIES}
+    made["causal"] = tiny_causal_lm(folder / "causal", texts=[*tiny.TEXTS, *QUERIES])
+    made["masked"] = tiny.tiny_masked_lm(folder / "masked")
+    return {name: str(path) for name, path in made.items()}
 
 
 def reload(model: SparseEncoder, folder: Path) -> SparseEncoder:
@@ -40,7 +56,7 @@ def reload(model: SparseEncoder, folder: Path) -> SparseEncoder:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_saving_and_fusing_change_nothing(
-    bases: dict[str, Path], family: str, variant: str, tmp_path: Path
+    bases: dict[str, str], family: str, variant: str, tmp_path: Path
 ) -> None:
     model = causal_splade(bases[family], variant, max_length=64, device="cpu")
     vectors = dense(model, TEXTS)
@@ -56,7 +72,7 @@ def test_padding_saving_and_fusing_change_nothing(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("variant", ["causal", "bidirectional"])
 def test_only_a_bidirectional_first_token_sees_the_last(
-    bases: dict[str, Path], variant: str, attention: str, tmp_path: Path
+    bases: dict[str, str], variant: str, attention: str, tmp_path: Path
 ) -> None:
     options = {"attn_implementation": attention}
     model = causal_splade(bases["qwen2"], variant, device="cpu", model_kwargs=options)
@@ -65,7 +81,7 @@ def test_only_a_bidirectional_first_token_sees_the_last(
         network: Any = one[0].model.eval()
         assert network.config._attn_implementation == attention
         ids = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 7, 9, 0, 0], [5, 6, 7, 8, 4, 3]])
-        mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]])
+        mask = torch.tensor([[1, 1, 1, 1, 0, 0]] * 3)
         first = network.base_model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
         assert torch.equal(first[0], first[1]) is (variant == "causal")
         assert torch.equal(first[0], first[2])  # what is masked is not seen
@@ -85,7 +101,7 @@ def test_tied_and_untied_heads_score_with_their_own_matrix(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lora_trains_its_own_weights_and_is_merged_into_a_whole_checkpoint(
-    bases: dict[str, Path], variant: str, tmp_path: Path
+    bases: dict[str, str], variant: str, tmp_path: Path
 ) -> None:
     model = causal_splade(bases["qwen2"], variant, max_length=64, device="cpu")
     assert add_lora(model[0], rank=4, alpha=8, dropout=0.0)[0] == "q_proj"
@@ -111,29 +127,17 @@ def test_lora_trains_its_own_weights_and_is_merged_into_a_whole_checkpoint(
         assert again[0].model.config.is_causal is False
 
 
-def test_what_cannot_be_built_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="variant must be one of causal, bidirectional, echo, got 'both'"):
-        causal_splade(bases["qwen2"], "both")
-    masked = small_masked_lm(tmp_path / "masked")
-    with pytest.raises(ValueError, match=r"base_model must have a causal LM head, got .*BertForMaskedLM"):
-        causal_splade(masked)
-    model = causal_splade(bases["llama"], "causal", device="cpu")
-    with pytest.raises(ValueError, match=r"needs a model whose attention reads config\.is_causal, got LlamaForCausal"):
-        check_bidirectional(model[0].model)
-
-
-def test_texts_are_packed_with_an_end_token_between_them(bases: dict[str, Path]) -> None:
+def test_texts_are_packed_with_an_end_token_between_them(bases: dict[str, str]) -> None:
     tokenizer = load(bases["qwen2"])[1]
     blocks = pack_texts(tokenizer, TEXTS, 8)
     assert all(len(block) == 8 for block in blocks)
     stream = [token for block in blocks for token in block]
     first = tokenizer(TEXTS[0])["input_ids"]
     assert stream[: len(first) + 1] == [*first, tokenizer.eos_token_id]
-    with pytest.raises(ValueError, match="texts must fill at least one block of 4096 tokens"):
-        pack_texts(tokenizer, TEXTS, 4096)
+    refused(ValueError, "texts must fill at least one block of 4096 tokens", pack_texts, tokenizer, TEXTS, 4096)
 
 
-def test_a_dying_head_comes_back_to_life(bases: dict[str, Path]) -> None:
+def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
     network, tokenizer = load(bases["qwen2"])
     # a head whose bias is far below 0: all logits are negative
     head = torch.nn.Linear(32, network.config.vocab_size, bias=True)
@@ -150,18 +154,159 @@ def test_a_dying_head_comes_back_to_life(bases: dict[str, Path]) -> None:
     assert result.to_dict()["steps"] == 12
 
 
-def test_a_bidirectional_or_capped_model_is_refused(bases: dict[str, Path]) -> None:
+def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> None:
+    refused(ValueError, "variant must be one of causal, bidirectional, echo, got 'both'", causal_splade, "m", "both")
+    told = r"base_model must have a causal LM head, got .*BertForMaskedLM"
+    refused(ValueError, told, causal_splade, bases["masked"])
+    model = causal_splade(bases["llama"], "causal", device="cpu")
+    told = r"needs a model whose attention reads config\.is_causal, got LlamaForCausal"
+    refused(ValueError, told, check_bidirectional, model[0].model)
     network, tokenizer = load(bases["qwen2"])
     network.config.is_causal = False
-    with pytest.raises(ValueError, match="network must be causal for next-token prediction"):
-        adapt(network, tokenizer, TEXTS, AdaptationRecipe(steps=1, **SMALL))
-    capped = transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(
-            vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-            head_dim=16, intermediate_size=48, final_logit_softcapping=0.05,
-        )
+    recipe = AdaptationRecipe(steps=1, **SMALL)
+    refused(ValueError, "network must be causal for next-token prediction", adapt, network, tokenizer, TEXTS, recipe)
+    config = transformers.Gemma2Config(
+        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=48, final_logit_softcapping=0.05,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="logits must be those of the LM head, got changed ones in Gemma2ForCausalLM"):
-        adapt(capped, tokenizer, TEXTS, AdaptationRecipe(steps=1, **SMALL))
-    with pytest.raises(ValueError, match="steps must be a whole number"):
-        AdaptationRecipe(steps=0)
+    told = "logits must be those of the LM head, got changed ones in Gemma2ForCausalLM"
+    refused(ValueError, told, adapt, transformers.Gemma2ForCausalLM(config), tokenizer, TEXTS, recipe)
+
+
+def built(base: str, document: EncoderSpec, query: EncoderSpec | None = None) -> Any:
+    return build_encoder(query, document, Base(base, max_length=48, texts=tiny.TEXTS), device="cpu")
+
+
+def vectors(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {"convert_to_sparse_tensor": False, "show_progress_bar": False}
+    return model.encode_query(QUERIES, **options), model.encode_document(tiny.TEXTS[:4], **options)
+
+
+WINDOWS = {"top_k": 8, "normalize": "l2", "shared_network": True}
+
+
+@pytest.mark.parametrize(
+    ("base", "document", "query", "made"),
+    [
+        ("causal", EncoderSpec("causal", pooling="last"), None, None),
+        ("causal", EncoderSpec("bidirectional", logit_scale=0.5, top_k=16), None, None),
+        ("causal", EncoderSpec("echo"), EncoderSpec("echo", pooling="last", shared_network=True), EchoTransformer),
+        ("causal", EncoderSpec("prosper", top_k=16), EncoderSpec("prosper", **WINDOWS), ProsperTransformer),
+        ("masked", EncoderSpec("prosper", pooling="cls", literal_residual=False), None, LexicalWindow),
+        ("masked", EncoderSpec("bge_m3"), None, TokenWeights),
+        ("masked", EncoderSpec("splate"), None, SplateHead),
+    ],
+)  # fmt: skip
+def test_every_kind_is_built_and_reloads(
+    bases: dict[str, str], base: str, document: EncoderSpec, query: EncoderSpec | None, made: Any, tmp_path: Path
+) -> None:
+    if document.kind == "splate":
+        document = EncoderSpec("splate", head_model=bases[base])
+    model = built(bases[base], document, query)
+    assert made is None or any(isinstance(module, made) for module in model.modules())
+    found = vectors(model)
+    assert all((rows > 0).any(dim=1).all() and torch.isfinite(rows).all() for rows in found)
+    model.save_pretrained(str(tmp_path))
+    for got, expected in zip(vectors(load_encoder(str(tmp_path), device="cpu")), found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert EncoderSpec.from_dict(document.to_dict()) == document
+
+
+def test_training_reads_queries_in_the_form_that_encode_query_gives_them(
+    bases: dict[str, str], collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[str | None, bool]] = set()
+    stock = EchoTransformer.preprocess
+
+    def preprocess(self: Any, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Any:
+        seen.add((kwargs.get("task"), all(text in collection.queries.values() for text in inputs)))
+        return stock(self, inputs, prompt, **kwargs)
+
+    monkeypatch.setattr(EchoTransformer, "preprocess", preprocess)
+    recipe = LsrRecipe("echo", bases["causal"], document=EncoderSpec("echo", lora=2), **RUN | {"fused": False})
+    train(replace(recipe, max_steps=1), collection, tmp_path / "model")
+    assert {("query", True), ("document", False)} <= seen and not {("query", False), ("document", True)} & seen
+    assert not any("lora" in name for name, _ in load_encoder(str(tmp_path / "model"), device="cpu").named_parameters())
+
+
+def test_seeds_make_the_literal_matrix_and_lora_trains_alone(bases: dict[str, str]) -> None:
+    first, second = (vectors(built(bases["masked"], EncoderSpec("prosper")))[1] for _ in range(2))
+    assert torch.equal(first, second)
+    model = built(bases["causal"], EncoderSpec("bidirectional", lora=2))
+    assert {"lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad} == {True}
+
+
+def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Path) -> None:
+    base = tiny.tiny_masked_lm(tmp_path / "base")
+    torch.manual_seed(0)
+    state = {"weight": torch.randn(1, 32), "bias": torch.tensor([0.3])}
+    torch.save(state, base / "sparse_linear.pt")
+    model: Any = built(str(base), EncoderSpec("bge_m3"))
+    assert torch.equal(model[1].linear.weight, state["weight"])
+    features = model.preprocess(tiny.TEXTS[:2])
+    hidden = model[0](dict(features))["token_embeddings"]
+    weights = (hidden @ state["weight"][0] + 0.3).relu()
+    expected = torch.zeros(2, model[1].vocab_size)
+    for row, column in torch.nonzero(features["attention_mask"]).tolist():
+        token = int(features["input_ids"][row, column])
+        if token not in model.tokenizer.all_special_ids:
+            expected[row, token] = max(float(expected[row, token]), float(weights[row, column].detach()))
+    got = model.encode(tiny.TEXTS[:2], convert_to_sparse_tensor=False)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    (base / "sparse_linear.pt").unlink()
+    save_file({"weight": torch.ones(1, 5), "bias": torch.ones(1)}, base / "sparse_linear.safetensors")
+    refused(ValueError, r"must fit states of width 32, got \[1, 5\]", built, str(base), EncoderSpec("bge_m3"))
+
+
+def test_bge_m3_holds_a_vocabulary_of_xlm_r() -> None:
+    head = TokenWeights(8, 250_002, ignore_ids=[0, 1, 2, 3])
+    ids = torch.tensor([[0, 250_001, 2], [0, 7, 249_999]])
+    features = {"token_embeddings": torch.randn(2, 3, 8), "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    rows = head(features)["sentence_embedding"]
+    assert rows.shape == (2, 250_002) and not rows[:, [0, 1, 2, 3]].any()
+    rows.sum().backward()
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("harmed"),))
+
+
+def test_a_pickle_of_more_than_tensors_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "sparse_linear.pt"
+    torch.save({"weight": Harmful()}, path)
+    told = r"must hold tensors alone, .* it was not run\. Load it where you trust it"
+    refused(ValueError, told, load_sparse_linear, path)
+    path.write_bytes(pickle.dumps(Harmful(), protocol=2))
+    refused(ValueError, "must hold tensors alone", load_sparse_linear, path)
+    assert not (tmp_path / "harmed").exists()
+    torch.save(torch.nn.Linear(4, 2).state_dict(), path)
+    refused(ValueError, r"must hold weight \[1, D\] and bias \[1\]", load_sparse_linear, path)
+
+
+def test_an_interrupted_training_of_adapters_goes_on(
+    bases: dict[str, str], collection: Collection, tmp_path: Path
+) -> None:
+    recipe = LsrRecipe("causal-splade", bases["causal"], document=EncoderSpec("bidirectional", lora=2), **RUN)
+
+    def stop(step: int, steps: int, loss: float | None) -> None:
+        if step == 2:
+            raise RuntimeError("stopped")
+
+    train(recipe, collection, tmp_path / "whole")
+    refused(RuntimeError, "stopped", train, recipe, collection, tmp_path / "parts", progress=stop)
+    assert train(recipe, collection, tmp_path / "parts").resumed_from > 0
+    whole, parts = (vectors(load_encoder(str(tmp_path / name), device="cpu")) for name in ("whole", "parts"))
+    for got, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert load_encoder(str(tmp_path / "parts"), device="cpu")[0].model.config.is_causal is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("prosper", {"literal_residual": False}), ("prosper", {"pooling": "cls"}), ("causal", {"lora": 2})],
+)
+def test_options_of_a_shared_network_stand_on_the_document_side(bases: Any, kind: str, options: Any) -> None:
+    query = EncoderSpec(kind, shared_network=True, **options)
+    refused(ValueError, "set it on the document side", built, bases["causal"], EncoderSpec(kind), query)

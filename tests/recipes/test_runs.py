@@ -22,7 +22,8 @@ from torch import nn
 from tests import programs
 from tests.cli.program import run_cli
 from tests.processes import ROOT
-from tests.retrieval.test_retrieval_interruptions import HOLD
+from tests.refusals import refused
+from tests.retrieval.test_retrieval_interruptions import HOLD, held
 from tilefold._files import InUseError
 from tilefold.integrations.transformers import runs_entmax, unregister
 from tilefold.recipes import ColbertRecipe, SpladeRecipe, TrainingError, _training, get_recipe, train
@@ -37,7 +38,8 @@ def hang(step, steps, loss):
     if step == 5:
         print("at step 5", flush=True)
         time.sleep(600)
-recipe = SpladeRecipe(base_model=sys.argv[1], max_steps=6, batch_size=4, max_length=24, save_steps=2, bf16=False)
+recipe = SpladeRecipe(base_model=sys.argv[1], max_steps=6, batch_size=4, max_length=24, save_steps=2, bf16=False,
+                      group_by_length=True)
 train(recipe, small_collection(), sys.argv[2], progress=hang)
 """
 SMALL: dict[str, Any] = {"max_steps": 4, "batch_size": 4, "max_length": 24, "save_steps": 2, "bf16": False}
@@ -129,8 +131,8 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_weights_of_an_uninterrupte
         train(recipe, collection, tmp_path / "m", progress=stop_at(3))
     assert not (tmp_path / "m").exists()
     assert config(tmp_path / "m.training/checkpoint-2").get("entmax_alpha") == (1.8 if kind == "entmax" else None)
-    with pytest.raises(ValueError, match=r"interrupted run with other settings.*seed"):
-        train(replace(recipe, seed=9), collection, tmp_path / "m")
+    told = r"interrupted run with other settings.*seed"
+    refused(ValueError, told, train, replace(recipe, seed=9), collection, tmp_path / "m")
     unregister()
     steps: list[int] = []
     result = train(recipe, collection, tmp_path / "m", progress=lambda step, *_: steps.append(step))
@@ -139,10 +141,10 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_weights_of_an_uninterrupte
     assert train(recipe, collection, tmp_path / "m").reused
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
+def test_a_killed_run_with_grouped_batches_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
     recipe: SpladeRecipe, collection: Collection, tmp_path: Path
 ) -> None:
-    recipe = replace(recipe, max_steps=6)
+    recipe = replace(recipe, max_steps=6, group_by_length=True)
     command = ("-c", RUN_AND_HANG, recipe.base_model, tmp_path / "killed")
     with programs.start(*command, stdout=programs.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None and process.stdout.readline() == "at step 5\n"
@@ -177,16 +179,6 @@ def test_frozen_layers_and_embeddings_keep_their_weights_and_the_rest_learns(
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in before if "embeddings" in name or ".layer.0." in name} <= kept
     assert {name for name in before if ".layer.1." in name and name.endswith("dense.weight")} & kept == set()
-    with pytest.raises(ValueError, match="frozen_layers must not exceed the model's 2 layers, got 3"):
-        train(replace(recipe, frozen_layers=3), collection, tmp_path / "other")
-
-
-def test_training_with_grouped_batches_gives_the_same_weights_again(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
-) -> None:
-    for name in ("a", "b"):
-        train(replace(recipe, group_by_length=True), collection, tmp_path / name)
-    assert_equal(tmp_path / "a", tmp_path / "b")
 
 
 def test_checkpoints_are_made_by_time_and_what_changes_no_model_may_change(
@@ -227,19 +219,10 @@ def test_settings_may_change_until_there_is_a_checkpoint_and_a_finished_run_is_r
 def test_what_another_process_trains_or_tilefold_did_not_make_is_left_alone(
     recipe: SpladeRecipe, collection: Collection, tmp_path: Path
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "m.training")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        with pytest.raises(InUseError, match="another process is writing there"):
-            train(recipe, collection, tmp_path / "m")
-        process.kill()
+    with held(HOLD, tmp_path / "m.training"):
+        refused(InUseError, "another process is writing there", train, recipe, collection, tmp_path / "m")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="no model that tilefold trained"):
-        train(recipe, collection, tmp_path, overwrite=True)
+    refused(FileExistsError, "no model that tilefold trained", train, recipe, collection, tmp_path, overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -261,16 +244,31 @@ def test_a_loss_that_is_not_finite_stops_the_training_and_one_that_explodes_is_s
         train(recipe, collection, tmp_path / "m")
 
 
-def test_pairs_are_needed_and_more_than_one(recipe: SpladeRecipe, collection: Collection, tmp_path: Path) -> None:
-    for qrels, told in (
-        ({"test": collection.qrels["test"]}, "'bare' has no pairs in its 'train' split"),
-        ({"train": {"q0": {"d0": 1}}}, "has a single pair"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            train(recipe, replace(collection, name="bare", qrels=qrels), tmp_path / "m")
-    with pytest.raises(ValueError, match="negatives must be left out for a SpladeRecipe, which reads none"):
-        train(replace(recipe, max_steps=0), collection, tmp_path / "m", negatives="mined.parquet")
+def test_what_cannot_be_trained_is_refused_before_a_folder_is_touched(
+    recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    bare = replace(collection, name="bare", qrels={"test": collection.qrels["test"]})
+    refused(ValueError, "'bare' has no pairs in its 'train' split", train, recipe, bare, folder)
+    bare = replace(collection, qrels={"train": {"q0": {"d0": 1}}})
+    refused(ValueError, "has a single pair", train, recipe, bare, folder)
+    told = "negatives must be left out for a SpladeRecipe, which reads none"
+    refused(ValueError, told, train, replace(recipe, max_steps=0), collection, folder, negatives="mined.parquet")
+    if not torch.cuda.is_available():
+        told = r"graphs must be False without a GPU of CUDA, got True; leave --graphs out"
+        refused(ValueError, told, train, replace(recipe, graphs=True), collection, folder)
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        told = r"recipes train in one process, got WORLD_SIZE=2; .*docs/scale-out.md"
+        refused(RuntimeError, told, train, recipe, collection, folder)
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert train(replace(recipe, max_steps=1), collection, folder).steps == 1
+    told = "frozen_layers must not exceed the model's 2 layers, got 3"
+    refused(ValueError, told, train, replace(recipe, frozen_layers=3), collection, tmp_path / "frozen")
+    monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
+    two = get_recipe("splade-doc", base_model=recipe.base_model, **SMALL, graphs=True)
+    refused(ValueError, "graphs must be False for a model of several encoders", train, two, collection, tmp_path / "t")
 
 
 # attention
@@ -338,30 +336,6 @@ def test_one_of_two_gpus_is_used_and_the_other_is_named(
     said = [record.getMessage() for record in caplog.records if record.name.startswith("tilefold")]
     assert len(said) == 1 and "2 GPUs are visible and one is used, cuda:0" in said[0]
     assert said[0].endswith("torchrun --nproc-per-node 2 SCRIPT")
-
-
-def test_a_process_of_several_is_refused_before_it_touches_a_folder(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"recipes train in one process, got WORLD_SIZE=2; .*docs/scale-out.md"):
-        train(recipe, collection, tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert train(replace(recipe, max_steps=1), collection, tmp_path / "model").steps == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_graphs_need_a_gpu_and_one_encoder(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=r"graphs must be False without a GPU of CUDA, got True; leave --graphs out"):
-        train(replace(recipe, graphs=True), collection, tmp_path / "m")
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
-    two = get_recipe("splade-doc", base_model=recipe.base_model, **SMALL, graphs=True)
-    with pytest.raises(ValueError, match="graphs must be False for a model of several encoders"):
-        train(two, collection, tmp_path / "m")
 
 
 def test_runs_from_before_graphs_go_on_without_them_and_are_refused_with_them(
