@@ -9,6 +9,7 @@ from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.recipes.small import small_collection
 from tests.recipes.tiny import tiny_masked_lm
 from tests.serve.running import Client, serving
+from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import ColbertRecipe
 from tilefold.recipes.colbert import load_base_model
@@ -49,6 +50,11 @@ def two_sided(masked_lm: str, collection: Collection) -> Any:
     model = build_encoder(EncoderSpec("idf"), EncoderSpec("mlm"), base)
     accelerate(model)
     return model
+
+
+@pytest.fixture(scope="session")
+def vectors(sparse: Any, collection: Collection) -> r.SparseVectors:
+    return r.encode_queries(sparse, collection.contents())
 
 
 @pytest.fixture(scope="module")

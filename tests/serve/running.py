@@ -52,9 +52,12 @@ class Client:
     def post(self, path: str, body: Any) -> Reply:
         return self.request("POST", path, json.dumps(body).encode(), content_type="application/json")
 
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
     def raw(self, *parts: bytes) -> bytes:
         """What a server says to bytes until it closes the connection."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as opened:
+        with self.connect() as opened:
             for part in parts:
                 opened.sendall(part)
             return read_all(opened)

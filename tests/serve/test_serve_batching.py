@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.refusals import refused
 from tests.serve.running import Client, Reply, serving
-from tests.serve.test_serve_sockets import JSON, head, hold, inputs_in_flight, service, wait_until
+from tests.serve.test_serve_sockets import hold, inputs_in_flight, posted, service, wait_until
 from tilefold import retrieval as r
 from tilefold.serve import batching
 from tilefold.serve.batching import Lane
@@ -47,14 +46,14 @@ class Recorder:
         return [2 * payload for payload in payloads]
 
 
-def run(entries: list[tuple[str, int, int]]) -> tuple[Recorder, list[Any]]:
-    """Queue (key, payload, tokens) behind a first batch, and gather what becomes of them."""
+def run(entries: list[tuple[Any, ...]], limit: int = 12) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
+    """Queue (key, payload, tokens, place, several) behind a first batch: the batches after it, what becomes of them."""
     recorder = Recorder()
-    lane = Lane("test", recorder, 12, Metrics())
+    lane = Lane("test", recorder, limit, Metrics())
 
     async def main() -> list[Any]:
         lane.start()
-        first = lane.submit("first", 0, 1)
+        first = lane.submit("first", 0, 1, 0, True)
         while len(lane):
             await asyncio.sleep(0.001)
         waiting = [lane.submit(*entry) for entry in entries]
@@ -63,55 +62,30 @@ def run(entries: list[tuple[str, int, int]]) -> tuple[Recorder, list[Any]]:
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     try:
-        return recorder, asyncio.run(main())
+        answers = asyncio.run(main())
+        return recorder.batches[1:], answers
     finally:
         lane.close()
 
 
-def test_a_batch_takes_what_has_queued_while_longest_times_inputs_stays_within_the_limit() -> None:
-    recorder, answers = run([("a", 1, 4), ("a", 2, 3), ("a", 3, 4), ("a", 4, 1), ("a", 5, 30), ("a", 6, 2)])
-    assert [payloads for _, payloads in recorder.batches] == [[0], [1, 2, 3], [4], [5], [6]]
+def test_a_batch_takes_what_queued_of_its_way_while_longest_times_inputs_stays_within_the_limit() -> None:
+    batches, answers = run([("a", 1, 4), ("a", 2, 3), ("a", 3, 4), ("a", 4, 1), ("a", 5, 30), ("a", 6, 2)])
+    assert [payloads for _, payloads in batches] == [[1, 2, 3], [4], [5], [6]]
     assert [answer.value for answer in answers] == [2, 4, 6, 8, 10, 12]
     assert all(answer.queue > 0 and answer.inference >= 0 for answer in answers)
+    assert run([("a", 1, 2), ("b", 2, 2), ("a", 3, 2), ("b", 4, 2)])[0] == [("a", [1, 3]), ("b", [2, 4])]
 
 
-def test_inputs_of_another_way_wait_for_a_batch_of_their_own_in_their_order() -> None:
-    recorder, _ = run([("a", 1, 2), ("b", 2, 2), ("a", 3, 2), ("b", 4, 2)])
-    assert recorder.batches[1:] == [("a", [1, 3]), ("b", [2, 4])]
-
-
-def queued(requests: list[list[int]], limit: int) -> list[list[int]]:
-    """The batches of requests that come while another batch runs."""
-    recorder = Recorder()
-    lane = Lane("test", recorder, limit, Metrics())
-
-    async def main() -> None:
-        lane.start()
-        first = lane.submit("a", 0, 1, 0, True)
-        while len(lane):
-            await asyncio.sleep(0.001)
-        waiting = [
-            lane.submit("a", payload, 1, place, len(request) > 1)
-            for request in requests
-            for place, payload in enumerate(request)
-        ]
-        recorder.go.set()
-        await asyncio.gather(first, *waiting)
-
-    try:
-        asyncio.run(main())
-        return [payloads for _, payloads in recorder.batches[1:]]
-    finally:
-        lane.close()
-
-
-def test_requests_of_one_input_have_every_second_batch_and_no_more() -> None:
-    several, singles = [10, 11, 12, 13], [[1], [2], [3]]
-    assert queued([several, *singles], limit=2) == [[1, 2], [10, 11], [3], [12, 13]]
-
-
-def test_each_request_has_its_first_inputs_encoded_before_the_later_ones_of_another() -> None:
-    assert queued([[10, 11, 12, 13], [20, 21]], limit=2) == [[10, 20], [11, 21], [12, 13]]
+@pytest.mark.parametrize(
+    ("requests", "batches"),
+    [
+        ([[10, 11, 12, 13], [1], [2], [3]], [[1, 2], [10, 11], [3], [12, 13]]),  # every second one is of single inputs
+        ([[10, 11, 12, 13], [20, 21]], [[10, 20], [11, 21], [12, 13]]),  # the first inputs of all come first
+    ],
+)
+def test_requests_take_turns(requests: list[list[int]], batches: list[list[int]]) -> None:
+    entries = [("a", each, 1, place, len(inputs) > 1) for inputs in requests for place, each in enumerate(inputs)]
+    assert [payloads for _, payloads in run(entries, limit=2)[0]] == batches
 
 
 def test_batches_of_long_requests_are_short_while_others_send_single_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +108,11 @@ def test_batches_of_long_requests_are_short_while_others_send_single_inputs(monk
 
 def test_an_input_that_fails_does_not_take_the_others_with_it() -> None:
     for bad in (-2, PANIC):
-        recorder, answers = run([("a", 1, 2), ("a", bad, 2), ("a", 3, 2), ("a", 4, 2)])
+        batches, answers = run([("a", 1, 2), ("a", bad, 2), ("a", 3, 2), ("a", 4, 2)])
         assert [getattr(answer, "value", None) for answer in answers] == [2, None, 6, 8]
         assert isinstance(answers[1], ServeError)
         assert (answers[1].kind, "negative" in answers[1].message) == ("Backend", False)
-        assert [bad] in [payloads for _, payloads in recorder.batches]
+        assert ("a", [bad]) in batches
 
 
 def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
@@ -165,12 +139,9 @@ def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
 
 def test_limits_that_make_no_sense_are_refused() -> None:
     for name in ("max_concurrent_requests", "payload_limit", "max_connections"):
-        with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
-            Limits(**{name: 0})
-    with pytest.raises(ValueError, match="body_seconds: expected a finite number above 0"):
-        Limits(body_seconds=0)
-    with pytest.raises(ValueError, match="at most max_concurrent_requests"):
-        Limits(max_concurrent_requests=8, max_client_batch_size=9)
+        refused(ValueError, f"{name}: expected at least 1, got 0", Limits, **{name: 0})
+    refused(ValueError, "body_seconds: expected a finite number above 0", Limits, body_seconds=0)
+    refused(ValueError, "at most max_concurrent", Limits, max_concurrent_requests=8, max_client_batch_size=9)
 
 
 def test_as_many_characters_are_taken_as_any_model_reads_and_no_more_in_a_search(
@@ -205,13 +176,13 @@ def test_of_a_text_that_is_cut_nothing_beyond_the_limit_is_read(
 
 
 class Gate:
-    """Stands before a function: counts who comes, and lets nobody pass until it is opened."""
+    """Stands before a method of ``TextTokens``: counts who comes, and lets nobody pass until it is opened."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.open = function, threading.Event()
         self.came: list[tuple[Any, ...]] = []
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def wait(self, *given: Any, **named: Any) -> Any:
         self.came.append(given)
         self.open.wait(20)
         return self.function(*given, **named)
@@ -219,9 +190,8 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Gate]:
-    """Before the method of ``TextTokens`` that the test names."""
     made = Gate(getattr(TextTokens, request.param))
-    monkeypatch.setattr(TextTokens, request.param, lambda *given, **named: made(*given, **named))  # noqa: PLW0108
+    monkeypatch.setattr(TextTokens, request.param, lambda *given, **named: made.wait(*given, **named))  # noqa: PLW0108
     yield made
     made.open.set()
 
@@ -249,9 +219,8 @@ def test_tokenizing_holds_nobody_else_up(sparse: Any, gate: Gate) -> None:
 @pytest.mark.parametrize("gate", ["lengths"], indirect=True)
 def test_work_for_a_client_that_has_gone_ends_with_its_next_portion(sparse: Any, gate: Gate) -> None:
     with serving(service(sparse)) as client:
-        body = json.dumps({"inputs": ["." * 9000] * 32}).encode()
-        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:
-            opened.sendall(head(JSON + f"content-length: {len(body)}\r\n") + body)
+        with client.connect() as opened:
+            opened.sendall(posted({"inputs": ["." * 9000] * 32}))
             wait_until(lambda: len(gate.came) == 1)
         wait_until(lambda: inputs_in_flight(client) == 0)
         gate.open.set()

@@ -62,51 +62,39 @@ def test_the_documented_fields_of_embed_sparse_are_taken_and_unknown_ones_ignore
         "application/vnd.api+json",
     ):
         assert client.request("POST", "/embed_sparse", body, content_type=kind).json == plain
-    ids = [token["id"] for token in client.post("/tokenize", {"inputs": TEXTS[0]}).json[0]]
-    for inputs in (ids, [ids]):
-        assert client.post("/embed_sparse", {"inputs": inputs}).json == plain
-    mixed = client.post("/embed_sparse", {"inputs": [ids, TEXTS[0]]}).json
-    assert [[e["index"] for e in row] for row in mixed] == [[e["index"] for e in plain[0]]] * 2
-
-
-def test_token_ids_go_to_an_accelerated_model_without_padding(client: Client, sparse: Any) -> None:
-    seen: list[Any] = []
-    hook = sparse[0].register_forward_pre_hook(lambda module, args: seen.append(set(args[0])))
-    try:
-        rows = client.post("/embed_sparse", {"inputs": [[7, 8, 9], [7]]}).json
-    finally:
-        hook.remove()
-    assert len(rows) == 2 and seen and all("attention_mask" not in features for features in seen)
 
 
 def test_headers_say_what_a_request_took(client: Client) -> None:
     headers = client.post("/embed_sparse", {"inputs": TEXTS[:2]}).headers
     tokens = sum(map(len, client.post("/tokenize", {"inputs": TEXTS[:2]}).json))
     assert headers["x-compute-type"] == ("gpu" if torch.cuda.is_available() else "cpu")
-    assert (headers["x-compute-characters"], headers["x-compute-tokens"]) == (str(len("".join(TEXTS[:2]))), str(tokens))
-    for name in ("compute", "total", "tokenization", "queue", "inference"):
-        assert int(headers[f"x-{name}-time"]) >= 0
+    assert headers["x-compute-tokens"] == str(tokens)
+    assert all(
+        int(headers[f"x-{name}-time"]) >= 0 for name in ("compute", "total", "tokenization", "queue", "inference")
+    )
+    for path, body, more in (
+        ("/embed_sparse", {"inputs": TEXTS}, 0),
+        ("/rerank", {"query": "csv", "texts": TEXTS}, 3 * len("csv")),  # those of the pairs
+        ("/score", {"queries": ["a", "bc", "d"], "documents": TEXTS}, 4),
+        ("/similarity", similar(*TEXTS), 0),
+    ):
+        assert int(client.post(path, body).headers["x-compute-characters"]) == more + len("".join(TEXTS)), path
 
 
 def test_our_own_fields_choose_entries_and_their_form(client: Client) -> None:
-    whole = client.post("/embed_sparse", {"inputs": TEXTS[0]}).json[0]
+    def embed(**fields: Any) -> Any:
+        return client.post("/embed_sparse", {"inputs": TEXTS[0]} | fields).json[0]
+
+    whole = embed()
     best = sorted(sorted(whole, key=lambda entry: -entry["value"])[:5], key=lambda entry: entry["index"])
-    assert client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5}).json[0] == best
-    above = client.post("/embed_sparse", {"inputs": TEXTS[0], "threshold": best[0]["value"]}).json[0]
-    assert above == [entry for entry in whole if entry["value"] > best[0]["value"]]
-    assert client.post("/embed_sparse", {"inputs": TEXTS[0], "threshold": 1e300}).json == [[]]
-    arrays = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "format": "arrays"}).json[0]
-    assert arrays == {"indices": [e["index"] for e in best], "values": [e["value"] for e in best]}
-    named = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "tokens": True}).json[0]
-    terms = client.post("/embed_sparse", {"inputs": TEXTS[0], "top_k": 5, "format": "tokens"}).json[0]
-    assert terms == {entry["token"]: entry["value"] for entry in named}
-    assert len(terms) == 5
-
-
-def test_embed_all_answers_the_vectors_of_the_tokens_that_take_part(client: Client, late: Any) -> None:
-    found = client.post("/embed_all", {"inputs": TEXTS}).json
-    for got, expected in zip(found, late.encode_document(TEXTS), strict=True):
-        assert np.array(got) == pytest.approx(expected.float().cpu().numpy(), abs=1e-2)
+    assert embed(top_k=5) == best
+    above = best[0]["value"]
+    assert embed(threshold=above) == [entry for entry in whole if entry["value"] > above]
+    assert embed(threshold=1e300) == []
+    arrays = {"indices": [e["index"] for e in best], "values": [e["value"] for e in best]}
+    assert embed(top_k=5, format="arrays") == arrays
+    terms = embed(top_k=5, format="tokens")
+    assert terms == {entry["token"]: entry["value"] for entry in embed(top_k=5, tokens=True)} and len(terms) == 5
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -140,7 +128,6 @@ def test_score_keeps_the_order_of_the_request(client: Client) -> None:
         assert [entry["score"] for entry in answer["data"]] == pytest.approx([ranked[i] for i in range(3)], rel=1e-4)
     pairs = client.post("/score", {"queries": ["read csv", "dates"], "documents": TEXTS[:2]}).json["data"]
     assert pairs[0]["score"] == pytest.approx(ranked[0], abs=2e-2)
-    assert client.post("/score", {"queries": ["a", "b"], "documents": TEXTS}).status == 422
 
 
 def test_tokenize_and_decode_are_inverse(client: Client) -> None:
@@ -155,7 +142,7 @@ def test_tokenize_and_decode_are_inverse(client: Client) -> None:
     assert client.post("/decode", {"ids": ids, "skip_special_tokens": False}).json[0].startswith("[CLS]")
 
 
-def test_info_and_health_have_the_documented_names(client: Client) -> None:
+def test_info_and_health_have_the_documented_names(client: Client, late: Any) -> None:
     info = client.get("/info").json
     assert {
         "model_id", "model_sha", "model_dtype", "model_type", "max_concurrent_requests", "max_input_length",
@@ -166,59 +153,75 @@ def test_info_and_health_have_the_documented_names(client: Client) -> None:
     assert (info["model_id"], info["max_input_length"], info["max_client_batch_size"]) == ("tiny", 64, 32)
     for path in ("/health", "/ping"):
         assert (client.get(path).status, client.get(path).raw) == (200, b"")
+    with serving(Service([Served(late, "multi-vector", "colbert")])) as other:
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        assert other.get("/info").json["model_type"] == {"reranker": labels}
+        reply = other.post("/similarity", similar("a", "b"))
+        assert (reply.status, "POST /rerank" in reply.json["error"]) == (424, True)
+        assert other.post("/vertex", {"instances": [{"query": "a", "texts": ["b"]}]}).status == 200
+
+
+EMPTY: list[tuple[str, Any, str]] = [
+    ("/embed_sparse", {"inputs": []}, "`inputs` cannot be empty"),
+    ("/embed_sparse", {"inputs": ""}, "Input validation error: `inputs` cannot be empty"),
+    ("/embed_sparse", {"inputs": [[7], []]}, "Input validation error: `inputs` cannot be empty"),
+    ("/embed_all", {"inputs": ["a", ""]}, "Input validation error: `inputs` cannot be empty"),
+    ("/tokenize", {"inputs": ["a", ""]}, "Input validation error: `inputs` cannot be empty"),
+    ("/decode", {"ids": [[7], []]}, "Input validation error: `input_ids` cannot be empty"),
+    ("/rerank", {"query": "", "texts": ["a"]}, "Input validation error: `inputs` cannot be empty"),
+    ("/rerank", {"query": "a", "texts": ["a", ""]}, "Input validation error: `inputs` cannot be empty"),
+    ("/rerank", {"query": "a", "texts": []}, "`texts` cannot be empty"),
+    ("/score", {"queries": "a", "documents": ""}, "Input validation error: `inputs` cannot be empty"),
+    ("/similarity", similar("a"), "`inputs.sentences` cannot be empty"),
+    ("/similarity", similar("", "b"), "`inputs` cannot be empty"),
+    ("/vertex", {"instances": []}, "`instances` cannot be empty"),
+    ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": ""}]}, "`inputs` cannot be empty"),
+    ("/vertex", {"instances": [{"query": "a", "texts": []}]}, "`texts` cannot be empty"),
+]
+WRONG: list[tuple[str, Any, str]] = [
+    ("/embed_sparse", {"inputs": ["a"] * 33}, "batch size 33 > maximum allowed batch size 32"),
+    ("/embed_sparse", {"inputs": "a " * 70, "truncate": False}, "`inputs` must have less than 64 tokens. Given: 72"),
+    (
+        "/embed_sparse",
+        {"inputs": [[7] * 100], "truncate": False},
+        "error: `inputs` must have less than 64 tokens. Given: ",
+    ),
+    ("/embed_sparse", {"inputs": ["a", "." * 16_001], "truncate": False}, "less than 16000 characters. Given: 16001"),
+    ("/embed_sparse", {"inputs": [[7] * 16_001], "truncate": False}, "16000 token ids. Given: 16001"),
+    ("/tokenize", {"inputs": "." * 1_900_000}, "16000 characters. Given: 1900000"),
+    ("/tokenize", {"inputs": ["." * 8000] * 3}, "16000 characters in all. Given: 24000"),
+    ("/tokenize", {"inputs": "a", "offsets": "words"}, "`offsets`: "),
+    ("/decode", {"ids": [[7] * 8000] * 3}, "16000 token ids in all. Given: 24000"),
+    ("/rerank", {"query": "." * 16_001, "texts": ["a"], "truncate": False}, "8000 characters. Given: 16001"),
+    ("/embed_sparse", {"inputs": "a", "prompt_name": "no"}, "`prompt_name` expected one of"),
+    ("/embed_sparse", {"inputs": 5}, "`inputs`: expected a text, a list of texts"),
+    ("/embed_sparse", {"inputs": "a", "truncate": "yes"}, "`truncate`: "),
+    ("/embed_sparse", {"inputs": "a", "top_k": 0}, "`top_k`: "),
+    ("/embed_sparse", {"input": "a"}, "`inputs`: Field required"),
+    ("/rerank", {"query": "a"}, "`texts` or `documents`: expected one of them"),
+    ("/score", {"queries": ["a", "b"], "documents": TEXTS}, ""),
+    ("/similarity", similar("a", *"b" * 32), "batch size 33 > maximum allowed batch size 32"),
+    ("/similarity", similar("a", "b", prompt_name="no"), "`prompt_name` expected one of"),
+    ("/similarity", similar("." * 16_001, "b", truncate=False), "16000 characters. Given: 16001"),
+    ("/similarity", {"inputs": ["a", "b"]}, "`inputs`: "),
+    ("/similarity", {"inputs": {"source_sentence": "a"}}, "`inputs.sentences`: Field required"),
+    ("/vertex", {"instances": [{"inputs": "a"}] * 33}, "batch size 33 > maximum allowed"),
+    ("/vertex", {"instances": [{"inputs": "a"}, {"input": "b"}]}, "`instances.1.inputs`: Field required"),
+    ("/vertex", {"instances": [3]}, "`instances.0`: "),
+]
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind", "message"),
     [
-        ("/embed_sparse", {"inputs": []}, 400, "Empty", "`inputs` cannot be empty"),
-        ("/embed_sparse", {"inputs": ""}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
-        ("/embed_sparse", {"inputs": [[7], []]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
-        ("/embed_all", {"inputs": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
-        ("/tokenize", {"inputs": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
-        ("/decode", {"ids": [[7], []]}, 400, "Empty", "Input validation error: `input_ids` cannot be empty"),
-        ("/rerank", {"query": "", "texts": ["a"]}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
-        ("/rerank", {"query": "a", "texts": ["a", ""]}, 400, "Empty", "Input validation error: `inputs` cannot be"),
-        ("/score", {"queries": "a", "documents": ""}, 400, "Empty", "Input validation error: `inputs` cannot be empty"),
-        ("/embed_sparse", {"inputs": ["a"] * 33}, 422, "Validation", "batch size 33 > maximum allowed batch size 32"),
-        ("/embed_sparse", {"inputs": "a " * 70, "truncate": False}, 422, "Validation",
-         "Input validation error: `inputs` must have less than 64 tokens. Given: 72"),
-        ("/embed_sparse", {"inputs": ["a", "." * 16_001], "truncate": False}, 422, "Validation",
-         "Input validation error: `inputs` must have less than 16000 characters. Given: 16001"),
-        ("/embed_sparse", {"inputs": [[7] * 16_001], "truncate": False}, 422, "Validation",
-         "16000 token ids. Given: 16001"),
-        ("/tokenize", {"inputs": "." * 1_900_000}, 422, "Validation", "16000 characters. Given: 1900000"),
-        ("/tokenize", {"inputs": ["." * 8000] * 3}, 422, "Validation", "16000 characters in all. Given: 24000"),
-        ("/decode", {"ids": [[7] * 8000] * 3}, 422, "Validation", "16000 token ids in all. Given: 24000"),
-        ("/rerank", {"query": "." * 16_001, "texts": ["a"], "truncate": False}, 422, "Validation",
-         "8000 characters. Given: 16001"),
+        *((path, body, 400, "Empty", message) for path, body, message in EMPTY),
+        *((path, body, 422, "Validation", message) for path, body, message in WRONG),
         ("/embed_sparse", {"inputs": [[7, 10**6]]}, 422, "Tokenizer", "token ids: expected numbers from 0 to"),
-        ("/embed_sparse", {"inputs": "a", "prompt_name": "no"}, 422, "Validation", "`prompt_name` expected one of"),
-        ("/embed_sparse", {"inputs": 5}, 422, "Validation", "`inputs`: expected a text, a list of texts"),
-        ("/embed_sparse", {"inputs": "a", "truncate": "yes"}, 422, "Validation", "`truncate`: "),
-        ("/embed_sparse", {"inputs": "a", "top_k": 0}, 422, "Validation", "`top_k`: "),
-        ("/embed_sparse", {"input": "a"}, 422, "Validation", "`inputs`: Field required"),
-        ("/rerank", {"query": "a", "texts": []}, 400, "Empty", "`texts` cannot be empty"),
-        ("/rerank", {"query": "a"}, 422, "Validation", "`texts` or `documents`: expected one of them"),
         ("/embed", {"inputs": "a"}, 424, "Backend", "POST /embed_sparse"),
+        ("/predict", {"inputs": "a"}, 424, "Backend", "model is not a classifier model"),
         ("/nowhere", {}, 404, "Validation", "there is no such route"),
-        ("/similarity", similar("a"), 400, "Empty", "`inputs.sentences` cannot be empty"),
-        ("/similarity", similar("a", *"b" * 32), 422, "Validation", "batch size 33 > maximum allowed batch size 32"),
-        ("/similarity", similar("", "b"), 400, "Empty", "`inputs` cannot be empty"),
-        ("/similarity", similar("a", "b", prompt_name="no"), 422, "Validation", "`prompt_name` expected one of"),
-        ("/similarity", similar("." * 16_001, "b", truncate=False), 422, "Validation",
-         "16000 characters. Given: 16001"),
-        ("/similarity", {"inputs": ["a", "b"]}, 422, "Validation", "`inputs`: "),
-        ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation", "`inputs.sentences`: Field required"),
-        ("/vertex", {"instances": []}, 400, "Empty", "`instances` cannot be empty"),
-        ("/vertex", {"instances": [{"inputs": "a"}] * 33}, 422, "Validation", "batch size 33 > maximum allowed"),
-        ("/vertex", {"instances": [{"inputs": "a"}, {"input": "b"}]}, 422, "Validation",
-         "`instances.1.inputs`: Field required"),
-        ("/vertex", {"instances": [3]}, 422, "Validation", "`instances.0`: "),
-        ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": ""}]}, 400, "Empty", "`inputs` cannot be empty"),
-        ("/vertex", {"instances": [{"query": "a", "texts": []}]}, 400, "Empty", "`texts` cannot be empty"),
     ],
-)  # fmt: skip
+)
 def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
     client: Client, path: str, body: Any, status: int, kind: str, message: str
 ) -> None:
@@ -226,6 +229,8 @@ def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
     assert (reply.status, reply.json["error_type"]) == (status, kind)
     assert message in reply.json["error"]
     assert set(reply.json) == {"error", "error_type"}
+    if path == "/predict":
+        assert 'te_request_failure{err="model_type"}' in client.get("/metrics").raw.decode()
 
 
 def test_token_ids_are_looked_at_beside_the_event_loop_and_not_before_their_number_is_checked(
@@ -253,16 +258,15 @@ def test_the_openai_route_of_a_sparse_model_is_refused_with_the_remedy_in_its_ow
         assert "/embed_sparse" in reply.json["message"]
 
 
-def test_a_long_input_is_cut_at_the_end_that_the_request_names(client: Client, sparse: Any) -> None:
-    long = "csv " * 80 + "sockets " * 80
-    by_side = {}
-    for side in ("left", "right"):
-        by_side[side] = client.post("/embed_sparse", {"inputs": long, "truncation_direction": side}).json
-    words = {"right": "csv " * 80, "left": "sockets " * 80}
-    for side, text in words.items():
-        alone = client.post("/embed_sparse", {"inputs": text}).json
-        assert [e["index"] for e in by_side[side][0]] == [e["index"] for e in alone[0]]
-    assert by_side["left"] != by_side["right"]
+def test_inputs_that_are_too_long_are_cut_at_the_end_that_the_request_names(client: Client, sparse: Any) -> None:
+    ids = [*range(10, 60), *range(60, 110)]  # the model reads 64
+    for side, text, kept in (("right", "csv " * 80, ids[:64]), ("left", "sockets " * 80, ids[-64:])):
+        cut = client.post("/embed_sparse", {"inputs": "csv " * 80 + "sockets " * 80, "truncation_direction": side})
+        alone = client.post("/embed_sparse", {"inputs": text})
+        assert [e["index"] for e in cut.json[0]] == [e["index"] for e in alone.json[0]]
+        cut = client.post("/embed_sparse", {"inputs": ids, "truncation_direction": side})
+        assert cut.headers["x-compute-tokens"] == "64"
+        assert cut.json == client.post("/embed_sparse", {"inputs": kept}).json
     assert sparse.tokenizer.truncation_side == "right"
 
 
@@ -271,10 +275,16 @@ def test_an_asymmetric_model_encodes_by_mount_point_and_by_prompt_name(two_sided
     with serving(Service([Served(two_sided, "sparse", "two-sided")], default_side="query")) as client:
         query, document = (rows(two_sided, [text], task)[0] for task in ("query", "document"))
         assert set(query) != set(document)
+        whole, bare = (
+            [token["id"] for token in client.post("/tokenize", {"inputs": text, "add_special_tokens": each}).json[0]]
+            for each in (True, False)
+        )
         for path, body, expected in (
             ("/query/embed_sparse", {}, query),
             ("/document/embed_sparse", {}, document),
             ("/embed_sparse", {}, query),
+            ("/embed_sparse", {"inputs": bare}, query),  # without inference: the weights of its tokens
+            ("/document/embed_sparse", {"inputs": whole}, document),
             ("/embed_sparse", {"prompt_name": "document"}, document),
             ("/document/embed_sparse", {"prompt_name": "query"}, query),
         ):

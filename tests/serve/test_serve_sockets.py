@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tests.refusals import refused
 from tests.serve.running import Client, read_all, serving
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
@@ -23,6 +24,11 @@ JSON = "content-type: application/json\r\n"
 
 def head(rest: str, path: str = "/embed_sparse") -> bytes:
     return f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{rest}\r\n".encode()
+
+
+def posted(content: Any, path: str = "/embed_sparse") -> bytes:
+    body = json.dumps(content).encode()
+    return head(JSON + f"content-length: {len(body)}\r\n", path) + body
 
 
 def parsed(raw: bytes) -> tuple[int, Any]:
@@ -39,18 +45,21 @@ def service(sparse: Any, **limits: Any) -> Service:
     return Service([Served(sparse, "sparse", "/no/such/folder/tiny")], Limits(**limits))
 
 
-def test_bodies_above_the_limit_are_refused_while_they_stream(sparse: Any) -> None:
-    with serving(service(sparse, payload_limit=10_000)) as client:
-        status, answer = parsed(client.raw(head(JSON + "content-length: 20000\r\n")))  # none of it was sent
+def test_bodies_above_the_limit_are_refused_while_they_stream_and_to_clients_that_still_send(sparse: Any) -> None:
+    chunked = JSON + "authorization: Bearer sesam\r\ntransfer-encoding: chunked\r\n"
+    with serving(service(sparse, payload_limit=10_000), api_key="sesam") as client:
+        asked = head(JSON + "authorization: Bearer sesam\r\ncontent-length: 20000\r\n")  # and none of it is sent
+        status, answer = parsed(client.raw(asked))
         assert (status, answer["error"]) == (413, "the body has more than 10000 bytes")
-        chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
-        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:
-            opened.sendall(head(JSON + "transfer-encoding: chunked\r\n") + 3 * chunk)  # and no end
+        with client.connect() as opened:
+            opened.sendall(head(chunked) + 3 * (b"1000\r\n" + b"x" * 4096 + b"\r\n"))  # and no end
             assert parsed(read_all(opened))[0] == 413
-        body = json.dumps({"inputs": "csv"}).encode()
-        parts = [f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in (body[:5], body[5:])]
-        status, answer = parsed(client.raw(head(JSON + "transfer-encoding: chunked\r\n"), *parts, b"0\r\n\r\n"))
+        status, answer = parsed(client.raw(head(chunked), b'5\r\n{"inp\r\n', b'b\r\nuts":"csv"}\r\n', b"0\r\n\r\n"))
         assert (status, len(answer)) == (200, 1)
+        for key, status in (("wrong", 401), ("sesam", 413)):
+            client.headers = {"authorization": f"Bearer {key}", "connection": "close"}
+            reply = client.request("POST", "/embed_sparse", b"x" * 20_000_000, content_type="application/json")
+            assert (reply.status, reply.json["error_type"]) == (status, "Validation")
 
 
 @pytest.mark.parametrize(
@@ -82,18 +91,18 @@ def test_a_body_that_is_none_gets_a_clear_answer(
 
 def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhile(sparse: Any) -> None:
     with serving(service(sparse, body_seconds=0.5, header_seconds=0.5, keep_alive_seconds=1)) as client:
-        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:
+        with client.connect() as opened:
             opened.sendall(head(JSON + "content-length: 100\r\n") + b"{")
             assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
             status, answer = parsed(read_all(opened))
             assert (status, answer["error"]) == (408, "the body took more than 0.5 s")
         for started in (b"", b"POST /embed_sparse HTTP/1.1\r\nhost: "):
-            with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:
+            with client.connect() as opened:
                 opened.sendall(started)
                 began = time.monotonic()
                 assert read_all(opened) == b""  # closed, byte by byte or not
                 assert time.monotonic() - began < 5
-        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened:  # the second request is slow
+        with client.connect() as opened:  # the second request is slow
             opened.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert opened.recv(65536).startswith(b"HTTP/1.1 200")
             opened.sendall(b"GET /hea")
@@ -103,21 +112,20 @@ def test_a_slow_body_and_a_slow_head_are_given_up_and_others_are_served_meanwhil
 def test_a_client_that_reads_nothing_of_its_answer_is_given_up_and_a_slow_one_is_not(late: Any) -> None:
     limits = Limits(body_seconds=1, keep_alive_seconds=1, max_connections=2, payload_limit=10_000_000)
     text = "csv " * 2_000_000
-    body = json.dumps({"query": "csv", "texts": [text], "return_text": True}).encode()  # and all of it comes back
-    with serving(Service([Served(late, "multi-vector", "colbert")], limits)) as client:
-        asked = head(JSON + f"content-length: {len(body)}\r\n", "/rerank").replace(b"connection: close\r\n", b"")
-        with narrow_connection(client) as unread, narrow_connection(client) as slow:
-            for opened in (unread, slow):
-                opened.sendall(asked + body)
-            found, pauses = b"", 0
-            while not found.endswith(b"}]"):
-                found += slow.recv(1 << 20) or pytest.fail("the answer ends early")
-                if len(found) > (pauses + 1) * 1_500_000:
-                    pauses += 1
-                    time.sleep(0.5)
-            assert pauses > 3 and (parsed(found)[0], parsed(found)[1][0]["text"]) == (200, text)
-            assert client.get("/health").status == 200  # the place of the one that does not read is free again
-            assert len(read_all(unread)) < len(found)  # and is no answer, by its length
+    asked = posted({"query": "csv", "texts": [text], "return_text": True}, "/rerank")  # and all of it comes back
+    running = Service([Served(late, "multi-vector", "colbert")], limits)
+    with serving(running) as client, narrow_connection(client) as unread, narrow_connection(client) as slow:
+        for opened in (unread, slow):
+            opened.sendall(asked.replace(b"connection: close\r\n", b"", 1))
+        found, pauses = b"", 0
+        while not found.endswith(b"}]"):
+            found += slow.recv(1 << 20) or pytest.fail("the answer ends early")
+            if len(found) > (pauses + 1) * 1_500_000:
+                pauses += 1
+                time.sleep(0.5)
+        assert pauses > 3 and (parsed(found)[0], parsed(found)[1][0]["text"]) == (200, text)
+        assert client.get("/health").status == 200  # the place of the one that does not read is free again
+        assert len(read_all(unread)) < len(found)  # and is no answer, by its length
 
 
 def narrow_connection(client: Client) -> socket.socket:
@@ -128,26 +136,22 @@ def narrow_connection(client: Client) -> socket.socket:
     return opened
 
 
-def test_a_refusal_reaches_a_client_that_is_still_sending(sparse: Any) -> None:
-    with serving(service(sparse, payload_limit=10_000), api_key="sesam") as client:
-        for key, status in (("wrong", 401), ("sesam", 413)):
-            client.headers = {"authorization": f"Bearer {key}", "connection": "close"}
-            reply = client.request("POST", "/embed_sparse", b"x" * 20_000_000, content_type="application/json")
-            assert (reply.status, reply.json["error_type"]) == (status, "Validation")
-
-
-def test_a_connection_that_was_reset_is_closed_at_once_and_leaves_no_trace(sparse: Any) -> None:
-    limits = Limits(payload_limit=10_000, max_connections=3, header_seconds=1)
-    with serving(Service([Served(sparse, "sparse", "tiny")], limits)) as client:
+def test_connections_above_the_limit_are_told_so_and_those_that_were_reset_are_closed_at_once(sparse: Any) -> None:
+    with serving(service(sparse, payload_limit=10_000, max_connections=3, header_seconds=1)) as client:
         for _ in range(40):
-            opened = socket.create_connection(("127.0.0.1", client.port), timeout=20)
+            opened = client.connect()
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
             opened.sendall(head(JSON + "content-length: 900000\r\n") + b"x" * 30_000)
             opened.close()
-        deadline = time.monotonic() + 10
-        while client.get("/health").status != 200:  # 429 while lost connections hold their places
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: client.get("/health").status == 200)  # 429 while lost connections hold their places
+    with serving(service(sparse, max_connections=4)) as client:
+        idle = [client.connect() for _ in range(4)]
+        for _ in range(40):
+            status, answer = parsed(client.raw(posted({"inputs": "a"})))
+            assert (status, answer) == (429, {"error": "too many connections", "error_type": "Overloaded"})
+        for opened in idle:
+            opened.close()
+        wait_until(lambda: client.get("/health").status == 200)
 
 
 @pytest.mark.parametrize(
@@ -159,21 +163,19 @@ def test_a_connection_that_was_reset_is_closed_at_once_and_leaves_no_trace(spars
         head(JSON + "content-length: 5\r\ncontent-length: 6\r\n") + b"12345",
         head(JSON + "content-length: -5\r\n"),
         head(JSON + "transfer-encoding: chunked\r\n") + b"zz\r\n",
+        *(f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode() * 2 for version in (0.9, 1.2, 2.0, 9.9)),
     ],
 )
-def test_bytes_that_are_no_http_are_answered_with_400_and_fill_no_log(
+def test_bytes_that_are_no_http_of_a_known_version_are_refused_and_fill_no_log(
     client: Client, caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
-    assert client.raw(sent).startswith(b"HTTP/1.1 400")
+    found = client.raw(sent)  # read to the end: the connection is closed
+    if sent.startswith(b"GET /health HTTP/") and b"1.1" not in sent:
+        assert parsed(found) == (505, {"error": "expected HTTP/1.1 or HTTP/1.0", "error_type": "Validation"})
+        assert client.raw(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    else:
+        assert found.startswith(b"HTTP/1.1 400")
     assert not caplog.records
-
-
-@pytest.mark.parametrize("version", ["0.9", "1.2", "2.0", "9.9"])
-def test_a_version_of_http_that_is_not_spoken_here_is_refused(client: Client, version: str) -> None:
-    asked = f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode()
-    found = client.raw(asked + asked)  # read to the end: the connection is closed
-    assert parsed(found) == (505, {"error": "expected HTTP/1.1 or HTTP/1.0", "error_type": "Validation"})
-    assert client.raw(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_that_nobody_reads_does_not_become_the_next_request(client: Client) -> None:
@@ -189,7 +191,7 @@ def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
     asked = head(JSON + "transfer-encoding: chunked\r\n").replace(b"connection: close\r\n", b"")
     with (
         serving(service(sparse, header_seconds=0.5), api_key="sesam") as client,
-        socket.create_connection(("127.0.0.1", client.port), timeout=20) as opened,
+        client.connect() as opened,
     ):
         opened.sendall(asked)
         began = time.monotonic()
@@ -223,7 +225,7 @@ def test_head_is_get_without_the_body(client: Client) -> None:
     assert client.request("HEAD", "/embed_sparse").status == 405
 
 
-def test_inputs_above_the_limit_get_429_at_once_and_later_ones_are_served(sparse: Any) -> None:
+def test_inputs_above_the_limit_get_429_at_once_and_those_of_a_client_that_has_gone_are_dropped(sparse: Any) -> None:
     with serving(service(sparse, max_concurrent_requests=4, max_client_batch_size=4)) as client:
         assert client.post("/embed_sparse", {"inputs": ["a"] * 4}).status == 200
         held = hold(client, sparse, inputs=4)
@@ -235,33 +237,16 @@ def test_inputs_above_the_limit_get_429_at_once_and_later_ones_are_served(sparse
             assert time.monotonic() - began < 1
             assert client.get("/health").status == 200
         assert held.replies[0].status == 200
-        assert client.post("/embed_sparse", {"inputs": "one more"}).status == 200
-
-
-def test_what_waits_for_a_client_that_has_gone_is_dropped(sparse: Any) -> None:
-    with serving(service(sparse, max_concurrent_requests=8, max_client_batch_size=8)) as client:
         with hold(client, sparse, inputs=1):
-            body = json.dumps({"inputs": [f"gone {number}" for number in range(5)]}).encode()
-            opened = socket.create_connection(("127.0.0.1", client.port))
-            opened.sendall(head(JSON + f"content-length: {len(body)}\r\n") + body)
-            wait_until(lambda: inputs_in_flight(client) == 6)
-            wait_until(lambda: "te_queue_size 5.0" in client.get("/metrics").raw.decode())  # their tokens are counted
+            opened = client.connect()
+            opened.sendall(posted({"inputs": [f"gone {number}" for number in range(3)]}))
+            wait_until(lambda: inputs_in_flight(client) == 4)
+            wait_until(lambda: "te_queue_size 3.0" in client.get("/metrics").raw.decode())  # their tokens are counted
             opened.close()
             wait_until(lambda: inputs_in_flight(client) == 1)
-        wait_until(lambda: "tilefold_dropped_count 5.0" in client.get("/metrics").raw.decode())
+        wait_until(lambda: "tilefold_dropped_count 3.0" in client.get("/metrics").raw.decode())
         metrics = client.get("/metrics").raw.decode()
-        assert "te_embed_count 6.0" in metrics and "te_embed_success 1.0" in metrics
-
-
-def test_connections_above_the_limit_are_told_so_and_closed(sparse: Any) -> None:
-    with serving(service(sparse, max_connections=4)) as client:
-        idle = [socket.create_connection(("127.0.0.1", client.port), timeout=20) for _ in range(4)]
-        for _ in range(40):
-            status, answer = parsed(client.raw(head(JSON + "content-length: 15\r\n") + b'{"inputs": "a"}'))
-            assert (status, answer) == (429, {"error": "too many connections", "error_type": "Overloaded"})
-        for opened in idle:
-            opened.close()
-        wait_until(lambda: client.get("/health").status == 200)
+        assert "te_embed_count 12.0" in metrics and "te_embed_success 9.0" in metrics
 
 
 def test_a_key_is_asked_for_everywhere_but_where_probes_and_browsers_carry_none(sparse: Any) -> None:
@@ -283,34 +268,23 @@ def test_a_key_is_asked_for_everywhere_but_where_probes_and_browsers_carry_none(
 
 def test_errors_that_nobody_expected_have_no_trace_in_the_answer(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     running = service(sparse)
-
-    def fail() -> str:
-        raise OSError("/home/somebody/secret")
-
-    monkeypatch.setattr(running.metrics, "render", fail)
+    monkeypatch.setattr(running.metrics, "render", lambda: open("/home/somebody/secret"))  # noqa: PTH123, SIM115
     with serving(running) as client:
         reply = client.get("/metrics")
         told = {"error": "internal error; the log says why", "error_type": "Backend"}
         assert (reply.status, reply.json) == (500, told)
 
 
-def test_a_stopped_server_answers_what_it_had_begun(sparse: Any) -> None:
-    with serving(service(sparse)) as client:
-        held = hold(client, sparse, inputs=2, seconds=1)
-    # leaving the block asked the server to stop, and waited for its thread
-    held.__exit__()
-    assert held.replies[0].status == 200
-    assert len(held.replies[0].json) == 2
-    with pytest.raises(OSError):
-        client.get("/health")
-
-
-def test_a_service_may_be_served_again(sparse: Any) -> None:
+def test_a_stopped_server_answers_what_it_had_begun_and_its_service_may_be_served_again(sparse: Any) -> None:
     again = service(sparse)
     for _ in range(2):
         with serving(again) as client:
             assert client.get("/health").status == 200
-            assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
+            held = hold(client, sparse, inputs=2, seconds=1)
+        # leaving the block asked the server to stop, and waited for its thread
+        held.__exit__()
+        assert (held.replies[0].status, len(held.replies[0].json)) == (200, 2)
+        refused(OSError, "refused", client.get, "/health")
 
 
 class hold:  # noqa: N801 - read as a word
