@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.refusals import refused
 from tilefold.bench import results
 from tilefold.bench.plan import Shape, texts_per_second, training
 from tilefold.bench.runner import CSV_KEY, BenchRow, measure_peaks
@@ -31,12 +32,10 @@ def test_every_spec_has_unique_names_a_baseline_and_requirements_that_exist(op: 
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="op must be one of lsr_head"):
-        get_spec("softmax")
+    refused(ValueError, "op must be one of lsr_head", get_spec, "softmax")
     with pytest.raises(ValueError, match=r"shape must be one of '32x512.*got 'huge'"):
         get_spec("lsr_head").case("huge")
-    with pytest.raises(ValueError, match="dtype must be one of bfloat16"):
-        parse_dtype("int8")
+    refused(ValueError, "dtype must be one of bfloat16", parse_dtype, "int8")
     assert parse_dtype("bf16") == "bfloat16"
 
 
@@ -117,10 +116,8 @@ def test_a_fresh_process_weighs_the_plain_head_by_its_logits_and_ours_without_th
 
 def test_a_measuring_process_that_dies_says_so() -> None:
     impossible = replace(SMALL, dims={"B": 1, "S": 1, "D": -1, "V": 8})
-    with pytest.raises(RuntimeError, match="negative dimension"):
-        measure_peaks("lsr_head", impossible, "eager", 0)
-    with pytest.raises(RuntimeError, match="was killed, most likely for lack of memory"):
-        in_fresh_process(os._exit, 1)
+    refused(RuntimeError, "negative dimension", measure_peaks, "lsr_head", impossible, "eager", 0)
+    refused(RuntimeError, "was killed, most likely for lack of memory", in_fresh_process, os._exit, 1)
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_traffic() -> None:

@@ -15,6 +15,7 @@ import torch
 from tests import programs
 from tests.cli.program import Call, fails, measured
 from tests.recipes.small import small_collection
+from tests.refusals import refused
 from tilefold import cli
 from tilefold._version import __version__
 from tilefold.retrieval import read_trec_run, read_vectors, write_vectors
@@ -108,8 +109,7 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
     for shard, ids in zip(shards, held, strict=True):
         if not ids & hit:
             damage(shard)
-    with pytest.raises(DataError, match="damaged"):
-        read_vectors(tmp_path / "vectors")
+    refused(DataError, "damaged", read_vectors, tmp_path / "vectors")
     assert json.loads(call("search", query, *places, "--k", "2", "--json").out)["hits"] == whole
     damage(next(shard for shard, ids in zip(shards, held, strict=True) if ids & hit))
     fails(call("search", query, *places, "--k", "2", "--json"), 1, "its checksum is not the one")
@@ -159,8 +159,7 @@ def test_damaged_weights_are_named_and_nothing_is_written(call: Call, work: Path
 
 def test_debug_shows_the_traceback_of_an_error(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Exception, match="run tilefold demo first"):
-        cli.main(["search", "x", "--debug"])
+    refused(Exception, "run tilefold demo first", cli.main, ["search", "x", "--debug"])
 
 
 def test_a_missing_optional_package_is_named_with_its_extra(call: Call, work: Path, monkeypatch: Any) -> None:

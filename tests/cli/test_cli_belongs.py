@@ -232,10 +232,7 @@ def runs(tmp_path: Path) -> Parts:
 def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(call: Call, runs: Parts) -> None:
     tuned = (*runs, "--method", "interpolation", "--tune")
     for split, count in (("test", 4), ("dev", 2)):
-        messages = (
-            f"would be chosen on {count} of the 4 queries of test, whose numbers are reported",
-            "--in-sample",
-        )
+        messages = (f"would be chosen on {count} of the 4 queries of test, whose numbers are reported", "--in-sample")
         fails(call(*tuned, split), 2, *messages)
         shown = call(*tuned, split, "--in-sample")
         assert f"in sample: the weights were chosen on {count} of the 4 queries of test" in shown.out

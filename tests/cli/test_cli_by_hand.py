@@ -213,18 +213,7 @@ def test_search_explains_the_query_after_feedback(call: Call, fed: Path) -> None
 
 def test_search_interpolates_with_bm25_and_explains_its_own_part(call: Call, fed: Path) -> None:
     place = ("--index", fed / "index", "--model", fed / "model", "--vectors", fed / "vectors")
-    asked = (
-        "search",
-        QUERY,
-        *place,
-        "--prf",
-        "rocchio",
-        "--prf-with",
-        fed / "bm25",
-        "--prf-weight",
-        "0.9",
-        "--json",
-    )
+    asked = ("search", QUERY, *place, "--prf", "rocchio", "--prf-with", fed / "bm25", "--prf-weight", "0.9", "--json")
     hits = measured(call(*asked, "--k", "3"))["hits"]
     assert hits[0]["id"] == "d0" and hits[0]["score"] == pytest.approx(1, abs=0.1), "normalised scores, not products"
     assert sum(term["share"] for term in hits[0]["terms"]) == pytest.approx(1, rel=1e-5)

@@ -50,10 +50,7 @@ USAGE = [
     ("encode --model SPARSE --output v --rate 5", "--rate: expected a number above 0 together with --dry-run"),
     ("encode --model SPARSE --output v --dry-run --rate 0", "--rate: expected a number above 0"),
     ("encode --model minilm --output v --data DATA --engine ray", "tilefold train --steps 0"),
-    (
-        "encode --model minilm --output v --data DATA --kind dense",
-        "--kind: expected one of sparse, tokens, got",
-    ),
+    ("encode --model minilm --output v --data DATA --kind dense", "--kind: expected one of sparse, tokens, got"),
     ("encode --model minilm --output v --data DATA --kind tokens --top-k 5", "and minilm is a multi-vector one"),
     ("encode --model m --output v --batch-size 0", "--batch-size: expected at least 1"),
     ("encode --model m --output v --shard-size -1", "--shard-size: expected at least 1"),

@@ -1,8 +1,11 @@
-"""What an outside caller may do to any operator: wrong kinds of arguments, no elements, torch's own defaults."""
+"""Wrong kinds of arguments to any operator, no elements, torch's own defaults, transforms, and copies."""
 
 from __future__ import annotations
 
+import copy
 import importlib
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.refusals import refused
 from tilefold.ops import (
+    QuantizedTokens,
+    QuantizedWeight,
     entmax,
     entmax_attention,
     lsr_head,
     lsr_head_sparse,
     maxsim,
+    quantize_tokens,
     quantize_weight,
     token_scatter,
     token_scatter_sparse,
@@ -35,8 +42,7 @@ def elsewhere() -> Iterator[None]:
 
 def test_attention_refuses_values_on_another_device_and_lists_for_tensors() -> None:
     q, k, v = torch.randn(1, 2, 3, D), torch.randn(1, 2, 5, D), torch.randn(1, 2, 5, D)
-    with pytest.raises(ValueError, match="v must be on the device of q"):
-        entmax_attention(q, k, v.to("meta"))
+    refused(ValueError, "v must be on the device of q", entmax_attention, q, k, v.to("meta"))
     for name, given in (("key_padding_mask", (q, k, v)), *[(f"cu_seqlens_{x}", (q[0], q[0], q[0])) for x in "qk"]):
         with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
             entmax_attention(*given, **{name: [[1, 1, 1, 1, 1]]})  # type: ignore[arg-type]
@@ -105,8 +111,7 @@ def test_sparse_and_nested_tensors_are_refused_by_name(operator: Callable[[Tenso
             r"\w+ must be a dense tensor, got a nested one",
         ),
     ):
-        with pytest.raises(TypeError, match=said):
-            as_it_is(operator, other)
+        refused(TypeError, said, as_it_is, operator, other)
 
 
 def as_it_is(operator: Callable[[Tensor, str], Any], x: Tensor) -> Any:
@@ -148,41 +153,20 @@ def test_interpreted_kernels_refuse_bf16_which_the_interpreter_takes_for_integer
         lsr_head(X, X[0], impl="triton")
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_function_transforms_are_those_of_the_reference_or_an_error_that_says_so(
-    operator: Callable[[Tensor, str], Tensor], transform: Callable[..., object]
-) -> None:
-    def run(impl: str) -> object:
-        function = (lambda x: operator(x, impl).sum()) if transform is torch.func.grad else lambda x: operator(x, impl)
-        return transform(function, X) if transform is torch.func.vjp else transform(function)(X)  # type: ignore[operator]
-
-    run("reference")
-    with pytest.raises(
-        RuntimeError, match=r"impl must be 'reference' under torch\.func\.grad, vjp and jacrev, got 'auto'"
-    ):
-        run("auto")
-
-
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_several_gradients_at_once_and_vmap_are_one_call_after_the_other(
+def test_function_transforms_and_forward_mode_are_those_of_the_reference_or_an_error_that_says_so(
     operator: Callable[[Tensor, str], Tensor],
 ) -> None:
-    x = X.clone().requires_grad_()
-    scores = operator(x, "auto")
-    several = torch.randn(4, *scores.shape, generator=torch.Generator().manual_seed(1))
-    (together,) = torch.autograd.grad(scores, x, several, is_grads_batched=True, retain_graph=True)
-    for one, found in zip(several, together, strict=True):
-        torch.testing.assert_close(found, torch.autograd.grad(scores, x, one, retain_graph=True)[0])
-    batch = torch.stack([X, 2 * X, X.flip(0)])
-    expected = torch.stack([operator(x, "auto") for x in batch])
-    torch.testing.assert_close(torch.func.vmap(lambda x: operator(x, "auto"))(batch), expected)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.vjp):
 
+        def run(impl: str, transform: Any = transform) -> object:
+            summed = transform is torch.func.grad
+            function: Any = lambda x: operator(x, impl).sum() if summed else operator(x, impl)  # noqa: E731
+            return transform(function, X) if transform is torch.func.vjp else transform(function)(X)
 
-@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
-def test_forward_mode_derivatives_are_those_of_the_reference_or_an_error_and_never_zeros(
-    operator: Callable[[Tensor, str], Tensor],
-) -> None:
+        run("reference")
+        said = r"impl must be 'reference' under torch\.func\.grad, vjp and jacrev, got 'auto'"
+        refused(RuntimeError, said, run, "auto")
     direction = torch.arange(X.numel()).view_as(X) / X.numel()
     x = X.clone().requires_grad_()
     weights = operator(X, "reference").detach()
@@ -191,3 +175,42 @@ def test_forward_mode_derivatives_are_those_of_the_reference_or_an_error_and_nev
     torch.testing.assert_close(tangent, (gradient * direction).sum(), rtol=1e-4, atol=1e-6)
     with pytest.raises(RuntimeError, match="impl must be 'reference' in forward-mode differentiation"):
         torch.func.jvp(lambda t: operator(t, "auto"), (X,), (direction,))
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))  # noqa: S301
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+ROWS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def parts(value: QuantizedWeight | QuantizedTokens) -> tuple[Tensor, Tensor]:
+    return value.values, value.scale if isinstance(value, QuantizedWeight) else value.scales
+
+
+@pytest.mark.parametrize("again", [pickled, saved, copy.deepcopy, copy.copy])
+@pytest.mark.parametrize("make", [
+    lambda: quantize_weight(ROWS), lambda: quantize_weight(ROWS)[2:5], lambda: quantize_tokens(ROWS, "fp8"),
+    lambda: quantize_tokens(ROWS.view(2, 3, 4), "int8"),
+], ids=["weight", "rows of a weight", "fp8 tokens", "int8 tokens"])  # fmt: skip
+def test_copies_hold_the_same_numbers(
+    make: Callable[[], QuantizedWeight | QuantizedTokens], again: Callable[[Any], Any]
+) -> None:
+    original = make()
+    other = again(original)
+    assert type(other) is type(original)
+    for mine, theirs in zip(parts(other), parts(original), strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        assert (mine.data_ptr() == theirs.data_ptr()) == (again is copy.copy)
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_a_pickled_slice_does_not_carry_the_whole_weight() -> None:
+    weight = quantize_weight(torch.randn(1000, 64))
+    assert len(pickle.dumps(weight[:2])) < 2000

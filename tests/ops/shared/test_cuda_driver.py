@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.refusals import refused
 from tilefold.ops._shared import fallback, internals
 from tilefold.ops._shared._triton import cuda_driver
 from tilefold.ops._shared._triton.cuda_driver import POINTER, Map, driver_launch
@@ -235,11 +236,9 @@ def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPa
         ([POINTER, POINTER], [0, 1]), ([POINTER], [0]), ([POINTER, 3, 4, 5, 6], [0]),
         ([Map(lambda address: (address, None), (1,)), 3], [0]), ([POINTER, 0.5], [0]),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="kernel"):
-            driver_launch(*FIXED, arguments, places, abs)
+        refused(ValueError, "kernel", driver_launch, *FIXED, arguments, places, abs)
     more = PTX.replace(")", ", .param .u64 e)")  # of which the first three are no scratch
-    with pytest.raises(ValueError, match="kernel"):
-        driver_launch("kernel", FIXED[1], more, (1, 1, 1), (32, 0), [POINTER, 3], [0], abs)
+    refused(ValueError, "kernel", driver_launch, "kernel", FIXED[1], more, (1, 1, 1), (32, 0), [POINTER, 3], [0], abs)
 
 
 def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
@@ -266,8 +265,7 @@ def test_a_thread_without_a_context_enters_it_and_an_error_is_raised_with_its_na
     launch = driver_launch(*FIXED, [POINTER, 3], [0], abs)
     launch((64,))
     assert entered == [3] and len(driver.seen) == 2
-    with pytest.raises(RuntimeError, match=r"kernel could not be launched: CUDA error 719 \(text of 719\)"):
-        launch((64,))
+    refused(RuntimeError, r"kernel could not be launched: CUDA error 719 \(text of 719\)", launch, (64,))
 
 
 def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

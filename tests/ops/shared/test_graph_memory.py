@@ -66,21 +66,16 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     launch._allocates_in_stream_order.cache_clear()
 
 
-def test_the_first_launch_under_capture_compiles_and_then_passes_addresses(capturing: list[bool]) -> None:
-    kernel, x = Kernel(), torch.zeros(4)
-    launch.Launcher(kernel, {"BLOCK": 16})((1, 1, 1), (x, None, 5))
-    assert len(kernel.warmups) == 1
-    assert kernel.launches == [(x.data_ptr(), None, 5, 16)]
-
-
-def test_a_kernel_that_ran_is_launched_with_addresses_under_capture_and_only_there(capturing: list[bool]) -> None:
+@pytest.mark.parametrize(("captured", "kinds"), [((True,), [int]), ((False, True, False), [Tensor, int, Tensor])])
+def test_under_capture_and_only_there_a_kernel_is_compiled_before_and_gets_addresses(
+    capturing: list[bool], captured: tuple[bool, ...], kinds: list[type]
+) -> None:
     kernel, x = Kernel(), torch.zeros(4)
     run = launch.Launcher(kernel, {"BLOCK": 16})
-    for now in (False, True, False):
-        capturing[0] = now
+    for capturing[0] in captured:
         run((1, 1, 1), (x, None, 5))
-    assert not kernel.warmups
-    assert [type(given[0]) for given in kernel.launches] == [Tensor, int, Tensor]
+    assert len(kernel.warmups) == captured[0] and [type(given[0]) for given in kernel.launches] == kinds
+    assert kernel.launches[captured.index(True)] == (x.data_ptr(), None, 5, 16)
 
 
 def test_another_allocator_is_never_asked_whether_it_captures(

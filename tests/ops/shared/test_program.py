@@ -102,23 +102,17 @@ def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is
     assert steps[0].bound_calls == 2
 
 
-def test_launches_that_the_driver_cannot_repeat_stay_with_their_steps(
-    steps: list[Recorder], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_launches_that_cannot_be_repeated_or_of_tensors_of_another_alignment_stay_with_their_steps(
+    steps: list[Recorder], monkeypatch: pytest.MonkeyPatch, repeatable: bool
 ) -> None:
-    made = program.Program(Plan((launch("one", "a y"), launch("two", "y a"))), ("a",),
-                           {"y": Buffer((4,), torch.float32)}, CPU, SETTING)  # fmt: skip
-    monkeypatch.setattr(steps[1], "_launch", None)
+    plan, setting = Plan((launch("one", "a y"), launch("two", "y a"))), SETTING._replace(aligned=not repeatable)
+    made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, setting)
+    if not repeatable:
+        monkeypatch.setattr(steps[1], "_launch", None)
     for _ in range(4):
         made(torch.ones(3))
     assert [step.bound_calls for step in steps] == [0, 0] and [len(step.calls) for step in steps] == [4, 4]
-
-
-def test_tensors_of_another_alignment_never_get_bound_launches(steps: list[Recorder]) -> None:
-    plan = Plan((launch("one", "a y"),))
-    made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, SETTING._replace(aligned=False))
-    for _ in range(4):
-        made(torch.ones(3))
-    assert steps[0].bound_calls == 0 and len(steps[0].calls) == 4
 
 
 def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_made(steps: list[Recorder]) -> None:
@@ -154,28 +148,19 @@ def test_what_torch_makes_is_gone_once_it_is_read(steps: list[Recorder]) -> None
     assert y is not None and z is None and len(alive) == 3
 
 
-def test_given_tensors_that_torch_copies_first_leave_the_launches_bound(steps: list[Recorder]) -> None:
-    plan = Plan((TorchStep("a", Tensor.contiguous, "a"), launch("one", "a y nothing")), {"y2": None, "nothing": None})
-    made = program.Program(
-        plan, ("a",), {"y": Buffer((3,), torch.float32), "y2": Buffer((1,), torch.int32)}, CPU, SETTING
-    )
-    for _ in range(4):
-        a = torch.arange(6.0).view(3, 2).T
-        y, y2 = made(a)
-        assert y2 is None and y is not None and steps[0].calls[-1][1:] == [y.data_ptr(), None]
-        assert steps[0].calls[-1][0] != a.data_ptr()
-    assert steps[0].bound_calls == 2
-
-
-def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(steps: list[Recorder]) -> None:
-    plan = Plan((TorchStep("a", Tensor.contiguous, "a"), TorchStep("most", torch.amax, "a"), launch("one", "a most y")))
-    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32)}, CPU, SETTING)
-    addresses = []
+@pytest.mark.parametrize("copied", [True, False])
+def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(steps: list[Recorder], copied: bool) -> None:
+    first = TorchStep("a", Tensor.contiguous, "a"), TorchStep("most", torch.amax, "a")
+    plan = Plan((*first, launch("one", "a most y nothing")), {"y2": None, "nothing": None})
+    results = {"y": Buffer((3,), torch.float32), "y2": Buffer((1,), torch.int32)}
+    made = program.Program(plan, ("a",), results, CPU, SETTING)
     for turn in range(4):
-        made(a := torch.arange(6.0) + turn)
-        assert steps[0].calls[-1][0] == a.data_ptr()
-        addresses.append(steps[0].calls[-1][1])
-    assert steps[0].bound_calls == 2 and all(addresses)
+        a = torch.arange(6.0).view(3, 2) + turn
+        y, y2 = made(a := a.T if copied else a)
+        at, most, *rest = steps[0].calls[-1]
+        assert y2 is None and y is not None and rest == [y.data_ptr(), None] and most
+        assert (at == a.data_ptr()) is not copied
+    assert steps[0].bound_calls == 2
 
 
 def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tensor(steps: list[Recorder]) -> None:
@@ -195,7 +180,7 @@ def test_a_gradient_that_is_given_is_written_and_not_returned(steps: list[Record
         assert steps[0].calls[-1][1] == dw.data_ptr()
 
 
-def test_pieces_lie_apart_in_one_buffer() -> None:
+def test_pieces_lie_apart_in_one_buffer_and_are_made_once_where_they_have_no_element() -> None:
     parts = (((3, 5), torch.bfloat16), ((), torch.int64), ((0,), torch.int32), ((77,), torch.float32))
     pieces = Pieces(CPU, *parts)
     assert pieces.like.untyped_storage().nbytes() == 0
@@ -210,9 +195,5 @@ def test_pieces_lie_apart_in_one_buffer() -> None:
     assert all((piece.data_ptr() - made[0].data_ptr()) % PIECE_ALIGNMENT == 0 for piece in made)
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     assert made[0].data_ptr() != again[0].data_ptr()
-
-
-def test_pieces_without_an_element_are_made_once() -> None:
-    pieces = Pieces(CPU, ((0,), torch.float32), ((0, 4), torch.int32))
-    assert pieces() is pieces()
-    assert [piece.tensor().shape for piece in pieces()] == [(0,), (0, 4)]
+    nothing = Pieces(CPU, ((0,), torch.float32), ((0, 4), torch.int32))
+    assert nothing() is nothing() and [piece.tensor().shape for piece in nothing()] == [(0,), (0, 4)]

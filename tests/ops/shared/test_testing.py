@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
+from tests.refusals import refused
 from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty, product_bound, relative_error
 from tilefold.testing.lsr_head import (
     DENSITIES,
     assert_lsr_head_matches,
     lsr_head_inputs,
     lsr_head_results,
-    lsr_head_truth,
     with_one_answer,
 )
 from tilefold.testing.padding import LAYOUTS
@@ -90,18 +90,6 @@ def test_products_added_up_in_any_order_are_within_the_bound_and_the_budget(dim:
     assert ((1.01 * found - exact).abs() > bound).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_gradients_that_sum_over_a_vocabulary_in_any_order_are_within_budget(order: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    dlogits, weight = torch.randn(2, 30_522, generator=generator), torch.randn(30_522, 64, generator=generator)
-    exact = dlogits.double() @ weight.double()
-    found = in_an_order(dlogits.double().T[:, :, None] * weight.double()[:, None, :], order)
-    assert_within_budget(found, exact, kind="gradient")
-    for wrong in (1.01 * found, found - dlogits[:, :1] * weight[:1]):
-        with pytest.raises(AssertionError, match="over the gradient budget"):
-            assert_within_budget(wrong, exact, kind="gradient")
-
-
 def test_a_failure_names_the_tensor_the_error_the_budget_and_the_place() -> None:
     reference = torch.ones(2, 3)
     out = reference.clone()
@@ -110,18 +98,10 @@ def test_a_failure_names_the_tensor_the_error_the_budget_and_the_place() -> None
         r"dweight: relative error 2\.04e-01 is over the gradient budget 2\.0e-05 of float32; furthest at \(1, 2\): "
         r"1\.5 instead of 1, shape \[2, 3\], 0 not finite\."
     )
-    with pytest.raises(AssertionError, match=text):
-        assert_within_budget(out, reference, kind="gradient", name="dweight")
+    refused(AssertionError, text, assert_within_budget, out, reference, kind="gradient", name="dweight")
     out[0, 1] = math.nan
     with pytest.raises(AssertionError, match=r"relative error inf .* furthest at \(0, 1\): nan .* 1 not finite"):
         assert_within_budget(out, reference)
-
-
-def test_a_wrong_winner_is_over_budget() -> None:
-    truth = lsr_head_truth(lsr_head_inputs(4, 9, 16, 200))
-    wrong = lsr_head_results(lsr_head_inputs(4, 9, 16, 200).cast(torch.float16).cast(torch.float32))
-    with pytest.raises(AssertionError, match="dhidden: relative error"):  # of logits in fp16
-        assert_within_budget(wrong["dhidden"], truth["dhidden"], kind="gradient", name="dhidden")
 
 
 def test_poisoned_allocations_show_what_nobody_wrote_and_end_with_the_block() -> None:
@@ -185,5 +165,4 @@ def test_inputs_repeat_differ_by_seed_match_their_reference_and_refuse_what_does
     results = assert_lsr_head_matches(lsr_head_inputs(3, 5, 8, 9, layout="holes"), impl="reference")
     assert set(results) == {"scores", "dhidden", "dweight", "dbias"}
     for name, value in (("layout", "middle"), ("density", "half")):
-        with pytest.raises(ValueError, match=rf"{name} must be one of .*, got '{value}'"):
-            lsr_head_inputs(1, 2, 3, 4, **{name: value})  # type: ignore[arg-type]
+        refused(ValueError, rf"{name} must be one of .*, got '{value}'", lsr_head_inputs, 1, 2, 3, 4, **{name: value})

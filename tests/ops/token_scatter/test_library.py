@@ -12,6 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
+from tests.refusals import refused
 from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.token_scatter import chosen_impl
@@ -196,15 +197,12 @@ def test_nothing_of_the_size_of_the_vocabulary_is_allocated() -> None:
        for bad in (math.nan, "a", None, torch.tensor(1.0))],
 )  # fmt: skip
 def test_a_bad_limit_is_refused(name: str, bad: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        run(token_scatter_inputs(1, 2, 5), **{name: bad})
+    refused(ValueError, said, run, token_scatter_inputs(1, 2, 5), **{name: bad})
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_broken_ids_and_offsets_raise_on_every_device(device: str) -> None:
     weights, ids = torch.randn(3, device=device), torch.tensor([0, 7, 1], device=device)
     offsets = torch.tensor([0, 3], device=device)
-    with pytest.raises(ValueError, match=r"got 7 at \[1\]"):
-        token_scatter_sparse(weights, ids, 5, cu_seqlens=offsets)
-    with pytest.raises(ValueError, match="cu_seqlens must start with 0"):
-        token_scatter_sparse(weights, ids, 9, cu_seqlens=offsets + 1)
+    refused(ValueError, r"got 7 at \[1\]", token_scatter_sparse, weights, ids, 5, cu_seqlens=offsets)
+    refused(ValueError, "cu_seqlens must start with 0", token_scatter_sparse, weights, ids, 9, cu_seqlens=offsets + 1)

@@ -56,12 +56,6 @@ def test_scratch_is_twelve_bytes_a_token_and_twenty_for_sums() -> None:
         assert sum(each.shape[0] * each.dtype.itemsize for each in buffers) == expected * 21
 
 
-def test_configurations_follow_the_length_of_sequences_or_the_tokens_of_a_packed_batch() -> None:
-    for length, block in ((128, 128), (129, 512), (513, 1024)):
-        assert launch(forward(2, length)).constants["BLOCK"] == block
-        assert launch(forward(length, cu_seqlens=meta(3, dtype=torch.int32))).constants["BLOCK"] == block
-
-
 def test_nothing_is_launched_for_nothing() -> None:
     for shape in ((0, 5), (2, 0)):
         assert forward(*shape).steps == ()

@@ -59,26 +59,6 @@ def test_ties_are_settled_as_in_the_reference(target: Target, inputs: TokenScatt
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.skipif(triton_interpreted(), reason="the kernels are seen by the other properties")
-@EXAMPLES
-@given(inputs=problems(whole_numbers=True), reduce=REDUCTIONS, data=st.data())
-def test_the_order_of_tokens_does_not_matter_to_the_scores(
-    target: Target, inputs: TokenScatterInputs, reduce: str, data: st.DataObject
-) -> None:
-    if inputs.attention_mask is None:
-        return
-    order = torch.tensor(data.draw(st.permutations(range(inputs.weights.size(1)))))
-    shuffled = dataclasses.replace(
-        inputs,
-        weights=inputs.weights[:, order],
-        input_ids=inputs.input_ids[:, order],
-        attention_mask=inputs.attention_mask[:, order],
-    )
-    options = {"reduce": reduce, "activation": "none", "impl": target.impl, "needs": False}
-    one, other = (token_scatter_results(i.to(target.device), **options)["scores"] for i in (inputs, shuffled))
-    assert torch.equal(one, other)
-
-
 @pytest.mark.skipif(triton_interpreted(), reason="the sparse function has no kernels")
 @EXAMPLES
 @given(
