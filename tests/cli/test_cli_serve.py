@@ -25,25 +25,17 @@ from tilefold.retrieval.collection import Collection, Document
 
 
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(call: Any, tmp_path: Path) -> None:
-    empty = tmp_path / "key"
+    empty, several = tmp_path / "key", tmp_path / "keys"
     empty.write_text("\n")
-    several = tmp_path / "keys"
     several.write_text("a\nb\n")
+    one = "--api-key-file: expected one line with the key in"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         for options, code, message in (
-            (
-                ("--api-key-file", empty),
-                2,
-                f"--api-key-file: expected one line with the key in {empty}, got an empty one",
-            ),
-            (
-                ("--api-key-file", several),
-                2,
-                f"--api-key-file: expected one line with the key in {several}, got 2 lines",
-            ),
+            (("--api-key-file", empty), 2, f"{one} {empty}, got an empty one"),
+            (("--api-key-file", several), 2, f"{one} {several}, got 2 lines"),
             (("--port", port), 1, f"cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0."),
         ):
             fails(call("serve", "--model", "minilm", *options), code, message)
@@ -116,11 +108,8 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
 def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, work: Path, tmp_path: Path) -> None:
     shutil.copytree(work / "tiny", tmp_path / "broken")
     weights = load_file(tmp_path / "broken" / "model.safetensors")
-    save_file(
-        {name: value * float("nan") for name, value in weights.items()},
-        tmp_path / "broken" / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    broken = {name: value * float("nan") for name, value in weights.items()}
+    save_file(broken, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
     fails(call("serve", "--port", "0", "--model", tmp_path / "broken"), 1, "broken cannot encode a word")
 
 

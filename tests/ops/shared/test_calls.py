@@ -18,14 +18,24 @@ from tilefold.ops._shared import calls, fallback, internals, library
 from tilefold.ops._shared.calls import call_key, gradient_key
 
 SOURCES = Path(tilefold.__file__).parent
-PRIVATE = re.compile(
-    r"torch\._(?!dynamo|_)\w|aten\._\w|_functorch|forward_ad\._|\bknobs\b|packed_metadata|launch_pdl|backends\.nvidia|\.do_not_specialize"
+INTERNALS = "ops/_shared/internals.py"
+PRIVATE = (
+    r"torch\._(?!dynamo|_)\w|aten\._\w|_functorch|forward_ad\._|\bknobs\b|packed_metadata|launch_pdl|backends\.nvidia"
+    r"|\.do_not_specialize"
 )
 
 
-def test_one_file_names_what_is_private() -> None:
-    naming = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if PRIVATE.search(path.read_text())}
-    assert naming == {"ops/_shared/internals.py"}
+@pytest.mark.parametrize(
+    ("names", "file"),
+    [
+        (PRIVATE, INTERNALS),
+        (r"(allow_tf32|fp32_precision)\b", INTERNALS),
+        (r"triton\.__version__|version\(\"triton\"\)", "bench/results.py"),  # operators ask releases.py
+    ],
+)
+def test_one_file_names_what_is_private_the_switches_of_tf32_and_the_release_of_triton(names: str, file: str) -> None:
+    naming = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if re.search(names, path.read_text())}
+    assert naming == {file}
 
 
 def test_modes_and_transforms_are_seen() -> None:
