@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tilefold._files import sha256_file
+
 
 def edit(file: Path, **changes: Any) -> None:
     """Change members of the JSON object in `file`; None removes one. It is left without a checksum of itself."""
@@ -25,3 +27,9 @@ def sum_terms(folder: Path) -> None:
     spans = [slice(*pair) for pair in itertools.pairwise(offsets)]
     sums = [zlib.crc32(weights[span].tobytes(), zlib.crc32(documents[span].tobytes())) for span in spans]
     np.save(folder / "checksums.npy", np.array(sums, np.uint32))
+
+
+def sum_files(folder: Path) -> None:
+    """Write the manifest of an index whose files were changed."""
+    files = {file.name: sha256_file(file) for file in folder.iterdir() if file.name != "index.json"}
+    edit(folder / "index.json", files=files)

@@ -6,8 +6,6 @@ import io
 import json
 import re
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 from tests import programs
 from tests.cli.program import Call, fails, measured, run_steps
 from tests.recipes.small import SUBJECTS, small_collection
-from tests.retrieval.test_retrieval_interruptions import HOLD, HOLD_PATH
+from tests.retrieval.test_retrieval_interruptions import held
 from tilefold._files import write_json
 from tilefold.cli import _common, _models
 from tilefold.recipes import _run
@@ -139,15 +137,12 @@ def test_a_full_disk_is_named(call: Call, work: Path, tmp_path: Path) -> None:
 def test_two_programs_do_not_write_into_one_place(call: Call, work: Path, tmp_path: Path) -> None:
     encode = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
     index = ("index", "--backend", "bm25", "--data", work / "data", "--output", tmp_path / "index")
-    for program, command, message in (
-        (HOLD, encode, "another process is writing there"),
-        (HOLD_PATH, index, f"{tmp_path}/index: another process is writing it"),
+    for how, command, message in (
+        ("hold_folder", encode, "another process is writing there"),
+        ("hold_path", index, f"{tmp_path}/index: another process is writing it"),
     ):
-        held = (sys.executable, "-c", program, str(command[-1]))
-        with subprocess.Popen(held, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with held(how, Path(str(command[-1]))):
             outcome = call(*command)
-            holder.kill()
         assert outcome.code == 1 and message in outcome.err
     assert call(*index).code == 0
     assert "index" in {entry.name for entry in tmp_path.iterdir()} and not list(tmp_path.glob(".index*"))

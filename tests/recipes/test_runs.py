@@ -23,7 +23,7 @@ from tests import programs
 from tests.cli.program import run_cli
 from tests.processes import ROOT
 from tests.refusals import refused
-from tests.retrieval.test_retrieval_interruptions import HOLD, held
+from tests.retrieval.test_retrieval_interruptions import held
 from tilefold._files import InUseError
 from tilefold.integrations.transformers import runs_entmax, unregister
 from tilefold.recipes import ColbertRecipe, SpladeRecipe, TrainingError, _training, get_recipe, train
@@ -219,7 +219,7 @@ def test_settings_may_change_until_there_is_a_checkpoint_and_a_finished_run_is_r
 def test_what_another_process_trains_or_tilefold_did_not_make_is_left_alone(
     recipe: SpladeRecipe, collection: Collection, tmp_path: Path
 ) -> None:
-    with held(HOLD, tmp_path / "m.training"):
+    with held("hold_folder", tmp_path / "m.training"):
         refused(InUseError, "another process is writing there", train, recipe, collection, tmp_path / "m")
     (tmp_path / "notes.txt").write_text("mine")
     refused(FileExistsError, "no model that tilefold trained", train, recipe, collection, tmp_path, overwrite=True)

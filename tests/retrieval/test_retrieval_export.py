@@ -17,6 +17,7 @@ from tilefold.retrieval.export import export_opensearch, export_vespa
 from tilefold.retrieval.provenance import Provenance
 
 Make = Callable[..., SparseVectors]
+WEIGHT = st.floats(0, 1e6, width=32, allow_subnormal=False)
 EXPORTERS = [export_opensearch, export_vespa]
 
 
@@ -57,11 +58,7 @@ def same(found: dict[str, dict[str, float]], wanted: dict[str, dict[str, float]]
 
 @pytest.mark.parametrize("export", EXPORTERS)
 @settings(max_examples=20, deadline=None)
-@given(
-    weights=st.lists(
-        st.lists(st.floats(0, 1e6, width=32, allow_subnormal=False), min_size=5, max_size=5), min_size=1, max_size=6
-    )
-)
+@given(weights=st.lists(st.lists(WEIGHT, min_size=5, max_size=5), min_size=1, max_size=6))
 def test_files_hold_every_weight_to_the_last_bit(
     export: Any, weights: list[list[float]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -86,12 +83,8 @@ def test_a_folder_of_shards_gives_the_files_of_the_vectors_in_memory(
         assert (tmp_path / "memory" / name).read_bytes() == (tmp_path / "shards" / name).read_bytes()
     assert same(read_back(tmp_path / "shards"), expected(vectors))
     record = json.loads((tmp_path / "shards" / "export.json").read_text())
-    assert (record["fingerprint"], record["model_fingerprint"], record["texts_sha256"], record["names"]) == (
-        "f" * 64,
-        "m" * 64,
-        "t" * 64,
-        "numbers",
-    )
+    assert [record[name] for name in ("fingerprint", "model_fingerprint", "texts_sha256")] == [c * 64 for c in "fmt"]
+    assert record["names"] == "numbers"
 
 
 @pytest.mark.parametrize("export", EXPORTERS)
@@ -118,11 +111,10 @@ def test_other_files_are_never_replaced_and_an_earlier_export_is(
     assert len(read_back(tmp_path / "out")) == 3
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     refused(FileExistsError, "nothing was overwritten", export, make_vectors(5), tmp_path / "out")
-    with pytest.raises(DataError, match="vectors: expected at least one document, got 0 rows"):
-        export(SparseVectors.from_rows({}, 5), tmp_path / "new")
-    write_vectors(make_vectors(3), tmp_path / "queries", kind="query")
-    with pytest.raises(DataError, match="expected vectors of documents, got vectors of kind 'query'"):
-        export(tmp_path / "queries", tmp_path / "new")
+    none, folder = SparseVectors.from_rows({}, 5), tmp_path / "queries"
+    refused(DataError, "vectors: expected at least one document, got 0 rows", export, none, tmp_path / "new")
+    write_vectors(make_vectors(3), folder, kind="query")
+    refused(DataError, "of documents, got vectors of kind 'query'", export, folder, tmp_path / "new")
 
 
 @pytest.mark.parametrize("export", EXPORTERS)
@@ -138,26 +130,50 @@ def test_texts_go_along(export: Any, make_vectors: Make, tmp_path: Path) -> None
     assert not (tmp_path / "other").exists()
 
 
-def test_opensearch_refuses_dots_unless_told_to_keep_them(tmp_path: Path) -> None:
-    vectors, tokens = SparseVectors.from_rows({"a": {0: 1.0}}, 2), ["3.5", "."]
-    with pytest.raises(DataError, match=r"whose name holds a dot, got '3.5' \(term 0\). .*numbers \(or dots=keep"):
-        export_opensearch(vectors, tmp_path / "out", tokens)
-    export_opensearch(vectors, tmp_path / "out", tokens, dots="keep")
-    assert read_back(tmp_path / "out") == {"a": {"3.5": 1.0}}
-    export_opensearch(SparseVectors.from_rows({"a": {0: 1.0}}, 2), tmp_path / "out", ["three", "."])  # "." is not used
+ROWS = SparseVectors.from_rows
+ONE = ROWS({"a": {0: 1.0}}, 2)
 
 
-def test_opensearch_refuses_what_lucene_cannot_keep(tmp_path: Path) -> None:
-    one = SparseVectors.from_rows({"a": {0: 1.0}}, 2)
-    small, long = SparseVectors.from_rows({"a": {0: 1e-40}}, 2), SparseVectors.from_rows({"ä" * 300: {0: 1.0}}, 2)
-    for vectors, tokens, message in (
-        (small, None, r"weights of at least 1.18e-38 .*, got 1e-40"),
-        (long, None, "no id with more than 512 bytes"),
-        (one, ["x" * 40_000, "y"], "more than 32766 bytes"),
-    ):
-        refused(DataError, message, export_opensearch, vectors, tmp_path / "out", tokens)
+@pytest.mark.parametrize(
+    ("export", "vectors", "options", "message"),
+    [
+        (
+            export_opensearch,
+            ONE,
+            {"tokens": ["3.5", "."]},
+            r"holds a dot, got '3.5' \(term 0\). .*numbers \(or dots=keep",
+        ),
+        (export_opensearch, ROWS({"a": {0: 1e-40}}, 2), {}, r"weights of at least 1.18e-38 .*, got 1e-40"),
+        (export_opensearch, ROWS({"ä" * 300: {0: 1.0}}, 2), {}, "no id with more than 512 bytes"),
+        (export_opensearch, ONE, {"tokens": ["x" * 40_000, "y"]}, "more than 32766 bytes"),
+        (
+            export_opensearch,
+            ROWS({"a": {1: 1.0}}, 50_368),
+            {"field_type": "sparse_vector"},
+            r"modulo 32,768.* vocabulary of 50,368. Use field_type='rank_features'",
+        ),
+        (export_vespa, ONE, {"tokens": ["x\0", "y"]}, r"the control character '\\x00', got 'x\\x00' \(term 0\)"),
+        (export_vespa, ROWS({"a\x1b": {0: 1.0}}, 2), {}, r"no id with the control character '\\x1b'"),
+        (export_vespa, ONE, {"texts": {"a": "ding\a"}}, r"no text with the control character '\\x07', got one for 'a'"),
+    ],
+)
+def test_what_an_engine_cannot_keep_is_refused(
+    export: Any, vectors: SparseVectors, options: Any, message: str, tmp_path: Path
+) -> None:
+    refused(DataError, message, export, vectors, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_options_are_named_and_a_dot_is_kept_on_request_or_where_it_is_not_used(tmp_path: Path) -> None:
     for wrong in ({"field": "a.b"}, {"field": "text"}, {"dots": "_"}, {"field_type": "knn"}, {"part_bytes": 0}):
-        refused(ValueError, f"{next(iter(wrong))}: expected", export_opensearch, one, tmp_path / "out", **wrong)
+        refused(ValueError, f"{next(iter(wrong))}: expected", export_opensearch, ONE, tmp_path / "out", **wrong)
+    for wrong in ({"document": "my-doc"}, {"namespace": "a:b"}, {"field": "id"}, {"field": "9"}):
+        refused(ValueError, f"{next(iter(wrong))}: expected", export_vespa, ONE, tmp_path / "out", **wrong)
+    said, kind = "expected None with field_type='sparse_vector'", "sparse_vector"
+    refused(ValueError, said, export_opensearch, ONE, tmp_path / "out", ["a", "b"], field_type=kind)
+    export_opensearch(ONE, tmp_path / "out", ["3.5", "."], dots="keep")
+    assert read_back(tmp_path / "out") == {"a": {"3.5": 1.0}}
+    export_opensearch(ONE, tmp_path / "out", ["three", "."])
 
 
 def test_opensearch_files_are_no_longer_than_asked_and_begin_with_an_action(make_vectors: Make, tmp_path: Path) -> None:
@@ -170,17 +186,9 @@ def test_opensearch_files_are_no_longer_than_asked_and_begin_with_an_action(make
     assert len(export_opensearch(vectors, tmp_path / "tiny", part_bytes=1).files) == 41
 
 
-def test_opensearch_sparse_vector_is_refused_where_it_would_fold_terms(tmp_path: Path) -> None:
-    large = SparseVectors.from_rows({"a": {1: 1.0}}, 50_368)
-    with pytest.raises(DataError, match=r"modulo 32,768.* vocabulary of 50,368. Use field_type='rank_features'"):
-        export_opensearch(large, tmp_path / "out", field_type="sparse_vector")
-    with pytest.raises(ValueError, match="expected None with field_type='sparse_vector'"):
-        export_opensearch(
-            SparseVectors.from_rows({"a": {1: 1.0}}, 2), tmp_path / "o", ["a", "b"], field_type="sparse_vector"
-        )
-    # nothing is cut off; where no document has a weight the ceiling is not 0, which is refused
+def test_the_ceiling_of_sparse_vector_cuts_nothing_off_and_is_above_0_without_a_weight(tmp_path: Path) -> None:
     for weights, ceiling in (({30_521: 4.321}, 4.33), ({}, 1.0)):
-        export_opensearch(SparseVectors.from_rows({"a": weights}, 30_522), tmp_path / "out", field_type="sparse_vector")
+        export_opensearch(ROWS({"a": weights}, 30_522), tmp_path / "out", field_type="sparse_vector")
         mapping = json.loads((tmp_path / "out" / "mapping.json").read_text())
         assert mapping["settings"] == {"index": {"sparse": True}}
         method = mapping["mappings"]["properties"]["sparse"]["method"]
@@ -203,15 +211,3 @@ def test_vespa_keeps_tokens_that_are_words_of_its_format(tmp_path: Path) -> None
     assert "schema article {" in schema and "field splade type tensor<float>(token{}) {" in schema
     assert "expression: sum(query(q) * attribute(splade))" in schema and "field text" not in schema
     assert schema.count("{") == schema.count("}")
-
-
-def test_vespa_refuses_control_characters(tmp_path: Path) -> None:
-    vectors = SparseVectors.from_rows({"a": {0: 1.0}}, 2)
-    with pytest.raises(DataError, match=r"holds the control character '\\x00', got 'x\\x00' \(term 0\)"):
-        export_vespa(vectors, tmp_path / "out", ["x\0", "y"])
-    with pytest.raises(DataError, match=r"no id with the control character '\\x1b'"):
-        export_vespa(SparseVectors.from_rows({"a\x1b": {0: 1.0}}, 2), tmp_path / "out")
-    with pytest.raises(DataError, match=r"no text with the control character '\\x07', got one for 'a'"):
-        export_vespa(vectors, tmp_path / "out", texts={"a": "ding\a"})
-    for wrong in ({"document": "my-doc"}, {"namespace": "a:b"}, {"field": "id"}, {"field": "9"}):
-        refused(ValueError, f"{next(iter(wrong))}: expected", export_vespa, vectors, tmp_path / "out", **wrong)

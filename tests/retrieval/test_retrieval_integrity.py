@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.manifests import edit, sum_terms
+from tests.manifests import edit, sum_files, sum_terms
 from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold._files import DiskFullError, sha256_file
@@ -31,14 +31,8 @@ from tilefold.retrieval.tokens import TokenManifest, TokenVectors, TokenVectorWr
 
 Make = Callable[..., r.SparseVectors]
 DOCUMENTS = {f"d{at}": f"cats and dogs sleep in house number{at} word{at % 7}" for at in range(40)}
-MANIFESTS = {
-    "vectors": "manifest.json",
-    "tokens": "manifest.json",
-    "exact": "index.json",
-    "seismic": "index.json",
-    "bm25": "index.json",
-    "qdrant": "index.json",
-}
+MANIFESTS = dict.fromkeys(("vectors", "tokens"), "manifest.json")
+MANIFESTS |= dict.fromkeys(("exact", "seismic", "bm25", "qdrant"), "index.json")
 
 
 @pytest.fixture(scope="module")
@@ -96,28 +90,23 @@ def replace_array(folder: Path, name: str, values: Any) -> None:
     """Put an array in the place of another, with the right checksums."""
     (folder / name).unlink()  # it may be mapped
     np.save(folder / name, values)
-    edit(folder / "index.json", files={f.name: sha256_file(f) for f in folder.iterdir() if f.name != "index.json"})
+    sum_files(folder)
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_changed_character_of_a_manifest_is_noticed(kind: str, copied: Any) -> None:
+def test_a_manifest_that_is_changed_by_a_character_or_no_json_object_is_named(kind: str, copied: Any) -> None:
     folder = copied(kind)
     file = folder / MANIFESTS[kind]
     text = file.read_text(encoding="utf-8")
     at = re.search(r'"(texts_sha256|fingerprint)": "(.)', text).end(2)  # type: ignore[union-attr]
     file.write_text(text[: at - 1] + ("0" if text[at - 1] != "0" else "1") + text[at:], encoding="utf-8")
     refused(DataError, rf"{file.name}: damaged, or edited: its checksum is not that of the rest", use, kind, folder)
+    for content in ('{"a":' * 100_000 + "1" + "}" * 100_000, "[]", '{"a": 1', "\udcff"):
+        file.write_bytes(content.encode("utf-8", "surrogateescape"))
+        refused(DataError, rf"{file.name}: expected a JSON object", use, kind, folder)
     file.write_text(text, encoding="utf-8")
     edit(file)  # as an earlier tilefold wrote it, without
     use(kind, folder)
-
-
-@pytest.mark.parametrize("kind", MANIFESTS)
-@pytest.mark.parametrize("text", ['{"a":' * 100_000 + "1" + "}" * 100_000, "[]", '{"a": 1', "\udcff"])
-def test_a_manifest_that_is_no_json_object_is_named(kind: str, text: str, copied: Any) -> None:
-    folder = copied(kind)
-    (folder / MANIFESTS[kind]).write_bytes(text.encode("utf-8", "surrogateescape"))
-    refused(DataError, rf"{MANIFESTS[kind]}: expected a JSON object", use, kind, folder)
 
 
 @pytest.mark.parametrize("kind", ["vectors", "tokens"])

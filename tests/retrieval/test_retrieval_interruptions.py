@@ -26,16 +26,8 @@ TEXTS = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)}
 HOLD = """
 import sys
 from pathlib import Path
-from tilefold._files import hold_folder
-lock = hold_folder(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
-HOLD_PATH = """
-import sys
-from pathlib import Path
-from tilefold._files import hold_path
-with hold_path(Path(sys.argv[1])):
+from tilefold import _files
+with getattr(_files, sys.argv[1])(Path(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -105,9 +97,9 @@ def test_settings_may_change_until_something_is_written(splade: Any, tmp_path: P
 
 
 @contextmanager
-def held(code: str, path: Path) -> Iterator[None]:
+def held(how: str, path: Path) -> Iterator[None]:
     """Another process that holds `path`, and is killed."""
-    command = [sys.executable, "-c", code, str(path)]
+    command = [sys.executable, "-c", HOLD, how, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield
@@ -117,7 +109,7 @@ def held(code: str, path: Path) -> Iterator[None]:
 def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_path: Path) -> None:
     r.encode_collection(splade, TEXTS, tmp_path, top_k=20)
     before = (tmp_path / "manifest.json").read_text()
-    with held(HOLD, tmp_path):
+    with held("hold_folder", tmp_path):
         with pytest.raises(InUseError, match="another process is writing there"):
             r.encode_collection(splade, TEXTS, tmp_path, top_k=5, resume=False)
         assert (tmp_path / "manifest.json").read_text() == before
@@ -134,14 +126,9 @@ def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
         built: list[Any] = [r.BM25Index.build({f"{side}{i}": f"cats sleep {i}" for i in range(50)}) for side in "ab"]
     else:
         built = [r.build_index(make_vectors(50, prefix=side), backend) for side in "ab"]
-    queries = make_vectors(3, seed=1)
-
-    def answers(index: Any) -> Any:
-        if backend == "bm25":
-            return index.search({"q": "cats"}, k=5)
-        return r.hits_to_run(queries, index.search(queries, k=5))
-
-    right = [answers(index) for index in built]
+    load: Any = r.BM25Index.load if backend == "bm25" else r.load_index
+    queries: Any = {"q": "cats"} if backend == "bm25" else make_vectors(3, seed=1)
+    right = [index.search(queries, k=5) for index in built]
     assert right[0] != right[1]
     built[0].save(tmp_path / "index")
     for _ in range(4):
@@ -153,7 +140,7 @@ def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
         time.sleep(random.uniform(0.0, 0.15))  # noqa: S311
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert answers((r.BM25Index.load if backend == "bm25" else r.load_index)(tmp_path / "index")) in right
+        assert load(tmp_path / "index").search(queries, k=5) in right
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -206,7 +193,7 @@ def test_a_file_that_fails_leaves_the_former_one_alone_and_has_the_permissions_o
 
 def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_vectors: Any) -> None:
     built = r.build_index(make_vectors(3), "exact")
-    with held(HOLD_PATH, tmp_path / "index"):
+    with held("hold_path", tmp_path / "index"):
         refused(InUseError, "another process is writing it", built.save, tmp_path / "index")
         built.save(tmp_path / "other")
     built.save(tmp_path / "index")

@@ -309,22 +309,14 @@ def test_documents_that_cannot_be_stored_are_named(make_vectors: Make) -> None:
         refused(ValueError, message, call)
 
 
-def test_half_precision_costs_half_the_digits(make_vectors: Make, tmp_path: Path) -> None:
-    vectors, queries = make_vectors(100), make_vectors(5, seed=1, prefix="q")
-    index = build_index(vectors, "qdrant", weights="float16")
-    truth = [{hit.id: hit.score for hit in row} for row in build_index(vectors).search(queries, 100)]
-    for row, scores in zip(index.search(queries, 10), truth, strict=True):
-        assert all(hit.score == pytest.approx(scores[hit.id], rel=2**-10) for hit in row)
-
-
 def test_an_embedded_collection_is_open_once_and_the_second_try_does_it_no_harm(
     make_vectors: Make, tmp_path: Path
 ) -> None:
     vectors = make_vectors(30)
     with QdrantCollection.embedded(tmp_path / "c", SPARSE) as collection:
         collection.upsert(Documents(vectors.ids[:20], vectors.take(range(20))))
-        with pytest.raises(InUseError, match="open elsewhere, and an embedded one can be open once at a time"):
-            QdrantCollection.embedded(tmp_path / "c")
+        said = "open elsewhere, and an embedded one can be open once at a time"
+        refused(InUseError, said, QdrantCollection.embedded, tmp_path / "c")
         collection.upsert(Documents(vectors.ids[20:], vectors.take(range(20, 30))))
     refused(RuntimeError, "the collection is closed", len, collection)
     with QdrantCollection.embedded(tmp_path / "c") as collection:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import random
 import re
 import signal
@@ -10,14 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, environment
 from tests.refusals import refused
-from tests.retrieval.qdrant_killed import BATCH, OLD
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import VocabularyMismatchError
@@ -27,13 +30,74 @@ from tilefold.retrieval.qdrant.server import ServerEngine
 Make = Callable[..., SparseVectors]
 KEY = "sesame-4711-open"
 SPARSE = Layout(500, "f" * 64)
-BUILD = """
-import sys
-from tests.retrieval.qdrant_killed import BATCH, LAYOUT, OLD
-from tilefold.retrieval.qdrant import Documents, QdrantCollection
-collection = QdrantCollection.server(sys.argv[1], "papers", LAYOUT)
-collection.build(Documents(OLD.ids, OLD), batch_size=BATCH, progress=lambda done, _: print(done, flush=True))
-"""
+BATCH, PAPERS = 20, Layout(300)
+SERVER = multiprocessing.get_context("forkserver")  # forks are of a process that never opened a collection
+SERVER.set_forkserver_preload([__name__])
+
+
+def vectors(seed: int) -> SparseVectors:
+    generator = np.random.default_rng(seed)
+    rows = {
+        f"d{at}": {int(term): float(generator.random() + 0.1) for term in generator.permutation(300)[:12]}
+        for at in range(240)
+    }
+    return SparseVectors.from_rows(rows, 300)
+
+
+OLD, NEW = vectors(0), vectors(1)
+
+
+def write(place: str, how: str, told: Any) -> None:
+    """Write the documents, and tell 0 and after every batch how many are written."""
+    told.send(0)
+    opened = partial(QdrantCollection.embedded, place)
+    if "://" in place:
+        opened = partial(QdrantCollection.server, place, "papers")
+    vectors = NEW if how == "upsert" else OLD
+    with opened(PAPERS) as collection:
+        add = getattr(collection, how)
+        add(Documents(vectors.ids, vectors), batch_size=BATCH, progress=lambda done, _: told.send(done))
+
+
+def writer(place: str | Path, how: str) -> tuple[Any, Any]:
+    """A process that writes the documents, and what it tells."""
+    here, there = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=write, args=(str(place), how, there))
+    process.start()
+    there.close()
+    return process, here
+
+
+def reports(process: Any, here: Any, stop: float = math.inf, pause: float = 0.0) -> int:
+    """What a process told last that is killed `pause` seconds after it told so much."""
+    told: list[int] = []
+    with suppress(EOFError, OSError):
+        while True:
+            told.append(here.recv())
+            if len(told) > stop:
+                time.sleep(pause)
+                process.kill()
+    process.join(60)
+    return told[-1]
+
+
+def check(folder: Path, reported: int, before: SparseVectors | None, after: SparseVectors) -> None:
+    """The first `reported` documents are those of `after`; the others as `before`, absent without, or of `after`."""
+    if not (folder / "collection.json").is_file():
+        assert reported == 0 and before is None
+        return
+    with QdrantCollection.embedded(folder) as collection:
+        found = collection.vectors(OLD.ids)
+        rows = {name: found.row(row) for row, name in enumerate(found.ids)}
+        for at, name in enumerate(after.ids):
+            allowed = [after] if at < reported or before is None else [before, after]
+            assert name in rows or (at >= reported and before is None), f"{name} of {reported} is lost"
+            if name in rows:
+                same = [all(map(np.array_equal, rows[name], vectors.row(at))) for vectors in allowed]
+                assert any(same), f"{name} is neither old nor new"
+        query = SparseVectors.from_rows({"q": dict.fromkeys(range(300), 1.0)}, 300)
+        assert {hit.id for hit in collection.search(query, 240)[0]} == set(rows), "the index lacks some"
+        assert len(collection) == len(rows)
 
 
 @pytest.fixture
@@ -49,11 +113,20 @@ def waited(message: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.filterwarnings("ignore:.* its files have no checksums:RuntimeWarning")
 def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.retrieval.qdrant_killed", str(tmp_path / "collection"), "3"]
-    given = environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    folder, moments, before = tmp_path / "collection", random.Random(3), None  # noqa: S311
+    for how, after in (("build", OLD), ("upsert", NEW)):
+        for least in (0, 1, 2):
+            stop, pause = least + moments.randrange(2), moments.uniform(0.0, 0.15)
+            check(folder, reports(*writer(folder, how), stop, pause), before, after)
+        assert reports(*writer(folder, how)) == 240
+        check(folder, 240, before, after)
+        before = after
+    with QdrantCollection.embedded(folder) as collection:
+        found = collection.search(NEW.take([3, 14]), 10)
+    exact = build_index(NEW).search(NEW.take([3, 14]), 10)
+    assert [[hit.id for hit in row] for row in found] == [[hit.id for hit in row] for row in exact]
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["down", "never answers"])
@@ -148,11 +221,8 @@ def test_a_build_that_lost_its_server_goes_on_where_it_was(http: OverHttp, make_
     assert again.complete and len(again) == 60
 
 
-def test_a_client_that_is_killed_in_a_request_lost_nothing_that_it_reported(http: OverHttp, tmp_path: Path) -> None:
-    documents = Documents(OLD.ids, OLD)
-    command = [sys.executable, "-c", BUILD, http.url]
-    with (tmp_path / "reports").open("wb") as stream:
-        client = subprocess.Popen(command, env=environment(ROOT, OMP_NUM_THREADS="1"), stdout=stream)
+def test_a_client_that_is_killed_in_a_request_lost_nothing_that_it_reported(http: OverHttp) -> None:
+    documents, (client, here) = Documents(OLD.ids, OLD), writer(http.url, "build")
     sent = random.randrange(2, 8)  # noqa: S311
 
     def kill(method: str, path: str) -> int | None:
@@ -161,9 +231,8 @@ def test_a_client_that_is_killed_in_a_request_lost_nothing_that_it_reported(http
         return None
 
     http.fault = kill
-    assert client.wait(timeout=60) == -signal.SIGKILL
-    http.fault = None
-    reported = int(((tmp_path / "reports").read_text().splitlines() or ["0"])[-1])
+    reported, http.fault = reports(client, here), None
+    assert client.exitcode == -signal.SIGKILL
     assert reported >= (sent - 2) * BATCH
     collection = QdrantCollection.server(http.url, "papers")
     assert not collection.complete
