@@ -62,8 +62,7 @@ $(CLIENTS_STAMP): Makefile pyproject.toml
 	touch $@
 
 test-clients: $(CLIENTS_STAMP) ## Run the clients for LangChain, LlamaIndex and Haystack with these packages, in a separate environment
-	$(CLIENTS)/bin/python -m pytest tests/serve/test_client_langchain.py tests/serve/test_client_llama_index.py \
-		tests/serve/test_client_haystack.py
+	$(CLIENTS)/bin/python -m pytest tests/serve/test_clients.py
 
 test-pylate: $(PEERS_STAMP) ## Compare with the real PyLate and colpali-engine, in a separate environment (6.6 GB)
 	PYTHONPATH="$(CURDIR)/src" $(PEERS)/bin/python -m pytest tests/peers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.decoder_models import TEXTS, dense, tiny_causal_lm
+from tests.recipes.tiny import TEXTS, dense, tiny_causal_lm
 from tilefold.modules.echo import EchoTransformer
 from tilefold.recipes.decoders import causal_splade
 

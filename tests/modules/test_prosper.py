@@ -12,8 +12,8 @@ from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss
 
 from tests.modules.batches import same
-from tests.recipes.decoder_models import TEXTS, dense, tiny_causal_lm
 from tests.recipes.small import small_masked_lm
+from tests.recipes.tiny import TEXTS, dense, tiny_causal_lm
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.losses import GlobalFlopsLoss
 from tilefold.losses.base_splade import BaseSpladeLoss

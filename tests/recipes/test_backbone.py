@@ -134,9 +134,7 @@ def recipe(masked_lm: str) -> ColbertRecipe:
     return ColbertRecipe(base_model=masked_lm, max_length=24, dimension=16)
 
 
-def test_an_untrained_projection_keeps_lengths_up_to_its_rows_and_needs_no_training_to_load(
-    recipe: ColbertRecipe,
-) -> None:
+def test_an_untrained_projection_keeps_lengths_up_to_its_rows_and_loads(recipe: ColbertRecipe) -> None:
     model: Any = load_base_model(replace(recipe, expand_queries=True, query_length=8, skip_punctuation=False))
     weight = model[1].linear.weight
     torch.testing.assert_close(weight @ weight.T, torch.eye(16, device=weight.device), atol=1e-5, rtol=0)

@@ -15,7 +15,7 @@ from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 from transformers import BertForMaskedLM
 
-from tests.recipes.decoder_models import tiny_causal_lm
+from tests.recipes.tiny import tiny_causal_lm
 from tests.refusals import refused
 from tilefold import retrieval
 from tilefold.losses import NoPenalty
@@ -53,7 +53,7 @@ def small_recipe(entry: Entry, bases: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("entry", RECIPES.values(), ids=RECIPES)
-def test_two_steps_leave_a_model_that_sentence_transformers_loads_and_searches_with(
+def test_two_steps_leave_a_model_that_searches(
     entry: Entry, bases: dict[str, str], scores: Path, collection: Collection, tmp_path: Path
 ) -> None:
     recipe = small_recipe(entry, bases)
@@ -77,7 +77,7 @@ def test_two_steps_leave_a_model_that_sentence_transformers_loads_and_searches_w
     assert all(len(found) > 1 and max(found.values()) > 0 for found in hits.values())
 
 
-def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_own(
+def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
     bases: dict[str, str], scores: Path, collection: Collection, tmp_path: Path
 ) -> None:
     recipe = small_recipe(RECIPES["inference-free"], bases)
@@ -108,9 +108,7 @@ def test_idf_queries_are_fitted_on_the_collection_and_learn_at_a_rate_of_their_o
     refused(FileExistsError, "differs in training data", train, from_pairs, grown, tmp_path / "pairs")
 
 
-def test_deepct_starts_at_an_idf_match_and_keeps_its_saturation(
-    bases: dict[str, str], collection: Collection, tmp_path: Path
-) -> None:
+def test_deepct_starts_at_an_idf_match_and_saturates(bases: Any, collection: Collection, tmp_path: Path) -> None:
     recipe = small_recipe(RECIPES["deepct"], bases)
     texts = list(collection.contents().values())
     start = load_base_model(recipe, texts).cpu().eval()

@@ -15,7 +15,7 @@ from sentence_transformers import SparseEncoder
 
 from tests.modules import tiny
 from tests.modules.tiny import QUERIES
-from tests.recipes.decoder_models import FAMILIES, TEXTS, dense, tiny_causal_lm
+from tests.recipes.tiny import FAMILIES, TEXTS, dense, tiny_causal_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules import EchoTransformer, LexicalWindow, ProsperTransformer, SplateHead, TokenWeights, load_encoder
@@ -55,9 +55,7 @@ def reload(model: SparseEncoder, folder: Path) -> SparseEncoder:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_saving_and_fusing_change_nothing(
-    bases: dict[str, str], family: str, variant: str, tmp_path: Path
-) -> None:
+def test_padding_saving_fusing_change_nothing(bases: dict[str, str], family: str, variant: str, tmp_path: Path) -> None:
     model = causal_splade(bases[family], variant, max_length=64, device="cpu")
     vectors = dense(model, TEXTS)
     alone = torch.cat([dense(model, [text]) for text in TEXTS])
@@ -71,9 +69,7 @@ def test_padding_saving_and_fusing_change_nothing(
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("variant", ["causal", "bidirectional"])
-def test_only_a_bidirectional_first_token_sees_the_last(
-    bases: dict[str, str], variant: str, attention: str, tmp_path: Path
-) -> None:
+def test_a_bidirectional_first_token_sees_the_last(bases: Any, variant: str, attention: str, tmp_path: Path) -> None:
     options = {"attn_implementation": attention}
     model = causal_splade(bases["qwen2"], variant, device="cpu", model_kwargs=options)
     model.save_pretrained(str(tmp_path))
@@ -100,9 +96,7 @@ def test_tied_and_untied_heads_score_with_their_own_matrix(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_lora_trains_its_own_weights_and_is_merged_into_a_whole_checkpoint(
-    bases: dict[str, str], variant: str, tmp_path: Path
-) -> None:
+def test_lora_trains_its_own_weights_and_is_merged_into_it(bases: dict[str, str], variant: str, tmp_path: Path) -> None:
     model = causal_splade(bases["qwen2"], variant, max_length=64, device="cpu")
     assert add_lora(model[0], rank=4, alpha=8, dropout=0.0)[0] == "q_proj"
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -212,7 +206,7 @@ def test_every_kind_is_built_and_reloads(
     assert EncoderSpec.from_dict(document.to_dict()) == document
 
 
-def test_training_reads_queries_in_the_form_that_encode_query_gives_them(
+def test_training_reads_queries_as_encode_query_gives_them(
     bases: dict[str, str], collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[tuple[str | None, bool]] = set()
@@ -285,9 +279,7 @@ def test_a_pickle_of_more_than_tensors_is_not_run(tmp_path: Path, monkeypatch: p
     refused(ValueError, r"must hold weight \[1, D\] and bias \[1\]", load_sparse_linear, path)
 
 
-def test_an_interrupted_training_of_adapters_goes_on(
-    bases: dict[str, str], collection: Collection, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_of_adapters_goes_on(bases: dict[str, str], collection: Collection, tmp_path: Path) -> None:
     recipe = LsrRecipe("causal-splade", bases["causal"], document=EncoderSpec("bidirectional", lora=2), **RUN)
 
     def stop(step: int, steps: int, loss: float | None) -> None:

@@ -66,14 +66,9 @@ def trained(masked_lm: str, collection: Collection, tmp_path_factory: pytest.Tem
 
     def run(kind: str) -> Path:
         if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind) / "m"
-            seen: list[tuple[int, int]] = []
-            result = train(
-                recipe_of(kind, masked_lm),
-                collection,
-                made[kind],
-                progress=lambda step, steps, _: seen.append((step, steps)),
-            )
+            made[kind], seen = tmp_path_factory.mktemp(kind) / "m", []
+            recipe = recipe_of(kind, masked_lm)
+            result = train(recipe, collection, made[kind], progress=lambda step, steps, _: seen.append((step, steps)))
             assert (result.steps, result.reused, result.resumed_from, result.fused) == (4, False, 0, True)
             assert seen == [(step, 4) for step in range(1, 5)]
             assert [path.name for path in made[kind].parent.iterdir()] == ["m"]
@@ -123,12 +118,11 @@ def test_training_leaves_a_stock_model_that_changed(trained: Any, masked_lm: str
 
 
 @pytest.mark.parametrize("kind", ["colbert", "entmax"])
-def test_an_interrupted_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
+def test_an_interrupted_run_ends_as_a_whole_one(
     trained: Any, kind: str, masked_lm: str, collection: Collection, tmp_path: Path
 ) -> None:
     recipe = recipe_of(kind, masked_lm)
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, collection, tmp_path / "m", progress=stop_at(3))
+    refused(KeyboardInterrupt, "^$", train, recipe, collection, tmp_path / "m", progress=stop_at(3))
     assert not (tmp_path / "m").exists()
     assert config(tmp_path / "m.training/checkpoint-2").get("entmax_alpha") == (1.8 if kind == "entmax" else None)
     told = r"interrupted run with other settings.*seed"
@@ -141,9 +135,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_weights_of_an_uninterrupte
     assert train(recipe, collection, tmp_path / "m").reused
 
 
-def test_a_killed_run_with_grouped_batches_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
-) -> None:
+def test_a_killed_run_of_grouped_batches_ends_as_a_whole_one(recipe: Any, collection: Any, tmp_path: Path) -> None:
     recipe = replace(recipe, max_steps=6, group_by_length=True)
     command = ("-c", RUN_AND_HANG, recipe.base_model, tmp_path / "killed")
     with programs.start(*command, stdout=programs.PIPE, cwd=ROOT) as process:
@@ -161,7 +153,7 @@ def test_a_killed_run_with_grouped_batches_goes_on_and_ends_with_the_weights_of_
 
 
 @pytest.mark.parametrize("kind", ["splade", "colbert"])
-def test_fused_and_plain_training_end_with_nearly_the_same_weights(
+def test_fused_and_plain_runs_end_alike(
     trained: Any, kind: str, masked_lm: str, collection: Collection, tmp_path: Path
 ) -> None:
     recipe = recipe_of(kind, masked_lm)
@@ -171,9 +163,7 @@ def test_fused_and_plain_training_end_with_nearly_the_same_weights(
     assert max((fused[name] - plain[name]).abs().max().item() for name in fused) <= 8 * recipe.learning_rate * 1.01
 
 
-def test_frozen_layers_and_embeddings_keep_their_weights_and_the_rest_learns(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
-) -> None:
+def test_frozen_layers_and_embeddings_keep_their_weights(recipe: SpladeRecipe, collection: Any, tmp_path: Path) -> None:
     train(replace(recipe, frozen_layers=1), collection, tmp_path / "m")
     before, after = (load_file(Path(path) / "model.safetensors") for path in (recipe.base_model, tmp_path / "m"))
     kept = {name for name in before if torch.equal(before[name], after[name])}
@@ -181,15 +171,12 @@ def test_frozen_layers_and_embeddings_keep_their_weights_and_the_rest_learns(
     assert {name for name in before if ".layer.1." in name and name.endswith("dense.weight")} & kept == set()
 
 
-def test_checkpoints_are_made_by_time_and_what_changes_no_model_may_change(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
-) -> None:
+def test_checkpoints_come_by_time_and_settings_may_change(recipe: Any, collection: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(replace(recipe, save_steps=100, save_minutes=0.0), collection, tmp_path / "m", progress=stop_at(3))
     assert newest_step(tmp_path / "m") == 2
     other = replace(recipe, learning_rate=1e-3)
-    with pytest.raises(ValueError, match=r"differs in learning_rate\); .* with resume=False"):
-        train(other, collection, tmp_path / "m")
+    refused(ValueError, r"differs in learning_rate\); .* with resume=False", train, other, collection, tmp_path / "m")
     shutil.copytree(tmp_path / "m.training", tmp_path / "fresh.training")
     assert train(other, collection, tmp_path / "fresh", resume=False).resumed_from == 0
     resumed = train(replace(recipe, save_steps=7), collection, tmp_path / "m")
@@ -198,11 +185,8 @@ def test_checkpoints_are_made_by_time_and_what_changes_no_model_may_change(
     assert newest_step(tmp_path / "m") is None
 
 
-def test_settings_may_change_until_there_is_a_checkpoint_and_a_finished_run_is_reused(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
-) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, collection, tmp_path / "m", progress=stop_at(1))
+def test_a_finished_run_is_reused_or_refuses_other_settings(recipe: Any, collection: Any, tmp_path: Path) -> None:
+    refused(KeyboardInterrupt, "^$", train, recipe, collection, tmp_path / "m", progress=stop_at(1))
     recipe = replace(recipe, max_steps=1)
     result = train(recipe, collection, tmp_path / "m")
     left = tmp_path / "m.training"
@@ -211,14 +195,11 @@ def test_settings_may_change_until_there_is_a_checkpoint_and_a_finished_run_is_r
     (left / "tilefold_training.json").write_text((tmp_path / "m/tilefold_training.json").read_text())
     assert train(recipe, collection, tmp_path / "m").reused
     assert not left.exists()
-    with pytest.raises(FileExistsError, match="differs in seed"):
-        train(replace(recipe, seed=1), collection, tmp_path / "m")
+    refused(FileExistsError, "differs in seed", train, replace(recipe, seed=1), collection, tmp_path / "m")
     assert not train(replace(recipe, seed=1), collection, tmp_path / "m", overwrite=True).reused
 
 
-def test_what_another_process_trains_or_tilefold_did_not_make_is_left_alone(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path
-) -> None:
+def test_what_others_train_or_made_is_left_alone(recipe: SpladeRecipe, collection: Collection, tmp_path: Path) -> None:
     with held("hold_folder", tmp_path / "m.training"):
         refused(InUseError, "another process is writing there", train, recipe, collection, tmp_path / "m")
     (tmp_path / "notes.txt").write_text("mine")
@@ -226,9 +207,7 @@ def test_what_another_process_trains_or_tilefold_did_not_make_is_left_alone(
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_loss_that_is_not_finite_stops_the_training_and_one_that_explodes_is_seen(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_explodes_is_seen(recipe: SpladeRecipe, collection: Any, tmp_path: Path, monkeypatch: Any) -> None:
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
 
     good = train(replace(recipe, learning_rate=1e-6), collection, tmp_path / "good")
@@ -240,13 +219,11 @@ def test_a_loss_that_is_not_finite_stops_the_training_and_one_that_explodes_is_s
         return {name: loss * math.nan for name, loss in forward(self, *args, **options).items()}
 
     monkeypatch.setattr(SpladeLoss, "forward", diverging)
-    with pytest.raises(TrainingError, match="the loss is nan after 1 steps: the training has diverged"):
-        train(recipe, collection, tmp_path / "m")
+    told = "the loss is nan after 1 steps: the training has diverged"
+    refused(TrainingError, told, train, recipe, collection, tmp_path / "m")
 
 
-def test_what_cannot_be_trained_is_refused_before_a_folder_is_touched(
-    recipe: SpladeRecipe, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_trained_is_refused(recipe: Any, collection: Any, tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "m"
     bare = replace(collection, name="bare", qrels={"test": collection.qrels["test"]})
     refused(ValueError, "'bare' has no pairs in its 'train' split", train, recipe, bare, folder)
@@ -274,7 +251,7 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_touched(
 # attention
 
 
-def test_the_program_encodes_with_the_attention_of_a_checkpoint_or_not_at_all(
+def test_the_program_encodes_with_the_attention_of_a_model(
     trained: Any, collection: Collection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(trained("entmax"), tmp_path / "entmax")
@@ -297,9 +274,7 @@ def test_the_program_encodes_with_the_attention_of_a_checkpoint_or_not_at_all(
     assert "attention must be 'softmax', 'entmax' or None, got 'sparse'" in capsys.readouterr().err
 
 
-def test_a_base_model_keeps_its_attention_unless_another_is_asked_for(
-    trained: Any, collection: Collection, tmp_path: Path
-) -> None:
+def test_a_base_model_keeps_its_attention_unless_asked_to(trained: Any, collection: Collection, tmp_path: Path) -> None:
     recipe = SpladeRecipe(base_model=str(trained("entmax")), **SMALL | {"max_steps": 1})
     train(recipe, collection, tmp_path / "same")
     assert config(tmp_path / "same")["entmax_alpha"] == 1.8
@@ -318,7 +293,7 @@ def test_a_processor_held_to_avx2_trains_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_one_of_two_gpus_is_used_and_the_other_is_named(
+def test_one_of_two_gpus_is_used(
     recipe: SpladeRecipe, fused: bool, collection: Collection, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """On the CPU, where the Trainer takes as many devices as torch counts GPUs, unless it is told to use the CPU."""
@@ -338,7 +313,7 @@ def test_one_of_two_gpus_is_used_and_the_other_is_named(
     assert said[0].endswith("torchrun --nproc-per-node 2 SCRIPT")
 
 
-def test_runs_from_before_graphs_go_on_without_them_and_are_refused_with_them(
+def test_runs_from_before_graphs_go_on_without_them(
     trained: Any, masked_lm: str, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(trained("splade"), tmp_path / "m")
@@ -348,27 +323,22 @@ def test_runs_from_before_graphs_go_on_without_them_and_are_refused_with_them(
     recipe = recipe_of("splade", masked_lm)
     assert train(recipe, collection, folder).reused
     monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
-    with pytest.raises(FileExistsError, match="differs in graphs"):
-        train(replace(recipe, graphs=True), collection, folder)
+    refused(FileExistsError, "differs in graphs", train, replace(recipe, graphs=True), collection, folder)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [SpladeRecipe, ColbertRecipe])
-def test_a_run_with_graphs_is_interrupted_and_goes_on(
-    kind: Any, masked_lm: str, collection: Collection, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_with_graphs_goes_on(kind: Any, masked_lm: str, collection: Any, tmp_path: Path) -> None:
     shutil.copytree(masked_lm, tmp_path / "base")  # without dropout, which graphs draw from other random numbers
     still = config(tmp_path / "base") | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (tmp_path / "base" / "config.json").write_text(json.dumps(still))
-    recipe = kind(
-        base_model=str(tmp_path / "base"), max_steps=8, batch_size=4, max_length=16, save_steps=4, graphs=True
-    )
+    steps = {"max_steps": 8, "save_steps": 4}
+    recipe = kind(base_model=str(tmp_path / "base"), batch_size=4, max_length=16, graphs=True, **steps)
     plain = replace(recipe, graphs=False)
     for asked, folder in ((recipe, "m"), (plain, "plain")):
         with pytest.raises(KeyboardInterrupt):
             train(asked, collection, tmp_path / folder, progress=stop_at(6))
-    with pytest.raises(ValueError, match="differs in graphs"):
-        train(plain, collection, tmp_path / "m")
+    refused(ValueError, "differs in graphs", train, plain, collection, tmp_path / "m")
     resumed, expected = train(recipe, collection, tmp_path / "m"), train(plain, collection, tmp_path / "plain")
     for found in (resumed, expected):
         assert (found.resumed_from, found.steps) == (4, 8)

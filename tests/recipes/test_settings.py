@@ -167,9 +167,7 @@ def test_labels_are_the_teachers_scores_of_the_positive_and_the_negatives(collec
     assert columns["label"] == [[30.0, score_of[columns["negative_1"][0]], score_of[columns["negative_2"][0]]]]
 
 
-def test_missing_data_are_named_with_the_commands_that_make_them(
-    collection: Collection, mined: Path, tmp_path: Path
-) -> None:
+def test_missing_data_are_named_with_their_commands(collection: Collection, mined: Path, tmp_path: Path) -> None:
     needed = "the recipe 'splade-v3' needs mined negatives with teachers' scores"
     for file, text in ((None, needed), (mined, "has no teachers' scores")):
         with pytest.raises(ValueError, match=text) as told:

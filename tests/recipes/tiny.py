@@ -1,18 +1,29 @@
-"""Tiny models with real tokenizers of about 200 tokens, made of the texts of the small collection."""
+"""Tiny models with real tokenizers: of about 200 word pieces of the small collection, or of 320 byte pairs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
+import sentence_transformers
 import torch
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from packaging.version import Version
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tilefold.retrieval.collection import Collection
 
 VOCABULARY = 200
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = [
+    "the quick brown fox",
+    "jumps over a lazy dog again and again, until it is tired",
+    "x",
+    "sparse retrieval weighs the words of a vocabulary",
+]
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
@@ -70,11 +81,44 @@ def tiny_reranker(folder: Path, masked_lm: Path, seed: int = 0) -> Path:
 
 def tiny_dense(folder: Path, masked_lm: Path) -> Path:
     """A SentenceTransformer: the mean of the token states of a tiny masked LM."""
-    from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     network = Transformer(str(masked_lm))
-    pooling = Pooling(network.get_embedding_dimension())
-    SentenceTransformer(modules=[network, pooling], device="cpu").save_pretrained(str(folder))
+    modules = [network, Pooling(network.get_embedding_dimension())]
+    sentence_transformers.SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
     return folder
+
+
+def byte_pairs(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, without special tokens around a text, as that of Qwen."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **names)
+
+
+def tiny_causal_lm(folder: Path, family: str = "qwen2", texts: list[str] | None = None, **options: Any) -> Path:
+    """A causal language model of two narrow layers, with more rows than tokens, as published ones have."""
+    if Version(sentence_transformers.__version__) < Version("6.2"):
+        pytest.skip("sentence-transformers keeps one token of causal logits before 6.2")
+    tokenizer = byte_pairs(TEXTS if texts is None else texts)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=len(tokenizer) + 8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **options,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def dense(model: Any, texts: list[str], task: str | None = None) -> torch.Tensor:
+    """Vectors ``[B, V]`` of a SparseEncoder."""
+    encode = {"query": model.encode_query, "document": model.encode_document}.get(task or "", model.encode)
+    return encode(texts, convert_to_sparse_tensor=False)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import refused
 from tests.serve.running import Client, serving
 from tilefold.integrations._sparse_source import ServerError, SparseSource
 from tilefold.integrations.sentence_transformers import encode_sparse
@@ -17,7 +18,7 @@ from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
-_NO_NUMBERS = "expected whole numbers and finite weights"
+NO_NUMBERS = "expected whole numbers and finite weights"
 TEXTS = ["read csv files", "write json text", "dates", "queues of threads"]
 
 
@@ -48,8 +49,7 @@ def test_model_and_server_give_the_vectors_of_the_side(two_sided: Any, server: C
     cut = SparseSource(url=url(server), api_key="sesam", top_k=3).encode(TEXTS[:1], side)
     assert len(cut[0][0]) == 3
     assert SparseSource(two_sided).encode([], side) == []
-    with pytest.raises(TypeError, match=r"pass \[text\]"):
-        SparseSource(two_sided).encode("a", side)
+    refused(TypeError, r"pass \[text\]", SparseSource(two_sided).encode, "a", side)
 
 
 def test_a_model_is_loaded_from_its_folder_at_first_use(masked_lm: str, tmp_path: Any, sparse: Any) -> None:
@@ -60,41 +60,39 @@ def test_a_model_is_loaded_from_its_folder_at_first_use(masked_lm: str, tmp_path
     assert (len(indices) == len(weights) > 3, isinstance(source.model, str)) == (True, False)
 
 
-def test_errors_of_a_server_are_told_with_its_reason(server: Client) -> None:
-    for address, key, texts, told in (
-        (url(server), "wrong", 1, "answered 401: expected a valid key"),
-        (url(server), "sesam", 3, "answered 422: batch size 3 > maximum allowed batch size 2"),
-        (f"{url(server)}/nowhere", "sesam", 1, "answered 404: there is no such route"),
-        (page_of(reply("hi")), None, 1, "answered 200 and no JSON"),
-        (page_of(reply("[1]")), None, 1, "expected sparse vectors in the answer"),
-        (page_of(reply("[]")), None, 1, "expected 1 vectors in the answer of the server, got 0"),
-        (page_of(reply('[{"indices":[1],"values":[1,2]}]')), None, 1, _NO_NUMBERS),
-        (page_of(reply('[[{"index":1,"value":NaN}]]')), None, 1, _NO_NUMBERS),
-        (page_of(reply('[[{"index":"a","value":1}]]')), None, 1, _NO_NUMBERS),
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("hi", "answered 200 and no JSON"),
+        ("[1]", "expected sparse vectors in the answer"),
+        ("[]", "expected 1 vectors in the answer of the server, got 0"),
+        ('[{"indices":[1],"values":[1,2]}]', NO_NUMBERS),
+        ('[[{"index":1,"value":NaN}]]', NO_NUMBERS),
+        ('[[{"index":"a","value":1}]]', NO_NUMBERS),
+    ],
+)
+def test_answers_that_are_none_are_refused(body: str, told: str) -> None:
+    refused(ServerError, told, SparseSource(url=page_of(reply(body))).encode, ["a"], "query")
+
+
+def test_errors_of_a_server_are_told_with_its_reason_and_the_time_waited(server: Client) -> None:
+    for path, key, texts, told in (
+        ("", "wrong", 1, "answered 401: expected a valid key"),
+        ("", "sesam", 3, "answered 422: batch size 3 > maximum allowed batch size 2"),
+        ("/nowhere", "sesam", 1, "answered 404: there is no such route"),
     ):
-        with pytest.raises(ServerError, match=told):
-            SparseSource(url=address, api_key=key).encode(["a"] * texts, "query")
+        refused(ServerError, told, SparseSource(url=url(server) + path, api_key=key).encode, ["a"] * texts, "query")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        source = SparseSource(url=address, timeout=0.3)
+        refused(ServerError, r"gave no answer in 0\.[3-9] s", source.encode, ["a"], "query")
+    told = rf"{address} gave no answer in 0\.\d s .*refused.*tilefold serve"
+    refused(ServerError, told, SparseSource(url=address).encode, ["a"], "query")
 
 
-def test_a_server_that_is_down_or_silent_is_named_with_the_time_waited() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        down = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(ServerError, match=rf"{down} gave no answer in 0\.\d s .*refused.*tilefold serve"):
-        SparseSource(url=down).encode(["a"], "query")
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        with pytest.raises(ServerError, match=r"gave no answer in 0\.[3-9] s"):
-            SparseSource(url=f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.3).encode(["a"], "query")
-
-
-def test_a_busy_server_is_asked_again() -> None:
+def test_a_busy_server_is_asked_again_and_one_that_knows_nothing_of_top_k_gives_the_same_entries() -> None:
     busy, fine = reply("{}", "429 Too Many Requests"), reply('[{"indices":[1],"values":[2.5]}]')
     assert SparseSource(url=page_of(busy, busy, fine)).encode(["a"], "query") == [([1], [2.5])]
-
-
-def test_a_server_that_knows_nothing_of_top_k_gives_the_same_entries() -> None:
     entries = [{"index": index, "value": value} for index, value in ((3, 0.5), (4, 2), (7, 0.5), (9, 1.25))]
     source = SparseSource(url=page_of(reply(json.dumps([entries]))), top_k=3, sides=False)
     assert source.encode(["a"], "query") == [([3, 4, 9], [0.5, 2, 1.25])]
@@ -129,9 +127,7 @@ def test_arguments_that_make_no_sense_are_refused(arguments: Any, message: str) 
 
 def page_of(*answers: bytes) -> str:
     """The address of a server that gives these answers, one after the other, whatever it is asked."""
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    listening.listen()
+    listening = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
         with listening:

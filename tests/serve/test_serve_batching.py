@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.refusals import refused
-from tests.serve.running import Client, Reply, serving
+from tests.serve.running import Client, serving
 from tests.serve.test_serve_sockets import hold, inputs_in_flight, posted, service, wait_until
 from tilefold import retrieval as r
 from tilefold.serve import batching
@@ -144,9 +145,7 @@ def test_limits_that_make_no_sense_are_refused() -> None:
     refused(ValueError, "at most max_concurrent", Limits, max_concurrent_requests=8, max_client_batch_size=9)
 
 
-def test_as_many_characters_are_taken_as_any_model_reads_and_no_more_in_a_search(
-    client: Client, collection: Any
-) -> None:
+def test_as_many_characters_are_taken_as_any_model_reads(client: Client, collection: Any) -> None:
     assert [len(tokens) for tokens in client.post("/tokenize", {"inputs": ["." * 8000] * 2}).json] == [8002] * 2
     assert len(client.post("/decode", {"ids": [[7] * 8000] * 2}).json) == 2
     words = Searchable("words", r.BM25Index.build(collection.contents()))
@@ -157,9 +156,7 @@ def test_as_many_characters_are_taken_as_any_model_reads_and_no_more_in_a_search
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
-def test_of_a_text_that_is_cut_nothing_beyond_the_limit_is_read(
-    client: Client, direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_beyond_the_limit_of_a_text_is_read(client: Client, direction: str, monkeypatch: Any) -> None:
     lengths, read = TextTokens.lengths, []
 
     def spied(self: TextTokens, texts: list[str], *given: Any) -> list[int]:
@@ -196,24 +193,14 @@ def gate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     made.open.set()
 
 
-def post_all(client: Client, path: str, bodies: list[Any]) -> tuple[list[threading.Thread], list[Reply]]:
-    replies: list[Reply] = []
-    threads = [threading.Thread(target=lambda body=body: replies.append(client.post(path, body))) for body in bodies]
-    for thread in threads:
-        thread.start()
-    return threads, replies
-
-
 @pytest.mark.parametrize("gate", ["tokenize"], indirect=True)
 def test_tokenizing_holds_nobody_else_up(sparse: Any, gate: Gate) -> None:
-    with serving(service(sparse)) as client:
-        threads, replies = post_all(client, "/tokenize", [{"inputs": "csv"}] * 4)
+    with serving(service(sparse)) as client, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(client.post, "/tokenize", {"inputs": "csv"}) for _ in range(4)]
         wait_until(lambda: len(gate.came) == 2)  # as many as there are threads for it
         assert client.post("/embed_sparse", {"inputs": "csv files"}).status == 200
         gate.open.set()
-        for thread in threads:
-            thread.join(20)
-        assert [reply.status for reply in replies] == [200] * 4
+        assert [each.result().status for each in asked] == [200] * 4
 
 
 @pytest.mark.parametrize("gate", ["lengths"], indirect=True)
@@ -228,9 +215,7 @@ def test_work_for_a_client_that_has_gone_ends_with_its_next_portion(sparse: Any,
         assert [len(texts) for _, texts, *_ in gate.came] == [1, 1]
 
 
-def test_a_single_query_is_encoded_before_the_batches_that_came_first(
-    sparse: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_query_is_encoded_before_batches_that_came_first(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, batches = Served.encode, []
 
     def spied(self: Served, way: Any, inputs: list[str]) -> Any:
@@ -239,12 +224,12 @@ def test_a_single_query_is_encoded_before_the_batches_that_came_first(
 
     monkeypatch.setattr(Served, "encode", spied)
     documents = [f"csv {number}" for number in range(32)]
-    with serving(service(sparse, max_batch_tokens=64)) as client:
+    with serving(service(sparse, max_batch_tokens=64)) as client, ThreadPoolExecutor(5) as pool:
         with hold(client, sparse, inputs=1):
-            threads, _ = post_all(client, "/embed_sparse", [{"inputs": documents}] * 4)
+            for _ in range(4):
+                pool.submit(client.post, "/embed_sparse", {"inputs": documents})
             wait_until(lambda: "te_queue_size 128" in client.get("/metrics").raw.decode())
-            more, _ = post_all(client, "/embed_sparse", [{"inputs": "dates"}])
+            pool.submit(client.post, "/embed_sparse", {"inputs": "dates"})
             wait_until(lambda: "te_queue_size 129" in client.get("/metrics").raw.decode())
-        for thread in threads + more:
-            thread.join(20)
+        pool.shutdown()
     assert batches.index(["dates"]) <= 2 and len(batches) > 8  # the held one, one of documents, and then the query

@@ -31,9 +31,7 @@ def rows(model: Any, texts: list[str], task: str = "document") -> list[dict[int,
     return [{int(i): float(row[i]) for i in row.nonzero().flatten()} for row in matrix]
 
 
-def test_embed_sparse_answers_a_list_per_input_of_the_model_s_entries_in_index_order(
-    client: Client, sparse: Any
-) -> None:
+def test_embed_sparse_answers_the_model_s_entries_of_each_input_in_index_order(client: Client, sparse: Any) -> None:
     for inputs in (TEXTS[0], TEXTS[:1], TEXTS):
         reply = client.post("/embed_sparse", {"inputs": inputs})
         assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
@@ -222,7 +220,7 @@ WRONG: list[tuple[str, Any, str]] = [
         ("/nowhere", {}, 404, "Validation", "there is no such route"),
     ],
 )
-def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
+def test_errors_have_the_documented_codes_kinds_and_words(
     client: Client, path: str, body: Any, status: int, kind: str, message: str
 ) -> None:
     reply = client.post(path, body)
@@ -233,9 +231,7 @@ def test_errors_have_the_codes_kinds_and_words_of_text_embeddings_inference(
         assert 'te_request_failure{err="model_type"}' in client.get("/metrics").raw.decode()
 
 
-def test_token_ids_are_looked_at_beside_the_event_loop_and_not_before_their_number_is_checked(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_ids_are_counted_and_then_looked_at_beside_the_event_loop(client: Client, monkeypatch: Any) -> None:
     known, threads = TextTokens.known, []
 
     def spied(self: TextTokens, ids: Any) -> Any:

@@ -107,7 +107,7 @@ def answers(client: Client) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["qdrant", "exact"])
-def test_a_server_that_is_ended_answers_what_it_began_and_one_that_was_killed_starts_with_the_same_answers(
+def test_what_was_begun_is_answered_and_a_killed_server_starts_again(
     backend: str, vectors: r.SparseVectors, masked_lm: str, tmp_path: Path
 ) -> None:
     index, expected = tmp_path / "papers", None

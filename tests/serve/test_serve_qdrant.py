@@ -55,9 +55,7 @@ def test_an_embedded_index_answers_requests_that_come_together(sparse: Any, vect
         assert client.get("/v1/indexes").json["indexes"][0]["documents"] == len(vectors)
 
 
-def test_a_server_that_went_away_is_a_503_without_its_address_and_others_are_answered_meanwhile(
-    sparse: Any, vectors: r.SparseVectors
-) -> None:
+def test_a_server_that_went_away_is_a_503_and_others_are_answered(sparse: Any, vectors: r.SparseVectors) -> None:
     with away(sparse, vectors, patience=3) as (client, http):
         assert client.get(PATH).status == 200
         http.fault = lambda method, path: 503
@@ -77,9 +75,7 @@ def test_a_server_that_went_away_is_a_503_without_its_address_and_others_are_ans
         assert client.get(PATH).status == 200
 
 
-def test_the_service_ends_soon_although_a_server_never_answers(
-    sparse: Any, vectors: r.SparseVectors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_service_ends_although_a_server_is_silent(sparse: Any, vectors: Any, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(service, "_LEAVE_SECONDS", 0.3)
     asked, never = threading.Event(), threading.Event()
 
@@ -101,9 +97,7 @@ def test_the_service_ends_soon_although_a_server_never_answers(
     never.set()
 
 
-def test_a_document_that_the_index_alone_has_is_named(
-    sparse: Any, late: Any, collection: Collection, vectors: r.SparseVectors
-) -> None:
+def test_a_document_of_the_index_alone_is_named(sparse: Any, late: Any, collection: Collection, vectors: Any) -> None:
     index: Any = r.build_index(vectors, "qdrant")
     models = Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")
     found = Searchable("papers", index, models[0], collection.documents, vectors, late=models[1])
@@ -119,9 +113,7 @@ def test_a_document_that_the_index_alone_has_is_named(
         assert client.post("/v1/papers/search", {"query": "csv files", "explain": True}).status == 200
 
 
-def test_dense_vectors_of_the_collection_are_a_column(
-    sparse: Any, collection: Collection, vectors: r.SparseVectors
-) -> None:
+def test_dense_vectors_of_a_collection_are_a_column(sparse: Any, collection: Collection, vectors: Any) -> None:
     from sentence_transformers import SentenceTransformer
 
     from tilefold.recipes.backbone import minilm_path

@@ -156,9 +156,7 @@ def test_feedback_moves_the_query_and_says_so(client: Client, searchable: Search
     assert {term["feedback"] for term in terms} <= {True, False}
 
 
-def test_an_explanation_adds_up_to_the_score_and_points_into_the_texts(
-    client: Client, searchable: Searchable, sparse: Any
-) -> None:
+def test_an_explanation_adds_up_and_points_into_the_texts(client: Client, searchable: Searchable, sparse: Any) -> None:
     reply = client.post("/v1/small/search", {"query": QUERY, "explain": True, "hits": 3}).json
     terms = {term["id"]: term for term in reply["query"]["terms"]}
     own = set(sparse.tokenizer(QUERY, add_special_tokens=False)["input_ids"])
@@ -210,9 +208,7 @@ def test_an_index_of_words_needs_no_model(searchable: Any, collection: Collectio
         assert (client.get("/info").status, client.get("/health").status) == (424, 200)
 
 
-def test_without_stored_token_vectors_candidates_are_encoded_as_many_as_there_are_permits_beside_the_search(
-    searchable: Searchable, models: list[Served], runs: Any
-) -> None:
+def test_candidates_are_encoded_as_many_as_there_are_permits(searchable: Any, models: list[Served], runs: Any) -> None:
     bare = replace(searchable, store=None)
     with serving(Service(models, searchable=bare)) as client:
         reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, "rerank": True})
@@ -234,7 +230,7 @@ def test_the_schema_names_every_field(client: Client) -> None:
     assert "/v1/{index}/doc/{docid}" in paths
 
 
-def test_feedback_with_weights_beyond_measure_is_refused_and_leaves_the_log_empty(
+def test_feedback_beyond_measure_is_refused_and_not_logged(
     client: Client, searchable: Any, models: list[Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     def ask(server: Client, **weights: float) -> Any:

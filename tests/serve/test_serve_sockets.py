@@ -8,13 +8,16 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.refusals import refused
-from tests.serve.running import Client, read_all, serving
+from tests.serve.running import Client, Reply, read_all, serving
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
@@ -81,9 +84,7 @@ def test_bodies_above_the_limit_are_refused_while_they_stream_and_to_clients_tha
         (JSON + "content-encoding: gzip\r\n", b"{}", 415, "Content-Encoding"),
     ],
 )
-def test_a_body_that_is_none_gets_a_clear_answer(
-    client: Client, header: str, body: bytes, status: int, message: str
-) -> None:
+def test_a_body_that_is_none_is_answered(client: Client, header: str, body: bytes, status: int, message: str) -> None:
     code, answer = parsed(client.raw(head(f"{header}content-length: {len(body)}\r\n") + body))
     assert (code, answer["error_type"]) == (status, "Validation")
     assert message in answer["error"]
@@ -166,9 +167,7 @@ def test_connections_above_the_limit_are_told_so_and_those_that_were_reset_are_c
         *(f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode() * 2 for version in (0.9, 1.2, 2.0, 9.9)),
     ],
 )
-def test_bytes_that_are_no_http_of_a_known_version_are_refused_and_fill_no_log(
-    client: Client, caplog: pytest.LogCaptureFixture, sent: bytes
-) -> None:
+def test_bytes_that_are_no_http_are_refused_and_fill_no_log(client: Client, caplog: Any, sent: bytes) -> None:
     found = client.raw(sent)  # read to the end: the connection is closed
     if sent.startswith(b"GET /health HTTP/") and b"1.1" not in sent:
         assert parsed(found) == (505, {"error": "expected HTTP/1.1 or HTTP/1.0", "error_type": "Validation"})
@@ -189,10 +188,7 @@ def test_a_body_that_nobody_reads_does_not_become_the_next_request(client: Clien
 
 def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
     asked = head(JSON + "transfer-encoding: chunked\r\n").replace(b"connection: close\r\n", b"")
-    with (
-        serving(service(sparse, header_seconds=0.5), api_key="sesam") as client,
-        client.connect() as opened,
-    ):
+    with serving(service(sparse, header_seconds=0.5), api_key="sesam") as client, client.connect() as opened:
         opened.sendall(asked)
         began = time.monotonic()
         with pytest.raises(OSError, match=r"reset|[Bb]roken|aborted"):
@@ -202,9 +198,7 @@ def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
         assert time.monotonic() - began < 8
 
 
-def test_an_answer_does_not_wait_for_the_client_to_acknowledge_its_head(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_does_not_wait_until_its_head_has_come(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     made, found = H11Protocol.connection_made, []
 
     def spied(self: H11Protocol, transport: Any) -> None:
@@ -228,15 +222,14 @@ def test_head_is_get_without_the_body(client: Client) -> None:
 def test_inputs_above_the_limit_get_429_at_once_and_those_of_a_client_that_has_gone_are_dropped(sparse: Any) -> None:
     with serving(service(sparse, max_concurrent_requests=4, max_client_batch_size=4)) as client:
         assert client.post("/embed_sparse", {"inputs": ["a"] * 4}).status == 200
-        held = hold(client, sparse, inputs=4)
-        with held:
+        with hold(client, sparse, inputs=4) as held:
             began = time.monotonic()
             reply = client.post("/embed_sparse", {"inputs": "one more"})
             assert (reply.status, reply.json) == (429, {"error": "Model is overloaded", "error_type": "Overloaded"})
             assert reply.headers["retry-after"] == "1"
             assert time.monotonic() - began < 1
             assert client.get("/health").status == 200
-        assert held.replies[0].status == 200
+        assert held.result().status == 200
         with hold(client, sparse, inputs=1):
             opened = client.connect()
             opened.sendall(posted({"inputs": [f"gone {number}" for number in range(3)]}))
@@ -278,41 +271,33 @@ def test_errors_that_nobody_expected_have_no_trace_in_the_answer(sparse: Any, mo
 def test_a_stopped_server_answers_what_it_had_begun_and_its_service_may_be_served_again(sparse: Any) -> None:
     again = service(sparse)
     for _ in range(2):
-        with serving(again) as client:
-            assert client.get("/health").status == 200
-            held = hold(client, sparse, inputs=2, seconds=1)
-        # leaving the block asked the server to stop, and waited for its thread
-        held.__exit__()
-        assert (held.replies[0].status, len(held.replies[0].json)) == (200, 2)
+        with ExitStack() as stack:
+            with serving(again) as client:
+                assert client.get("/health").status == 200
+                held = stack.enter_context(hold(client, sparse, inputs=2, seconds=1))
+            # leaving the block asked the server to stop, and waited for its thread
+            assert (held.result().status, len(held.result().json)) == (200, 2)
         refused(OSError, "refused", client.get, "/health")
 
 
-class hold:  # noqa: N801 - read as a word
+@contextmanager
+def hold(client: Client, model: Any, inputs: int, seconds: float = 20) -> Iterator[Future[Reply]]:
     """A request whose batch stays in the model until the block is left, or for some seconds."""
+    free, inside = threading.Event(), threading.Event()
 
-    def __init__(self, client: Client, model: Any, inputs: int, seconds: float = 20) -> None:
-        self.client, self._seconds = client, seconds
-        self.replies: list[Any] = []
-        self._free, self._inside = threading.Event(), threading.Event()
-        self._hook = model[0].register_forward_pre_hook(self._wait)
-        self._thread = threading.Thread(target=self._ask, args=(inputs,))
-        self._thread.start()
-        assert self._inside.wait(20)
+    def wait(module: Any, args: Any) -> None:
+        inside.set()
+        free.wait(seconds)
 
-    def _wait(self, module: Any, args: Any) -> None:
-        self._inside.set()
-        self._free.wait(self._seconds)
-
-    def _ask(self, inputs: int) -> None:
-        self.replies.append(self.client.post("/embed_sparse", {"inputs": ["held"] * inputs}))
-
-    def __enter__(self) -> hold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        self._free.set()
-        self._thread.join(20)
+    hook = model[0].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/embed_sparse", {"inputs": ["held"] * inputs})
+        try:
+            assert inside.wait(20)
+            yield asked
+        finally:
+            hook.remove()
+            free.set()
 
 
 def wait_until(true: Any, seconds: float = 10.0) -> None:

@@ -87,9 +87,7 @@ def test_token_vectors_are_those_of_the_tokens_that_take_part_and_of_ids_alone(c
             assert np.array(got) == pytest.approx(kept.numpy(), abs=1e-2)
 
 
-def test_a_dense_model_reads_token_ids_as_they_are_and_behind_a_prompt_that_the_request_names(
-    embeds: Client, dense: Any
-) -> None:
+def test_a_dense_model_reads_token_ids_as_they_are_and_behind_a_prompt_on_request(embeds: Client, dense: Any) -> None:
     whole, bare = ids_of(embeds, TEXTS[0]), ids_of(embeds, TEXTS[0], special=False)
     alone = np.array([outputs(dense, ids)["sentence_embedding"][0].numpy() for ids in (whole, bare)])
     assert np.array(embeds.post("/embed", {"inputs": [whole, bare]}).json) == pytest.approx(alone, abs=1e-6)
@@ -271,9 +269,7 @@ def cutting(two_sided: Any, masked_lm: str) -> Iterator[Client]:
         yield running
 
 
-def test_inputs_beyond_the_limit_of_their_side_are_counted_and_what_encodes_nothing_says_nothing(
-    cutting: Client,
-) -> None:
+def test_inputs_beyond_the_limit_of_their_side_are_counted(cutting: Client) -> None:
     texts = [" ".join("a" * count) for count in (1, 62, 63, 64, 65, 90)]  # each a token
     for path, body, count in (
         ("/document/embed_sparse", {"inputs": texts}, 4),  # two special tokens are among the 64

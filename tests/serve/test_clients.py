@@ -1,0 +1,164 @@
+"""The clients for LangChain, LlamaIndex and Haystack with the real libraries (``make test-clients``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Client, serving
+from tilefold.retrieval.collection import Collection
+from tilefold.serve.models import Served
+from tilefold.serve.service import Service
+
+TEXTS = ["read csv files", "write json text", "dates"]
+
+
+def url(client: Client, path: str = "") -> str:
+    return f"http://127.0.0.1:{client.port}{path}"
+
+
+def places(over: str, client: Client, sparse: Any) -> dict[str, Any]:
+    return {"model": sparse} if over == "model" else {"url": url(client)}
+
+
+def as_dict(vector: Any) -> dict[int, float]:
+    return dict(zip(vector.indices, vector.values, strict=True))
+
+
+def dot(query: Mapping[int, float], row: Mapping[int, float]) -> float:
+    return sum(query.get(index, 0) * value for index, value in row.items())
+
+
+@pytest.mark.parametrize("over", ["model", "url"])
+def test_langchain_ranks_by_the_dot_product_of_our_vectors(
+    client: Client, sparse: Any, collection: Collection, over: str
+) -> None:
+    pytest.importorskip("langchain_qdrant", reason="langchain-qdrant is not installed; make test-clients brings it")
+    from langchain_core.documents import Document
+    from langchain_qdrant import QdrantVectorStore, RetrievalMode, SparseEmbeddings
+
+    from tilefold.integrations.langchain import TilefoldSparseEmbeddings
+
+    embeddings = TilefoldSparseEmbeddings(**places(over, client, sparse), top_k=64)
+    assert isinstance(embeddings, SparseEmbeddings)
+    documents = [Document(each.contents, metadata={"id": each.id}) for each in collection.documents.values()]
+    store = QdrantVectorStore.from_documents(
+        documents, None, location=":memory:", collection_name="t", sparse_embedding=embeddings,
+        retrieval_mode=RetrievalMode.SPARSE,
+    )  # fmt: skip
+    found = store.similarity_search_with_score("csv files", k=16)
+    query = embeddings.embed_query("csv files")
+    vectors = embeddings.embed_documents([each.page_content for each in documents])
+    names = [document.metadata["id"] for document in documents]
+    scores = {name: dot(as_dict(query), as_dict(row)) for name, row in zip(names, vectors, strict=True)}
+    assert {document.metadata["id"]: score for document, score in found} == pytest.approx(scores, rel=1e-2)
+    assert asyncio.run(embeddings.aembed_query("csv files")).indices == query.indices
+
+
+@pytest.mark.parametrize("over", ["model", "url"])
+def test_embeddings_of_llama_index_are_dicts_of_the_model_s_terms(client: Client, sparse: Any, over: str) -> None:
+    pytest.importorskip("llama_index.core", reason="llama-index-core is not installed; make test-clients brings it")
+    from llama_index.core.base.embeddings.base_sparse import BaseSparseEmbedding
+
+    from tilefold.integrations.llama_index import TilefoldSparseEmbedding
+
+    embedding = TilefoldSparseEmbedding(**places(over, client, sparse), batch_size=2)
+    assert isinstance(embedding, BaseSparseEmbedding)
+    served = client.post("/embed_sparse", {"inputs": TEXTS}).json
+    for texts in (embedding.get_text_embedding_batch(TEXTS), asyncio.run(embedding.aget_text_embedding_batch(TEXTS))):
+        for found, row in zip(texts, served, strict=True):
+            assert found == pytest.approx({entry["index"]: entry["value"] for entry in row}, rel=2e-2)
+    query = embedding.get_query_embedding("csv")
+    assert asyncio.run(embedding.aget_query_embedding("csv")) == pytest.approx(query, rel=2e-2)
+    assert embedding.similarity(query, query) == pytest.approx(1.0)
+    assert "api_key" not in str(embedding.model_dump())
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes have no effect in the local Qdrant")
+def test_a_hybrid_qdrant_store_of_llama_index_finds_by_our_vectors(client: Client, collection: Collection) -> None:
+    pytest.importorskip("llama_index.vector_stores.qdrant")
+    from llama_index.core.schema import MetadataMode, TextNode
+    from llama_index.core.vector_stores.types import VectorStoreQuery, VectorStoreQueryMode
+    from llama_index.vector_stores.qdrant import QdrantVectorStore
+    from qdrant_client import QdrantClient
+
+    from tilefold.integrations.llama_index import TilefoldSparseEmbedding
+
+    embedding = TilefoldSparseEmbedding(url=url(client))
+    store = QdrantVectorStore(
+        "t", QdrantClient(":memory:"), enable_hybrid=True, sparse_doc_fn=embedding.document_vectors,
+        sparse_query_fn=embedding.query_vectors,
+    )  # fmt: skip
+    dense = [1.0, 0.0]
+    documents = collection.documents.values()
+    nodes = [TextNode(text=each.contents, embedding=dense, metadata={"id": each.id}) for each in documents]
+    store.add(nodes)
+    sparse = VectorStoreQueryMode.SPARSE
+    found = store.query(VectorStoreQuery(query_embedding=dense, query_str="csv files", sparse_top_k=3, mode=sparse))
+    texts = [node.get_content(MetadataMode.EMBED) for node in nodes]  # what the store encodes
+    query = embedding.get_query_embedding("csv files")
+    best = sorted((dot(query, row) for row in embedding.get_text_embedding_batch(texts)), reverse=True)[:3]
+    assert sorted(found.similarities, reverse=True) == pytest.approx(best, rel=1e-2)
+
+
+def test_pipelines_of_haystack_find_and_survive_a_file(client: Client, sparse: Any, collection: Collection) -> None:
+    pytest.importorskip("haystack_integrations.document_stores.qdrant", reason="make test-clients brings it")
+    from haystack import Document, Pipeline
+    from haystack.utils import Secret
+    from haystack_integrations.components.retrievers.qdrant import QdrantSparseEmbeddingRetriever
+    from haystack_integrations.document_stores.qdrant import QdrantDocumentStore
+
+    from tilefold.integrations.haystack import TilefoldSparseDocumentEmbedder, TilefoldSparseTextEmbedder
+
+    store = QdrantDocumentStore(":memory:", use_sparse_embeddings=True, embedding_dim=2)
+    documents = [Document(content=each.contents, meta={"id": each.id}) for each in collection.documents.values()]
+    embedded = TilefoldSparseDocumentEmbedder(url=url(client), batch_size=8).run([*documents, Document(content=None)])
+    assert embedded["documents"][-1].sparse_embedding is None
+    store.write_documents(embedded["documents"][:-1])
+    pipeline = Pipeline()
+    pipeline.add_component("text", TilefoldSparseTextEmbedder(url=url(client)))
+    pipeline.add_component("retriever", QdrantSparseEmbeddingRetriever(document_store=store))
+    pipeline.connect("text.sparse_embedding", "retriever.query_sparse_embedding")
+    found = pipeline.run({"text": {"text": "csv files"}})["retriever"]["documents"]
+    query = TilefoldSparseTextEmbedder(url=url(client)).run("csv files")["sparse_embedding"]
+    rows = {each.id: each.sparse_embedding for each in embedded["documents"]}
+    for document in found[:3]:
+        assert document.score == pytest.approx(dot(as_dict(query), as_dict(rows[document.id])), rel=1e-2)
+    alone, key = Pipeline(), Secret.from_env_var("NO_SUCH", strict=False)
+    alone.add_component("text", TilefoldSparseTextEmbedder(url=url(client), api_key=key))
+    again = Pipeline.loads(alone.dumps(), allowed_modules=["tilefold.integrations.haystack"])
+    assert again.run({"text": {"text": "csv files"}})["text"]["sparse_embedding"].indices == query.indices
+    here = TilefoldSparseTextEmbedder(sparse)
+    assert as_dict(here.run("csv files")["sparse_embedding"]) == pytest.approx(as_dict(query), rel=2e-2)
+    with pytest.raises(ValueError, match="expected a folder or a name to store the pipeline"):
+        here.to_dict()
+
+
+def test_haystack_s_own_components_for_tei_run_against_our_server_unchanged(two_sided: Any, late: Any) -> None:
+    pytest.importorskip("haystack_integrations.components.embedders.huggingface_api")
+    from haystack import Document
+    from haystack.utils import Secret
+    from haystack_integrations.components.embedders import huggingface_api as tei
+    from haystack_integrations.components.rankers.huggingface_api import HuggingFaceTEIRanker
+
+    models = [Served(two_sided, "sparse", "two-sided"), Served(late, "multi-vector", "colbert")]
+    with serving(Service(models), api_key="sesam") as client:
+        token = Secret.from_token("sesam")
+        locked = Client(client.port, {"authorization": "Bearer sesam"})
+        text = tei.HuggingFaceTEISparseTextEmbedder(api_base_url=url(client, "/query"), token=token)
+        (served,) = locked.post("/query/embed_sparse", {"inputs": "read csv files", "format": "arrays"}).json
+        expected = dict(zip(served["indices"], served["values"], strict=True))
+        assert as_dict(text.run("read csv files")["sparse_embedding"]) == pytest.approx(expected)
+        several = tei.HuggingFaceTEISparseDocumentEmbedder(api_base_url=url(client, "/document"), token=token)
+        texts = ["read csv files", "dates"]
+        documents = [Document(content=text) for text in texts]
+        rows = locked.post("/document/embed_sparse", {"inputs": texts, "format": "arrays"}).json
+        for document, row in zip(several.run(documents)["documents"], rows, strict=True):
+            assert document.sparse_embedding.indices == row["indices"]
+        ranker = HuggingFaceTEIRanker(url=url(client), token=token, top_k=2)
+        ranked = ranker.run(query="read csv", documents=documents)["documents"]
+        scores = [entry["score"] for entry in locked.post("/rerank", {"query": "read csv", "texts": texts}).json]
+        assert [each.score for each in ranked] == pytest.approx(scores, rel=1e-3)
