@@ -27,16 +27,10 @@ def searchable(sparse: Any, late: Any, collection: Collection, tmp_path_factory:
     r.encode_collection(sparse, collection.contents(), folder / "vectors")
     r.encode_tokens(late, collection.contents(), folder / "tokens")
     vectors = r.read_vectors(folder / "vectors")
-    return Searchable(
-        "small",
-        r.build_index(vectors, "exact"),
-        Served(sparse, "sparse", "tiny"),
-        collection.documents,
-        vectors,
-        r.BM25Index.build(collection.contents()),
-        Served(late, "multi-vector", "colbert"),
-        r.open_tokens(folder / "tokens"),
-    )
+    index, words = r.build_index(vectors, "exact"), r.BM25Index.build(collection.contents())
+    models = Served(sparse, "sparse", "tiny"), Served(late, "multi-vector", "colbert")
+    store = r.open_tokens(folder / "tokens")
+    return Searchable("small", index, models[0], collection.documents, vectors, words, models[1], store)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +49,10 @@ def ranked(reply: Any) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def runs(searchable: Searchable, sparse: Any) -> dict[str, dict[str, float]]:
+def runs(searchable: Any, sparse: Any) -> dict[str, dict[str, float]]:
     """What the functions of tilefold.retrieval give for the query."""
     queries = r.encode_queries(sparse, {"q": QUERY})
-    index: Any = searchable.index
-    run = r.hits_to_run(queries, index.search(queries, 16))
+    run = r.hits_to_run(queries, searchable.index.search(queries, 16))
     words = searchable.words.search({"q": QUERY}, 16)
     asked = r.encode_texts(searchable.late.model, {"q": QUERY}, kind="query")
     return {
@@ -141,19 +134,16 @@ def test_columns_are_the_rankings_of_each_method_alone(client: Client, runs: Any
             assert all(entry["title"] == "module" + entry["docid"][1:] for entry in column)
 
 
-def test_feedback_moves_the_query_and_says_so(client: Client, searchable: Searchable, sparse: Any) -> None:
+def test_feedback_moves_the_query_and_says_so(client: Client, searchable: Any, sparse: Any) -> None:
     body = {"query": QUERY, "hits": 5, "prf": {"method": "rocchio", "depth": 2, "top_terms": 20}, "explain": True}
     reply = client.post("/v1/small/search", body)
-    queries = r.encode_queries(sparse, {"q": QUERY})
-    index: Any = searchable.index
+    queries, index = r.encode_queries(sparse, {"q": QUERY}), searchable.index
     run = r.hits_to_run(queries, index.search(queries, 5))
     expanded = r.expand_sparse(queries, searchable.vectors, run, r.Feedback("rocchio", depth=2, top_terms=20))
-    again = r.hits_to_run(expanded, index.search(expanded, 5))["q"]
-    assert ranked(reply) == pytest.approx(again, rel=1e-3)
-    terms = reply.json["query"]["terms"]
-    assert len(terms) <= 20
-    assert [term["weight"] for term in terms] == sorted((term["weight"] for term in terms), reverse=True)
-    assert {term["feedback"] for term in terms} <= {True, False}
+    assert ranked(reply) == pytest.approx(r.hits_to_run(expanded, index.search(expanded, 5))["q"], rel=1e-3)
+    weights = [term["weight"] for term in reply.json["query"]["terms"]]
+    assert len(weights) <= 20 and weights == sorted(weights, reverse=True)
+    assert {term["feedback"] for term in reply.json["query"]["terms"]} <= {True, False}
 
 
 def test_an_explanation_adds_up_and_points_into_the_texts(client: Client, searchable: Searchable, sparse: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,14 +16,15 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
+from tests.refusals import refused
 from tests.serve.running import Client, Reply, serving
-from tests.serve.test_serve_contract import similar
+from tests.serve.test_serve_contract import TEXTS, similar
 from tilefold.serve.answers import cosines
+from tilefold.serve.app import create_app
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
-TEXTS = ["read csv files", "write json text, with examples", "dates"]
 SITE = "https://example.org"
 
 
@@ -193,11 +195,8 @@ def test_the_routes_are_described_as_a_page_and_as_json_at_both_addresses(sparse
         assert client.get("/api-doc/openapi.json").json == described.json
         page = client.get("/docs")
         assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-        text = page.raw.decode()
-        assert (
-            "<code>/embed_sparse</code>" in text
-            and "offsets: &quot;bytes&quot; | &quot;characters&quot; = &quot;bytes&quot;" in text
-        )
+        text, field = page.raw.decode(), 'offsets: "bytes" | "characters" = "bytes"'
+        assert "<code>/embed_sparse</code>" in text and html.escape(field) in text
         assert "<script" not in text and "://" not in text and "default-src 'none'" in str(page.headers)
         assert client.get("/page.css").status == 200
 
@@ -212,16 +211,13 @@ def test_other_sites_may_read_answers_if_they_are_named(sparse: Any, client: Cli
             preflight = open_.request("OPTIONS", "/embed_sparse", **asks)
             assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, named)
             assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
-            refused = open_.request("GET", "/info", Origin=SITE)
-            assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, named)
-            assert refused.headers["access-control-expose-headers"] == "x-truncated-inputs"
-    with serving(service, origins=[SITE]) as open_:
-        assert "access-control-allow-origin" not in open_.request("GET", "/info", Origin="http://evil.example").headers
-    with (
-        pytest.raises(ValueError, match=r"origins: expected \* or an origin such as"),
-        serving(service, origins=["a.org"]),
-    ):
-        pass
+            closed = open_.request("GET", "/info", Origin=SITE)
+            assert (closed.status, closed.headers["access-control-allow-origin"]) == (401, named)
+            assert closed.headers["access-control-expose-headers"] == "x-truncated-inputs"
+            other = open_.request("GET", "/health", Origin="http://evil.example").headers
+            assert other.get("access-control-allow-origin") == (None if named == SITE else "*")
+    told = r"origins: expected \* or an origin such as"
+    refused(ValueError, told, create_app, service, None, origins=["a.org"])
 
 
 def test_similarity_is_the_cosine_of_the_vectors_that_the_model_makes(client: Client, sparse: Any) -> None:
@@ -231,57 +227,48 @@ def test_similarity_is_the_cosine_of_the_vectors_that_the_model_makes(client: Cl
     assert (reply.status, reply.json) == (200, pytest.approx((rows[1:] @ rows[0]).tolist(), abs=2e-2))
     same = client.post("/query/similarity", {"inputs": similar("a b", "a b")["inputs"]}).json
     assert same == pytest.approx([1.0], abs=1e-5)
-
-
-def test_similarity_of_dense_rows_and_of_empty_ones() -> None:
-    rows = [np.array([3, 4], np.float32), np.array([4, 3], np.float32), np.zeros(2, np.float32)]
-    assert cosines(rows, "dense") == pytest.approx([24 / 25, 0.0])
-    empty = (np.zeros(0, np.int32), np.zeros(0, np.float32))
-    one = (np.array([2, 7], np.int32), np.array([3, 4], np.float32))
-    other = (np.array([1, 7], np.int32), np.array([4, 3], np.float32))
+    dense = [np.array(row, np.float32) for row in ([3, 4], [4, 3], [0, 0])]
+    assert cosines(dense, "dense") == pytest.approx([24 / 25, 0.0])
+    one, other, empty = (
+        (np.array(terms, np.int32), np.array(values, np.float32))
+        for terms, values in (([2, 7], [3, 4]), ([1, 7], [4, 3]), ([], []))
+    )
     assert cosines([one, other, empty, one], "sparse") == pytest.approx([12 / 25, 0.0, 1.0])
 
 
-def test_vertex_answers_each_instance_as_its_own_route_would(client: Client) -> None:
+def test_vertex_answers_each_instance_as_its_own_route_would_or_gives_back_its_permits(
+    client: Any, sparse: Any
+) -> None:
     ranked = {"query": "csv", "texts": TEXTS, "return_text": True}
     instances = [{"inputs": TEXTS[0], "top_k": 4}, ranked, {"inputs": TEXTS[1:]}]
-    reply = client.post("/vertex", {"instances": instances, "parameters": {}})
-    first, second, third = reply.json["predictions"]
+    first, second, third = client.post("/vertex", {"instances": instances, "parameters": {}}).json["predictions"]
     assert first == client.post("/embed_sparse", instances[0]).json
     assert [entry["index"] for entry in second] == [e["index"] for e in client.post("/rerank", ranked).json]
     assert len(third) == 2
-
-
-def test_instances_that_find_no_permit_are_refused_and_give_back_those_of_the_others(sparse: Any) -> None:
     limits = Limits(max_concurrent_requests=4, max_client_batch_size=4)
-    with serving(Service([Served(sparse, "sparse", "tiny")], limits)) as client:
-        reply = client.post("/vertex", {"instances": [{"inputs": ["a"] * 3}, {"inputs": ["b"] * 3}]})
+    with serving(Service([Served(sparse, "sparse", "tiny")], limits)) as small:
+        reply = small.post("/vertex", {"instances": [{"inputs": ["a"] * 3}, {"inputs": ["b"] * 3}]})
         assert (reply.status, reply.json["error_type"], reply.headers["retry-after"]) == (429, "Overloaded", "1")
-        assert client.post("/embed_sparse", {"inputs": ["a"] * 4}).status == 200
+        assert small.post("/embed_sparse", {"inputs": ["a"] * 4}).status == 200
 
 
-@pytest.fixture(scope="module")
-def cutting(two_sided: Any, masked_lm: str) -> Iterator[Client]:
-    """An inference-free sparse model that reads 64 tokens, and a late one that expands queries to 16."""
+def test_inputs_beyond_the_limit_of_their_side_are_counted(two_sided: Any, masked_lm: str) -> None:
+    """Of an inference-free sparse model that reads 64 tokens, and a late one that expands queries to 16."""
     transformer = Transformer(masked_lm, query_expansion={"strategy": "fixed", "length": 16}, document_length=32)
     late = MultiVectorEncoder(modules=[transformer, MultiVectorMask()], device="cpu")
-    with serving(Service([Served(two_sided, "sparse", "two-sided"), Served(late, "multi-vector", "late")])) as running:
-        yield running
-
-
-def test_inputs_beyond_the_limit_of_their_side_are_counted(cutting: Client) -> None:
     texts = [" ".join("a" * count) for count in (1, 62, 63, 64, 65, 90)]  # each a token
-    for path, body, count in (
-        ("/document/embed_sparse", {"inputs": texts}, 4),  # two special tokens are among the 64
-        ("/query/embed_sparse", {"inputs": texts}, 2),  # queries have no special tokens
-        ("/document/embed_sparse", {"inputs": texts[:2]}, 0),
-        ("/document/embed_sparse", {"inputs": "a " * 60 + " " * 20_000}, 1),
-        ("/document/embed_sparse", {"inputs": [list(range(10, 75)), list(range(10, 74))]}, 1),
-        ("/rerank", {"query": "a " * 15, "texts": ["a " * 30, "a " * 31]}, 2),  # queries are expanded to 16
-    ):
-        reply = cutting.post(path, body)
-        assert (reply.status, reply.headers["x-truncated-inputs"]) == (200, str(count))
-    for reply in (cutting.get("/info"), cutting.get("/health"), cutting.post("/tokenize", {"inputs": "a " * 90})):
-        assert reply.status == 200 and "x-truncated-inputs" not in reply.headers
-    assert cutting.post("/query/embed_all", {"inputs": "a " * 15, "truncate": False}).status == 422
-    assert cutting.get("/query/info").json["max_input_length"] == 64  # of the first model
+    with serving(Service([Served(two_sided, "sparse", "two-sided"), Served(late, "multi-vector", "late")])) as client:
+        for path, body, count in (
+            ("/document/embed_sparse", {"inputs": texts}, 4),  # two special tokens are among the 64
+            ("/query/embed_sparse", {"inputs": texts}, 2),  # queries have no special tokens
+            ("/document/embed_sparse", {"inputs": texts[:2]}, 0),
+            ("/document/embed_sparse", {"inputs": "a " * 60 + " " * 20_000}, 1),
+            ("/document/embed_sparse", {"inputs": [list(range(10, 75)), list(range(10, 74))]}, 1),
+            ("/rerank", {"query": "a " * 15, "texts": ["a " * 30, "a " * 31]}, 2),  # to where the expansion ends
+        ):
+            reply = client.post(path, body)
+            assert (reply.status, reply.headers["x-truncated-inputs"]) == (200, str(count))
+        for reply in (client.get("/info"), client.get("/health"), client.post("/tokenize", {"inputs": "a " * 90})):
+            assert reply.status == 200 and "x-truncated-inputs" not in reply.headers
+        assert client.post("/query/embed_all", {"inputs": "a " * 15, "truncate": False}).status == 422
+        assert client.get("/query/info").json["max_input_length"] == 64  # of the first model
