@@ -120,7 +120,7 @@ def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
     recorder = Recorder()
     lane = Lane("test", recorder, 12, Metrics())
 
-    async def main() -> list[Any]:
+    async def main() -> tuple[Any, Any]:
         lane.start()
         first = lane.submit("a", 1, 1)
         while len(lane):
