@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -15,9 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold import retrieval as r
+from tilefold.retrieval import stored_documents as stored
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.text_ranges import StoredTexts
 
 from .conftest import DOCUMENTS, QUERIES
@@ -89,11 +93,7 @@ def test_blank_lines_a_byte_order_mark_integer_ids_and_no_header_are_tolerated(b
         ("qrels/test.tsv", "q1\td1\t1.5\n", r"test.tsv:1: expected an integer grade, got '1.5'"),
         ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t2\n", r"test.tsv:2: .*judged 1 before, got 2"),
         ("qrels/test.tsv", "q1\td1\t1\nq9\td1\t1\nq1\td8\t1\n", r"test.tsv:2: unknown query 'q9'; 2 judgement"),
-        (
-            "qrels/test.tsv",
-            "query-id\tcorpus-id\tscore\n",
-            r"test.tsv: expected at least one judgement .* got no judgement",
-        ),
+        ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n", r"test.tsv: expected at least one .* got no judgement"),
     ],
 )
 def test_a_bad_line_is_reported_by_file_and_number(beir: Path, name: str, content: str, message: str) -> None:
@@ -119,8 +119,8 @@ def test_ids_that_the_layout_cannot_hold_are_refused_and_nothing_is_written(name
 
 def test_what_is_not_there_is_said_with_what_is(beir: Path) -> None:
     refused(ValueError, r"tiny has test, got 'dev'", lambda: r.load_beir(beir).pairs("dev"))
-    with pytest.raises(FileNotFoundError, match=r"expected 'pydocs' or the path of a BEIR folder .*, got 'msmarco'"):
-        r.load_collection("msmarco")
+    said = r"expected 'pydocs' or the path of a BEIR folder .*, got 'msmarco'"
+    refused(FileNotFoundError, said, r.load_collection, "msmarco")
     for name in ("queries.jsonl", "corpus.jsonl"):
         (beir / name).unlink()
         refused(FileNotFoundError, rf"{name}: no such file.* A BEIR folder has corpus\.jsonl", r.load_beir, beir)
@@ -245,14 +245,6 @@ def test_judgements_and_topics_of_trec_are_read(beir: Path) -> None:
     refused(DataError, r"queries\.trec, topic 1: expected a <num> and a <title>", r.load_beir, beir)
 
 
-def test_queries_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
-    (tmp_path / "lines.txt").write_text("sleeping cats\n\nq2\ttrees\n")
-    assert r.load_queries(tmp_path / "lines.txt") == {"1": "sleeping cats", "q2": "trees"}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUERIES))
-    assert r.load_queries(tmp_path / "rows.jsonl") == {"q1": "sleeping cats", "q2": "trees"}
-    refused(FileNotFoundError, r"gone\.txt: no such file with queries", r.load_queries, tmp_path / "gone.txt")
-
-
 FRAMES = [
     ("id\ttext\n", "1\tcats sleep\n", {"1": ("", "cats sleep")}),
     ("docid\ttitle\ttext\n", "1\tCats\tcats sleep\n", {"1": ("Cats", "cats sleep")}),
@@ -288,9 +280,13 @@ def test_a_first_line_that_names_columns_is_no_document(
     assert StoredTexts(path).survey(10).count == 1
 
 
-def test_a_first_line_that_names_columns_is_no_query(beir: Path) -> None:
+def test_queries_are_read_from_files_of_every_kind_and_names_of_columns_are_none(beir: Path, tmp_path: Path) -> None:
     whole = r.load_beir(beir)
+    (tmp_path / "lines.txt").write_text("sleeping cats\n\nq2\ttrees\n")
+    assert r.load_queries(tmp_path / "lines.txt") == {"1": "sleeping cats", "q2": "trees"}
+    assert r.load_queries(beir / "queries.jsonl") == whole.queries
     (beir / "queries.jsonl").unlink()
+    refused(FileNotFoundError, r"gone\.txt: no such file with queries", r.load_queries, tmp_path / "gone.txt")
     lines = "qid\tquery\n" + "".join(f"{row['_id']}\t{row['text']}\n" for row in QUERIES)
     for name in ("queries.tsv", "queries.txt"):
         (beir / name).write_text(lines)
@@ -303,23 +299,105 @@ def test_a_first_line_that_names_columns_is_no_query(beir: Path) -> None:
     refused(DataError, "line 1: expected a query, got names of columns", r.query_of_line, "qid\tquery\n", 1)
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
+def test_names_of_columns_say_which_is_which_in_judgements_and_a_query_called_qid_is_one(beir: Path) -> None:
+    whole = r.load_beir(beir)
+    for lines in (
         "docid\tqid\trelevance\nd1\tq1\t2\nd2\tq1\t0\nd3\tq2\t1\n",
         "topic iteration document rel\nq1 0 d1 2\nq1 0 d2 0\nq2 0 d3 1\n",
         "\nquery_id\tdoc_id\tlabel\nq1\td1\t2\nq1\td2\t0\nq2\td3\t1\n",
-    ],
-)
-def test_names_of_columns_say_which_is_which_in_judgements(beir: Path, lines: str) -> None:
-    whole = r.load_beir(beir)
-    (beir / "qrels" / "test.tsv").write_text(lines)
-    assert r.load_beir(beir) == whole
-
-
-def test_a_judgement_of_a_query_called_qid_is_one(beir: Path) -> None:
+    ):
+        (beir / "qrels" / "test.tsv").write_text(lines)
+        assert r.load_beir(beir) == whole
     (beir / "queries.jsonl").write_text('{"_id": "qid", "text": "cats"}\n')
     (beir / "qrels" / "test.tsv").write_text("qid\td1\t1\n")
     assert r.load_beir(beir).qrels["test"] == {"qid": {"d1": 1}}
     (beir / "qrels" / "test.tsv").write_text("qid\tanswer\tgain\nqid\td1\t1\n")
     refused(DataError, r"test\.tsv:1: .*got 'gain'.*names of columns are query-id, corpus-id, score", r.load_beir, beir)
+
+
+STORED = [
+    '{"_id": "d0", "title": "Cats", "text": "sleep"}',
+    "",
+    '{"id": 7, "text": "\\u732b und Hunde"}',
+    "\u3000",
+    '{"_id": "ü", "title": null, "text": "trees"}',
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(stored, "SMALLEST", 0)
+    monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("\ufeff" + "\r\n".join(STORED), encoding="utf-8", newline="")
+    return file
+
+
+def opened(path: Path) -> tuple[object, dict[str, object], str]:
+    collection, digest = stored.open_documents(path, path.parent / "cache")
+    return type(collection.documents), dict(collection.documents), digest
+
+
+def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path) -> None:
+    whole = r.load_documents(corpus)
+    digest = texts_digest({name: document.contents for name, document in whole.items()})
+    assert opened(corpus) == (dict, whole, digest)
+    assert opened(corpus) == (stored.StoredDocuments, whole, digest)
+    documents = stored.open_documents(corpus, corpus.parent / "cache")[0].documents
+    assert list(documents) == list(whole) == ["d0", "7", "ü"] and len(documents) == 3
+    assert "7" in documents and "8" not in documents and documents.get("8") is None
+
+
+def test_ids_with_one_key_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "id_key", lambda name: 3)
+    assert opened(corpus)[1] == opened(corpus)[1] == r.load_documents(corpus)
+    assert "unknown" not in stored.open_documents(corpus, corpus.parent / "cache")[0].documents
+
+
+def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
+    before = opened(corpus)[2]
+    found = corpus.stat()
+    corpus.write_bytes(corpus.read_bytes().replace(b"trees", b"trams"))
+    os.utime(corpus, ns=(found.st_atime_ns, found.st_mtime_ns))
+    kind, documents, digest = opened(corpus)
+    assert kind is dict and digest != before and documents == r.load_documents(corpus)
+    assert opened(corpus) == (stored.StoredDocuments, documents, digest)
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(corpus: Path) -> None:
+    opened(corpus)
+    documents = stored.open_documents(corpus, corpus.parent / "cache")[0].documents
+    corpus.write_bytes(b" " * 30 + corpus.read_bytes())
+    refused(DataError, "has changed since it was opened", lambda: documents["7"])
+
+
+def test_a_file_of_this_moment_and_a_small_one_are_not_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "SETTLED_SECONDS", 60.0)
+    assert opened(corpus)[0] is opened(corpus)[0] is dict
+    monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(stored, "SMALLEST", 1 << 20)
+    assert opened(corpus)[0] is opened(corpus)[0] is dict
+
+
+@pytest.mark.parametrize("damage", ["facts.json", "keys.npy", "offsets.npy", "unwritable"])
+def test_a_damaged_or_unwritable_cache_costs_only_time(corpus: Path, damage: str) -> None:
+    whole = opened(corpus)
+    if damage == "unwritable":
+        assert dict(stored.open_documents(corpus, "/proc/nowhere")[0].documents) == whole[1]
+        return
+    (file,) = (corpus.parent / "cache").rglob(damage)
+    file.write_bytes(file.read_bytes()[:50])
+    assert opened(corpus) == whole
+    assert opened(corpus)[0] is stored.StoredDocuments
+
+
+def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Path) -> None:
+    folder = corpus.parent / "beir"
+    small_collection().save_beir(folder)
+    cache = corpus.parent / "cache"
+    for _ in range(2):
+        collection, _ = stored.open_documents(folder, cache)
+        assert (collection.name, dict(collection.documents)) == ("beir", r.load_beir(folder).documents)
+    assert isinstance(collection.documents, stored.StoredDocuments) and not collection.queries
+    corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
+    refused(DataError, "'text' must be a string", stored.open_documents, corpus, cache)
