@@ -25,20 +25,17 @@ VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "benc
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb: str, call: Call) -> None:
+def test_every_verb_has_help_and_the_program_a_version(verb: str, call: Call) -> None:
     outcome = call(verb, "--help")
     assert outcome.code == 0, outcome.err
     assert f"tilefold {verb}" in outcome.out
+    version = call("--version")
+    assert (version.code, version.out) == (0, f"tilefold {__version__}\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
 def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Call, tmp_path: Path) -> None:
     fails(call("warmup", "--model", tmp_path), 1, "torch sees none here; on a CPU nothing is built")
-
-
-def test_the_version_is_printed(call: Call) -> None:
-    outcome = call("--version")
-    assert (outcome.code, outcome.out) == (0, f"tilefold {__version__}\n")
 
 
 def test_the_steps_write_json_alone_to_stdout_and_no_progress_to_a_pipe(work: Path) -> None:
@@ -148,28 +145,22 @@ def test_training_again_returns_the_finished_model(call: Call, work: Path, maske
     fails(call("train", *same, "--steps", "3"), 1, "differs in --steps")
 
 
-def test_damaged_weights_are_named_and_nothing_is_written(call: Call, work: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(work / "model", broken)
+def test_damaged_weights_and_a_missing_package_are_said(
+    call: Call, work: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    shutil.copytree(work / "model", broken := tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")
-    outcome = call("encode", "--model", broken, "--data", work / "data", "--output", tmp_path / "v")
-    assert outcome.code == 1 and f"the weights in {broken} are damaged" in outcome.err
+    encode = ("encode", "--data", work / "data", "--output", tmp_path / "v", "--model")
+    fails(call(*encode, broken), 1, f"the weights in {broken} are damaged")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    fails(call(*encode, work / "model"), 1, 'pip install "tilefold[sentence-transformers]"')
     assert not (tmp_path / "v").exists()
 
 
-def test_debug_shows_the_traceback_of_an_error(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_missing_demo_and_a_damaged_record_say_to_run_it(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(Exception, "run tilefold demo first", cli.main, ["search", "x", "--debug"])
-
-
-def test_a_missing_optional_package_is_named_with_its_extra(call: Call, work: Path, monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    outcome = call("encode", "--model", work / "model", "--data", work / "data", "--output", work / "never")
-    assert outcome.code == 1
-    assert 'pip install "tilefold[sentence-transformers]"' in outcome.err
-
-
-def test_a_damaged_demo_record_says_to_run_the_demo_again(call: Call, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="run tilefold demo first"):
+        cli.main(["search", "x", "--debug"])
     (tmp_path / "demo.json").write_text("{")
     fails(call("search", "x", "--demo", tmp_path), 1, "is damaged: run tilefold demo again")
 

@@ -43,10 +43,8 @@ def cache(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_minilm_is_what_no_step_of_training_saves(call: Any, work: Path, tmp_path: Path) -> None:
-    resumed = call(
-        "encode", "--data", work / "data", "--model", work / "splade", "--output", work / "vectors", "--json"
-    )
-    assert resumed.code == 0, "the same model: its vectors are those that are there"
+    again = ("encode", "--data", work / "data", "--model", work / "splade", "--output", work / "vectors")
+    assert call(*again).code == 0, "the same model: its vectors are those that are there"
     one, other = open_tokens(work / "tokens"), open_tokens(work / "trained-tokens")
     assert one.manifest.model_fingerprint == other.manifest.model_fingerprint
     assert one.manifest.model_source == "minilm"
@@ -72,9 +70,8 @@ def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, work: Path) 
     assert hits["stored late"] == hits["stored, named"]
     assert {name for name, _ in hits["stored late"]} == {name for name, _ in hits["late"]}
     scores = dict(hits["late"])
-    assert np.allclose(
-        [scores[name] for name, _ in hits["stored late"]], [s for _, s in hits["stored late"]], atol=0.05
-    )
+    stored = dict(hits["stored late"])
+    assert np.allclose([scores[name] for name in stored], list(stored.values()), atol=0.05)
 
 
 def test_minilm_is_evaluated_as_a_dense_model_and_with_an_index(call: Any, work: Path) -> None:
@@ -104,7 +101,8 @@ def test_without_its_cache_minilm_is_made_again_from_the_same_documents_only(
 
 def test_a_saved_model_makes_its_own_kind_only(call: Any, work: Path, tmp_path: Path) -> None:
     output = ("--data", work / "data", "--output", tmp_path / "v")
-    outcome = call("encode", "--model", work / "splade", "--kind", "tokens", *output)
-    assert outcome.code == 2 and "is a SparseEncoder; expected a multi-vector model" in outcome.err
-    outcome = call("encode", "--model", work / "colbert", "--kind", "sparse", *output)
-    assert outcome.code == 2 and "is a multi-vector model; expected a SparseEncoder" in outcome.err
+    for model, kind, message in (
+        ("splade", "tokens", "is a SparseEncoder; expected a multi-vector model"),
+        ("colbert", "sparse", "is a multi-vector model; expected a SparseEncoder"),
+    ):
+        fails(call("encode", "--model", work / model, "--kind", kind, *output), 2, message)

@@ -44,10 +44,6 @@ def test_a_step_is_listed_and_nothing_is_launched() -> None:
     assert "_max_forward_kernel" in names and "_dweight_kernel" in names
     with nan_poisoned_empty():
         assert lsr_head(hidden, weight, impl="triton").isfinite().all()  # launches run again
-
-
-@interpreted
-def test_inference_with_int8_documents_is_one_kernel() -> None:
     documents = quantize_tokens(torch.randn(3, 7, 32))
     assert listed_names(lambda: maxsim(torch.randn(1, 5, 32), documents, impl="triton")) == ["stream_kernel"]
 

@@ -162,19 +162,13 @@ def test_empty_batches_give_empty_tensors(reduce: str, shape: tuple[int, ...], r
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_dtype_is_that_of_the_weights_or_the_one_asked_for(dtype: torch.dtype) -> None:
-    inputs = token_scatter_inputs(2, 30, 20, dtype=dtype)
-    assert run(inputs).values().dtype == dtype
-    wide = run(inputs, out_dtype=torch.float32)
-    assert wide.values().dtype == torch.float32 and wide.col_indices().dtype == torch.int64
-
-
-def test_the_result_is_a_valid_csr_tensor_without_a_graph_that_others_can_use() -> None:
-    inputs = token_scatter_inputs(4, 60, 70, layout="right")
+def test_the_result_is_a_valid_csr_tensor_of_the_dtype_asked_for_that_others_can_use(dtype: torch.dtype) -> None:
+    inputs = token_scatter_inputs(4, 60, 70, layout="right", dtype=dtype)
     inputs.weights.requires_grad_()
+    assert run(inputs).values().dtype == dtype
     with warnings_are_errors():
-        sparse = run(inputs, top_k=9)
-    assert not sparse.requires_grad
+        sparse = run(inputs, top_k=9, out_dtype=torch.float32)
+    assert not sparse.requires_grad and sparse.dtype == torch.float32 and sparse.col_indices().dtype == torch.int64
     torch._validate_sparse_csr_tensor_args(
         sparse.crow_indices(), sparse.col_indices(), sparse.values(), list(sparse.shape)
     )
