@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentence_transformers import SparseEncoder
 
 from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.integrations.splade_models import VOCABULARY, build_minilm_splade, build_tiny_splade, make_tokenizer_folder
@@ -37,3 +38,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path
     folder = tmp_path_factory.mktemp("tiny-splade")
     build_tiny_splade("bert", tokenizer_folder).save_pretrained(str(folder))
     return folder
+
+
+@pytest.fixture
+def model(tiny_folder: Path) -> SparseEncoder:
+    return SparseEncoder(str(tiny_folder), device="cpu")

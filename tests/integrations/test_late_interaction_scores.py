@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.integrations.late_scores import BUDGET, assert_equal, masked, padded, results
+from tests.refusals import refused
 from tilefold.integrations import colpali, pylate
 
 MASKS = ["none", "bool", "int64", "float32", "weights"]
@@ -194,8 +195,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         (RuntimeError, "impl='triton'", lambda: every(query, doc[:, 0], impl="triton")),
     ]  # fmt: skip
     for error, message, call in cases:
-        with pytest.raises(error, match=message):
-            call()
+        refused(error, message, call)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 )
 def test_without_the_package_its_acceleration_says_what_to_install(module: Any, package: str, requirement: str) -> None:
     if importlib.util.find_spec(package) is None:
-        with pytest.raises(ImportError, match=f'pip install "{requirement}"'):
-            module.accelerate()
+        refused(ImportError, f'pip install "{requirement}"', module.accelerate)
     assert not module.is_accelerated()
     module.restore()
-    with pytest.raises(ValueError, match="impl must be one of 'auto'"):
-        module.accelerate(impl="cuda")
+    refused(ValueError, "impl must be one of 'auto'", module.accelerate, impl="cuda")

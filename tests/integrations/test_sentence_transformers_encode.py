@@ -19,17 +19,13 @@ from tests.integrations.splade_models import FP32_BUDGET, TEXTS, VOCABULARY, ass
 from tests.ops.interpreter import NEEDS_INTERPRETER
 from tests.processes import ROOT, environment
 from tests.recipes.small import small_masked_lm
+from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 from tilefold.integrations.sentence_transformers.stream import TextStream
 from tilefold.recipes.colbert import ColbertRecipe, load_base_model
 from tilefold.retrieval import SparseVectors, vocabulary_fingerprint
 
 MANY = [f"text number {i}: " + "cats sleep, dogs run. " * (i % 9) for i in range(46)] + ["", "!"]
-
-
-@pytest.fixture
-def model(tiny_folder: Path) -> SparseEncoder:
-    return SparseEncoder(str(tiny_folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +110,7 @@ def test_prompts_are_those_of_encode(model: SparseEncoder) -> None:
 def test_wrong_arguments_name_themselves(model: SparseEncoder) -> None:
     with pytest.raises(TypeError, match=r"texts must be a sequence of strings, got one string; pass \[text\]"):
         encode_sparse(model, "one text")
-    with pytest.raises(ValueError, match="batch_size must be a positive integer, got 0"):
-        encode_sparse(model, TEXTS, batch_size=0)
+    refused(ValueError, "batch_size must be a positive integer, got 0", encode_sparse, model, TEXTS, batch_size=0)
     with pytest.raises(ValueError, match=r"prompt_name must be one of .*got 'missing'"):
         encode_sparse(model, TEXTS, prompt_name="missing")
 
@@ -246,15 +241,12 @@ def test_vectors_are_those_of_stock(late: Any, streams: list[Any], side: str, op
         np.testing.assert_allclose(np.asarray(one), np.asarray(right), atol=2e-5)
 
 
-def test_what_the_stream_of_vectors_does_not_serve_is_stock_and_restore_takes_it_away(
-    late: Any, streams: list[Any]
-) -> None:
+def test_what_the_stream_of_vectors_does_not_serve_is_stock_until_it_is_gone(late: Any, streams: list[Any]) -> None:
     handle = accelerate(late)
     assert late.encode_document("one text").dim() == 2
     assert len(late.encode_document(MANY[:3])) == 3
     assert isinstance(late.encode(MANY, output_value=None)[0], dict)
-    with pytest.raises(ValueError, match="convert_to_tensor"):
-        late.encode(MANY, convert_to_tensor=True)
+    refused(ValueError, "convert_to_tensor", late.encode, MANY, convert_to_tensor=True)
     assert streams == []
     again = copy.deepcopy(late)
     assert again.encode.model is again

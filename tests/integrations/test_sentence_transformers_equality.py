@@ -1,4 +1,4 @@
-"""An accelerated SparseEncoder gives the scores and the gradients of the stock one."""
+"""An accelerated SparseEncoder gives the scores and the gradients of the stock one; what cannot be so is refused."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder.modules import SpladePooling
-from torch import Tensor
+from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder, SparseStaticEmbedding, SpladePooling
+from torch import Tensor, nn
 
 from tests.integrations.splade_models import (
     TEXTS,
+    VOCABULARY,
     assert_close,
     assert_same_training,
     build_tiny_splade,
     needs_all_causal_logits,
     scores_and_gradients,
+    tiny_transformer,
     without_dropout,
 )
-from tilefold.integrations.sentence_transformers import accelerate
+from tests.refusals import refused
+from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
+from tilefold.modules import StaticQuery
 
 POOLINGS = [("max", "relu"), ("max", "log1p_relu"), ("sum", "relu"), ("sum", "log1p_relu")]
 
@@ -34,9 +40,7 @@ def fused_copy(stock: SparseEncoder, **options: Any) -> SparseEncoder:
 
 
 @pytest.mark.parametrize(("strategy", "activation"), [POOLINGS[0], POOLINGS[3]])
-def test_minilm_trains_with_the_scores_and_gradients_of_the_stock_model(
-    minilm_folder: Path, strategy: str, activation: str
-) -> None:
+def test_minilm_trains_with_the_stock_scores_and_gradients(minilm_folder: Path, strategy: str, activation: str) -> None:
     stock = SparseEncoder(str(minilm_folder), device="cpu")
     stock[1].pooling_strategy, stock[1].activation_function = strategy, activation
     assert_same_training(without_dropout(stock), without_dropout(fused_copy(stock)))
@@ -97,9 +101,7 @@ def rounded(hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fault", [one_percent_more, without_a_token, rounded])
 @pytest.mark.parametrize("pooling", ["max", "sum"])
-def test_the_comparison_with_stock_tells_a_fault_from_rounding(
-    pooling: str, fault: Callable[[Tensor], Tensor], tokenizer_folder: Path
-) -> None:
+def test_a_fault_is_told_from_rounding(pooling: str, fault: Callable[[Tensor], Tensor], tokenizer_folder: Path) -> None:
     stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(pooling))
     fused = fused_copy(stock)
     fused[0].register_forward_hook(
@@ -110,9 +112,7 @@ def test_the_comparison_with_stock_tells_a_fault_from_rounding(
 
 
 @pytest.mark.parametrize("pooling", ["max", "sum"])
-def test_masks_with_left_padding_holes_and_empty_rows_mean_what_they_mean_in_stock(
-    pooling: str, tokenizer_folder: Path
-) -> None:
+def test_masks_with_left_padding_holes_and_empty_rows_mean_as_in_stock(pooling: str, tokenizer_folder: Path) -> None:
     stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(pooling)).eval()
     fused = fused_copy(stock)
     features = stock.preprocess(TEXTS)
@@ -126,32 +126,17 @@ def test_masks_with_left_padding_holes_and_empty_rows_mean_what_they_mean_in_sto
     assert_close(got, expected, 1e-5)
 
 
-@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("strategy", "activation"), POOLINGS)
-def test_flattened_inputs_are_pooled_as_stock(
-    strategy: str, activation: str, training: bool, tokenizer_folder: Path
-) -> None:
-    stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(strategy, activation)).train(training)
-    fused = fused_copy(stock)
-    torch.manual_seed(3)
-    hidden = torch.randn(1, 11, 32)
-    cu_seq_lens = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
-    head = stock.transformers_model.get_output_embeddings()
-    results, gradients = [], []
-    for model, tokens in (
-        (stock, lambda h: torch.nn.functional.linear(h, head.weight, head.bias)),
-        (fused, lambda h: h),
-    ):
-        leaf = hidden.clone().requires_grad_()
-        features = model[1]({"token_embeddings": tokens(leaf), "cu_seq_lens_q": cu_seq_lens})
-        scores = features["sentence_embedding"]
-        if training:  # in evaluation mode stock SpladePooling has no backward
-            scores.square().sum().backward()
-            gradients.append(leaf.grad)
-        results.append(scores.detach())
-    assert_close(results[1], results[0], 1e-5)
-    if training:
-        assert_close(gradients[1], gradients[0], 1e-5, "gradient")
+def test_packed_rows_are_pooled_as_stock(strategy: str, activation: str, tokenizer_folder: Path) -> None:
+    stock = build_tiny_splade("bert", tokenizer_folder, SpladePooling(strategy, activation)).train()
+    head, hidden = stock.transformers_model.get_output_embeddings(), torch.randn(1, 11, 32, requires_grad=True)
+    expected, got = (
+        model[1]({"token_embeddings": tokens, "cu_seq_lens_q": torch.tensor([0, 4, 5, 11]).int()})["sentence_embedding"]
+        for model, tokens in ((stock, head(hidden)), (fused_copy(stock), hidden))
+    )
+    assert_close(got.detach(), expected.detach(), 1e-5)
+    found, right = (torch.autograd.grad(scores.square().sum(), hidden)[0] for scores in (got, expected))
+    assert_close(found, right, 1e-5, "gradient")
 
 
 @pytest.mark.parametrize("pooling", ["max", "sum"])
@@ -179,12 +164,179 @@ def test_a_model_may_change_its_dtype_after_it_was_accelerated(dtype: torch.dtyp
     assert_close(got, expected, 1e-10 if dtype == torch.float64 else 2**-6)
 
 
-def test_dropout_draws_the_same_numbers_in_training(minilm_folder: Path) -> None:
-    stock = SparseEncoder(str(minilm_folder), device="cpu").train()
-    fused = fused_copy(stock, packed=False)
-    assert fused.transformers_model.training
-    torch.manual_seed(5)
-    expected, _ = scores_and_gradients(stock)
-    torch.manual_seed(5)
-    got, _ = scores_and_gradients(fused)
-    assert_close(got, expected, 1e-5)
+# Which models are accelerated: every route with an LM head, a shared one once; others are refused with a remedy
+
+
+def build(kind: str, folder: Path) -> SparseEncoder:
+    document = tiny_transformer("bert", folder)
+    if kind == "shared model":
+        query = [document, SpladePooling("sum")]
+    elif kind == "shared pooling":
+        router = Router.for_query_document(query_modules=[document], document_modules=[document])
+        return SparseEncoder(modules=[router, SpladePooling()], device="cpu")
+    elif kind == "two models":
+        query = [tiny_transformer("distilbert", folder), SpladePooling(activation_function="log1p_relu")]
+    else:
+        tokenizer = document.tokenizer
+        query = [SparseStaticEmbedding(tokenizer, torch.rand(tokenizer.vocab_size))]
+    router = Router.for_query_document(query_modules=query, document_modules=[document, SpladePooling()])
+    return SparseEncoder(modules=[router], device="cpu")
+
+
+KINDS = {"shared model": 1, "shared pooling": 1, "two models": 2, "static queries": 1}
+
+
+@pytest.mark.parametrize(("kind", "heads"), KINDS.items())
+def test_both_routes_score_and_save_as_stock(kind: str, heads: int, tokenizer_folder: Path, tmp_path: Path) -> None:
+    stock = build(kind, tokenizer_folder)
+    fused = copy.deepcopy(stock)
+    assert accelerate(fused).heads == heads
+    for encode in ("encode_query", "encode_document"):
+        expected = getattr(stock, encode)(TEXTS).to_dense()
+        assert (expected > 0).any()
+        assert_close(getattr(fused, encode)(TEXTS).to_dense(), expected, 1e-5)
+        few = getattr(stock, encode)(TEXTS, max_active_dims=3).to_dense()
+        for model in (stock, fused):
+            rows = encode_sparse(model, TEXTS, task=encode.removeprefix("encode_"), top_k=3)
+            assert_close(rows.to_dense(), few, 1e-5)
+    fused.save_pretrained(str(tmp_path), create_model_card=False)
+    saved = SparseEncoder(str(tmp_path), device="cpu")
+    assert not is_accelerated(saved) and torch.equal(saved.encode_document(TEXTS).to_dense(), expected)
+    restore(fused)
+    assert torch.equal(fused.encode_document(TEXTS).to_dense(), expected)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_padding_token_in_a_query_of_static_weights_counts_in_no_batch(own: bool, tokenizer_folder: Path) -> None:
+    model = build("static queries", tokenizer_folder)
+    if own:
+        stock = model[0].sub_modules["query"][0]
+        model[0].sub_modules["query"][0] = StaticQuery(stock.tokenizer, stock.weight.detach().clone())
+    longer = "a much longer text than that one is, indeed"
+    plain = model.encode_query(["quick fox", longer]).to_dense()
+    accelerate(model)
+    text = "[PAD][PAD] quick [PAD] fox"
+    for rows in (
+        torch.stack([model.encode_query(one).to_dense() for one in (text, longer)]),
+        model.encode_query([text, longer]).to_dense(),
+        model.encode_query([text, longer], batch_size=1).to_dense(),
+        encode_sparse(model, [text, longer], task="query").to_dense(),
+        encode_sparse(model, [text, longer], task="query", batch_size=1).to_dense(),
+        model.encode_sparse_batch([text], task="query").to_dense(),
+    ):
+        assert_close(rows, plain[: len(rows)], 1e-6)
+    restore(model)
+    static = model[0].sub_modules["query"][0]
+    assert "forward" not in vars(static)
+    if own:
+        assert_close(model.encode_query([text]).to_dense(), plain[:1], 1e-6)
+
+
+def refuses(model: Any, error: type[Exception], message: str, **options: Any) -> None:
+    refused(error, message, accelerate, model, **options)
+    assert not is_accelerated(model)
+    if isinstance(model, nn.Module):
+        assert all("forward" not in vars(module) or isinstance(module, Odd) for module in model.modules())
+
+
+class Odd(nn.Linear):
+    """A linear layer with another forward, as quantised layers have."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 1.0
+
+
+def test_other_model_classes_are_refused(tokenizer_folder: Path) -> None:
+    transformer = tiny_transformer("bert", tokenizer_folder)
+    dense = SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu")
+    refuses(dense, TypeError, r"SparseEncoder or MultiVectorEncoder, got SentenceTransformer; other")
+    refuses("naver/splade-v3", TypeError, "got str")
+    refused(TypeError, "pass the model, not its path", restore, "naver/splade-v3")
+
+
+def test_a_sparse_autoencoder_has_no_head_to_fuse(tokenizer_folder: Path) -> None:
+    trunk = tiny_transformer("bert", tokenizer_folder).model.base_model
+    trunk.save_pretrained(str(tokenizer_folder.parent / "trunk"))
+    (tokenizer_folder.parent / "trunk" / "tokenizer.json").write_bytes(
+        (tokenizer_folder / "tokenizer.json").read_bytes()
+    )
+    transformer = Transformer(str(tokenizer_folder.parent / "trunk"))
+    model = SparseEncoder(modules=[transformer, Pooling(32), SparseAutoEncoder(32)], device="cpu")
+    refuses(model, ValueError, "SpladePooling after a Transformer.*got Transformer, Pooling, SparseAutoEncoder")
+    model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
+    refuses(model, ValueError, 'model must have an LM head.*transformer_task="fill-mask"')
+
+
+@needs_all_causal_logits
+def test_soft_capped_logits_are_refused(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("gemma2", tokenizer_folder)
+    refuses(model, ValueError, "got changed ones in Gemma2ForCausalLM .soft-capping")
+
+
+def test_a_causal_model_that_keeps_one_token_of_logits_is_refused(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("llama", tokenizer_folder)
+    model[0].processing_kwargs = {"text": {"logits_to_keep": 1}}
+    refuses(model, ValueError, '"logits_to_keep": 0.*needs sentence-transformers 6.2')
+
+
+def test_heads_that_are_hooked_replaced_or_no_plain_linear_are_refused(tiny_folder: Path) -> None:
+    model = SparseEncoder(str(tiny_folder), device="cpu")
+    refuses(model, ValueError, "impl must be one of 'auto'", impl="cuda")
+    head = model.transformers_model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda *_: None)
+    refuses(model, ValueError, "must have no hooks")
+    hook.remove()
+    head.forward = lambda hidden: hidden
+    refused(ValueError, "without device_map", accelerate, model)
+    model.transformers_model.set_output_embeddings(Odd(32, VOCABULARY))
+    refuses(model, ValueError, "the LM head must be a torch.nn.Linear.*got .*Odd; keep the LM head out of quantisation")
+
+
+def test_poolings_and_routes_that_do_not_fit_are_refused(tokenizer_folder: Path) -> None:
+    class Halved(SpladePooling):
+        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+            return super().forward(features)
+
+    transformer, other = (tiny_transformer(kind, tokenizer_folder) for kind in ("bert", "distilbert"))
+    between = Normalize(module_input_name="token_embeddings")
+    unpooled = Router.for_query_document([transformer, Pooling(VOCABULARY)], [transformer, SpladePooling()])
+    for modules, message in (
+        ([transformer, Halved()], "SpladePooling must run its own forward, got Halved"),
+        ([transformer, between, SpladePooling()], "directly follow a Transformer, got Transformer -> Normalize -> Spl"),
+        ([unpooled], "must feed SpladePooling on every route"),
+        ([Router.for_query_document([transformer], [other]), SpladePooling()], "give each route its own SpladePooling"),
+    ):
+        refuses(SparseEncoder(modules=modules, device="cpu"), ValueError, message)
+
+
+def test_a_model_that_cannot_run_where_it_lies_says_so_and_can_skip_the_check(tiny_folder: Path) -> None:
+    model = SparseEncoder(str(tiny_folder), device="cpu")
+    encoder = model.transformers_model.bert.encoder
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("needs a GPU")
+
+    hook = encoder.register_forward_pre_hook(fail)
+    refused(RuntimeError, r"it raised RuntimeError: needs a GPU; move it .* check=False", accelerate, model)
+    assert not is_accelerated(model)
+    accelerate(model, check=False)
+    hook.remove()
+    assert is_accelerated(model)
+    model.encode(TEXTS)
+
+
+def test_a_head_replaced_afterwards_is_noticed(tiny_folder: Path) -> None:
+    model = SparseEncoder(str(tiny_folder), device="cpu")
+    accelerate(model)
+    model.transformers_model.set_output_embeddings(nn.Linear(32, VOCABULARY))
+    refused(RuntimeError, r"call accelerate\(model\) again", model.encode, TEXTS)
+    accelerate(model)
+    model.encode(TEXTS)
+
+
+def test_a_weight_on_another_device_names_data_parallel(tiny_folder: Path) -> None:
+    model = SparseEncoder(str(tiny_folder), device="cpu")
+    accelerate(model)
+    hidden = torch.zeros(1, 2, 32, device="meta")
+    with pytest.raises(RuntimeError, match=r"DataParallel replicates modules.*torchrun"):
+        model[1]({"token_embeddings": hidden, "attention_mask": torch.ones(1, 2, device="meta")})

@@ -25,16 +25,12 @@ from transformers import TrainingArguments
 from tests import programs
 from tests.integrations.multi_vector_models import build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, VOCABULARY, assert_close, build_tiny_splade
+from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore, warm_up
 from tilefold.integrations.sentence_transformers._warm_up import steps
 from tilefold.integrations.transformers import one_gpu
 from tilefold.modules import StaticQuery
 from tilefold.ops._shared.impl import triton_interpreted
-
-
-@pytest.fixture
-def model(tiny_folder: Path) -> SparseEncoder:
-    return SparseEncoder(str(tiny_folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +51,7 @@ def encode(model: Any) -> torch.Tensor:
     return model.similarity(model.encode_query(TEXTS), model.encode_document(TEXTS))
 
 
-def test_the_first_lines_of_python_in_the_readme_accelerate_a_model(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_python_of_the_readme_accelerates_a_model(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = Path(__file__).resolve().parents[2] / "README.md"
     example = re.findall(r"^```python\n(.*?)^```", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
     stock = SparseEncoder
@@ -81,9 +75,7 @@ assert "tilefold" not in sys.modules
 """
 
 
-def test_a_checkpoint_saved_while_accelerated_loads_in_plain_sentence_transformers(
-    model: SparseEncoder, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_an_accelerated_model_loads_without_tilefold(model: SparseEncoder, tmp_path: Path) -> None:
     keys = list(model.state_dict())
     expected = encode(model)
     accelerate(model)
@@ -115,6 +107,7 @@ def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_o
         assert is_accelerated(twin)
         assert torch.equal(encode(twin), expected)
         if isinstance(twin, SparseEncoder):
+            assert twin[0].preprocess.transformer is twin[0] and "cu_seq_lens_q" in twin(twin.preprocess(TEXTS))
             with torch.no_grad():
                 twin.transformers_model.get_output_embeddings().bias.add_(1.0)
         else:
@@ -127,9 +120,7 @@ def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_o
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, on unpickling a sparse tensor
-def test_a_pool_of_processes_encodes_with_the_accelerated_model(
-    model: SparseEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_of_processes_encodes_accelerated(model: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: programs.context())
     expected = encode(model)
     accelerate(model)
@@ -147,19 +138,13 @@ def test_restore_gives_back_the_stock_model_bit_for_bit(either: Any) -> None:
     restore(either)  # which is stock yet
     accelerate(either)
     restore(either)
+    with pytest.raises(KeyError), accelerate(either) as inside:
+        assert inside is either and is_accelerated(either)
+        raise KeyError
     assert not is_accelerated(either)
     assert torch.equal(encode(either), expected)
     assert [vars(module).keys() for module in either.modules()] == [state.keys() for state in before]
     assert all(not module._forward_pre_hooks for module in either.modules())
-
-
-def test_a_context_restores_the_model_even_after_an_error(either: Any) -> None:
-    with accelerate(either) as inside:
-        assert inside is either and is_accelerated(either)
-    assert not is_accelerated(either)
-    with pytest.raises(KeyError), accelerate(either):
-        raise KeyError
-    assert not is_accelerated(either)
 
 
 def test_accelerating_twice_is_accelerating_once_and_takes_the_last_options(either: Any) -> None:
@@ -170,11 +155,14 @@ def test_accelerating_twice_is_accelerating_once_and_takes_the_last_options(eith
     if isinstance(either, SparseEncoder):
         assert repr(handle) == "Acceleration(SparseEncoder, heads=1)" and either[1].forward.impl == "reference"
         assert len(either[0]._forward_pre_hooks) == 1
+        accelerate(either, packed=False)
+        assert "attention_mask" in either(either.preprocess(TEXTS))
+        handle = accelerate(either)
     else:
         assert repr(handle) == "Acceleration(MultiVectorEncoder, similarity)" and handle.heads == 0
         assert either.similarity.impl == either.similarity_pairwise.impl == "reference"
     handle.restore()
-    assert torch.equal(encode(either), expected)
+    assert torch.equal(encode(either), expected) and either[0].model.config._attn_implementation == "sdpa"
 
 
 def test_accelerating_and_encoding_leave_modes_and_random_numbers_alone(model: SparseEncoder) -> None:
@@ -248,8 +236,7 @@ def test_an_accelerated_sparse_encoder_refuses_to_be_copied(kind: str, packed: b
     model = built(kind, tiny_folder)
     accelerate(model, packed=packed)
     for found in (model, nn.Sequential(model), copy.deepcopy(model), through_pickle(model)):
-        with pytest.raises(RuntimeError, match=REFUSED):
-            copied(found)
+        refused(RuntimeError, REFUSED, copied, found)
     restore(model)
     assert ASKED not in vars(model) and len(copied(model)) == len(list(model.modules()))
 
@@ -258,8 +245,7 @@ def test_an_accelerated_sparse_encoder_refuses_to_be_copied(kind: str, packed: b
 def test_a_multi_vector_encoder_refuses_where_it_is_packed_and_its_similarity_alone_forbids_nothing() -> None:
     model = build_colbert()
     assert accelerate(model).padded == {}
-    with pytest.raises(RuntimeError, match=f"an accelerated MultiVectorEncoder {REFUSED}"):
-        copied(model)
+    refused(RuntimeError, f"an accelerated MultiVectorEncoder {REFUSED}", copied, model)
     accelerate(model, packed=False)
     assert len(copied(model)) == len(list(model.modules()))
 
@@ -277,8 +263,7 @@ def test_data_parallel_on_two_gpus_raises_before_it_scatters_numbers(tiny_folder
     features = {
         key: value.cuda() if hasattr(value, "cuda") else value for key, value in model.preprocess(TEXTS).items()
     }
-    with pytest.raises(RuntimeError, match=REFUSED):
-        nn.DataParallel(model)(features)
+    refused(RuntimeError, REFUSED, nn.DataParallel(model), features)
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, SparseEncoderTrainingArguments])
@@ -292,8 +277,7 @@ def test_arguments_for_one_gpu(kind: Any, tmp_path: Path, monkeypatch: pytest.Mo
     assert one_gpu(kind) is one_gpu(kind) and isinstance(one, kind)
     assert type(through_pickle(one)) is kind
     assert one.to_dict().keys() == both.to_dict().keys()
-    with pytest.raises(TypeError, match="arguments_class must be transformers"):
-        one_gpu(dict)
+    refused(TypeError, "arguments_class must be transformers", one_gpu, dict)
 
 
 @pytest.mark.skipif(not triton_interpreted(), reason="lists a model on the CPU, where kernels would run")
@@ -316,8 +300,7 @@ def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
 def test_what_cannot_be_warmed_up_is_told() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="torch sees none here"):
-        warm_up(model)
+    refused(RuntimeError, "torch sees none here", warm_up, model)
     with pytest.raises(ValueError, match=r"lengths and batch_size must be at least 1, got lengths=\[\], batch_size=32"):
         warm_up(model, [])
     with pytest.raises(ValueError, match="inference or training must be true, got neither"):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.integrations.splade_models import assert_close, build_tiny_splade, five_steps
 from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss, without_dropout
+from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.graphs import (
     LIMIT,
@@ -165,8 +166,7 @@ def test_a_forward_whose_backward_is_to_come_is_not_overwritten(dropout: float, 
     for _ in range(1 if dropout == 0.0 else 2):
         output = graphs(features[1])
     assert output is not None
-    with pytest.raises(RuntimeError, match="backward must come before the next batch"):
-        loss.backward()
+    refused(RuntimeError, "backward must come before the next batch", loss.backward)
 
 
 def test_a_frame_that_somebody_keeps_stops_no_graph(transformer: Any) -> None:
@@ -282,9 +282,7 @@ def losses_of(trainer: SparseEncoderTrainer) -> list[float]:
     [("cpu", {}), *(pytest.param("cuda", options, marks=pytest.mark.gpu)
                     for options in ({}, {"bf16": True}, {"gradient_accumulation_steps": 2}))],
 )  # fmt: skip
-def test_a_trainer_has_the_same_losses(
-    device: str, options: dict[str, Any], tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_trainers_agree_on_losses(device: str, options: dict[str, Any], tokenizer_folder: Path, tmp_path: Path) -> None:
     stock = without_dropout(build_tiny_splade("bert", tokenizer_folder)).to(device)
     found = []
     for graphs in (True, False):
@@ -301,9 +299,7 @@ def test_a_trainer_has_the_same_losses(
 
 @compiling
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_are_compiled_while_a_graph_is_made(
-    kind: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_compiled_for_a_graph(kind: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # as on a GPU, without its kernels
     encoder = encoder_of(kind, tokenizer_folder)
     traced = []
@@ -330,9 +326,7 @@ def test_layers_are_compiled_while_a_graph_is_made(
     assert copy.deepcopy(StepGraphs(encoder, compiled=True)).compiled
 
 
-def test_layers_that_cannot_be_compiled_are_captured_as_they_are(
-    transformer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_cannot_be_compiled_are_captured_plain(transformer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError("\nfailed to find C compiler\nmore\nmore")
 
@@ -361,13 +355,10 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it(transformer: Any) -> None:
 def test_graphs_are_refused_where_nothing_is_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
     model = build_tiny_splade("bert", tokenizer_folder)
     trainer = trainer_of(model, tmp_path)
-    with pytest.raises(ValueError, match=r"graphs must be False.*call accelerate\(model\) first"):
-        collate_ahead(trainer, graphs=True)
+    refused(ValueError, r"graphs must be False.*call accelerate\(model\) first", collate_ahead, trainer, graphs=True)
     accelerate(model)
-    with pytest.raises(ValueError, match="leave join=True"):
-        collate_ahead(trainer, join=False, graphs=True)
-    with pytest.raises(ValueError, match="compiled must be False without graphs"):
-        collate_ahead(trainer, compiled=True)
+    refused(ValueError, "leave join=True", collate_ahead, trainer, join=False, graphs=True)
+    refused(ValueError, "compiled must be False without graphs", collate_ahead, trainer, compiled=True)
     collate_ahead(trainer, graphs=True)
     assert model[0].forward.graphs is not None
     collate_ahead(trainer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,8 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from tests.integrations.entmax_models import NAMES, batch, model, output, registered  # noqa: F401
-from tilefold.integrations.transformers import (
-    AlphaSchedule,
-    learn_alpha,
-    record_sparsity,
-    set_alpha,
-    use_entmax,
-)
+from tests.refusals import refused
+from tilefold.integrations.transformers import AlphaSchedule, learn_alpha, record_sparsity, set_alpha, use_entmax
 from tilefold.ops import entmax, entmax_attention
 
 STEPS = 6
@@ -64,9 +62,7 @@ def train(folder: Path, schedule: AlphaSchedule | None, resume: str | None = Non
     return watch
 
 
-def test_alpha_is_annealed_over_a_run_which_begins_as_softmax_and_goes_on_from_a_checkpoint(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_alpha_is_annealed_from_softmax_over_a_run_and_from_a_checkpoint(tmp_path: Path, capsys: Any) -> None:
     schedule = AlphaSchedule(2.0, until=4)
     whole = train(tmp_path / "whole", schedule)
     assert whole.alphas == [1.0, 1.25, 1.5, 1.75, 2.0, 2.0]
@@ -90,8 +86,7 @@ def test_the_course_of_a_schedule() -> None:
     assert isinstance(early, list) and early[1] - 1.2 < 0.8 / 10 / 3  # slow at first
     assert AlphaSchedule(1.5, until=1).alpha_at(1, 100) == 1.5  # a whole number is a number of steps
     for wrong in ({"alpha": 3.0}, {"start": 0.5}, {"until": 0.0}, {"until": 1.5}, {"until": True}, {"shape": "step"}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must|alpha must lie"):
-            AlphaSchedule(**wrong)  # type: ignore[arg-type]
+        refused(ValueError, f"{next(iter(wrong))} must|alpha must lie", AlphaSchedule, **wrong)
 
 
 def test_a_schedule_refuses_models_that_it_would_not_change(tmp_path: Path) -> None:
@@ -103,19 +98,14 @@ def test_a_schedule_refuses_models_that_it_would_not_change(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="model must run entmax attention, got one that runs none"):
         begin(AlphaSchedule(), model("bert", "sdpa"))
-    with pytest.raises(ValueError, match="must not lie after the last step, 10, got 11"):
-        begin(AlphaSchedule(until=11), model("bert"))
-    with pytest.raises(ValueError, match="one for every attention layer"):
-        begin(AlphaSchedule([1.5, 1.5, 1.5]), model("bert"))
+    refused(ValueError, "must not lie after the last step, 10, got 11", begin, AlphaSchedule(until=11), model("bert"))
+    refused(ValueError, "one for every attention layer", begin, AlphaSchedule([1.5, 1.5, 1.5]), model("bert"))
     learned = model("bert")
     learn_alpha(learned)
-    with pytest.raises(ValueError, match="must not have learned alphas"):
-        begin(AlphaSchedule(), learned)
+    refused(ValueError, "must not have learned alphas", begin, AlphaSchedule(), learned)
 
 
-def test_learned_alphas_train_under_sentence_transformers_and_go_on_from_a_checkpoint(
-    tmp_path: Path, tokenizer_folder: Path
-) -> None:
+def test_learned_alphas_train_in_sentence_transformers_and_go_on(tmp_path: Path, tokenizer_folder: Path) -> None:
     import datasets
     from sentence_transformers import (
         SentenceTransformer,
@@ -225,3 +215,30 @@ def test_recording_counts_packed_batches_generation_and_nothing_else(monkeypatch
     assert softmax.total.nonzero == [1.0]
     with pytest.raises(ValueError, match="must have attention layers"), record_sparsity(torch.nn.Linear(1, 1)):
         pass
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "entmax_encoder.py"
+
+
+def test_the_example_trains_both_tasks_with_every_attention(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    spec = importlib.util.spec_from_file_location("entmax_encoder", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "entmax_encoder", example)
+    spec.loader.exec_module(example)
+    try:
+        rows = example.main(["--quick", "--json", str(tmp_path / "rows.json")])
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+    assert [(row.task, row.attention) for row in rows] == [
+        (task, name) for task in ("retrieval", "classification") for name, _, _ in example.ATTENTIONS[::2]
+    ]
+    assert all(0 <= row.value <= 1 for row in rows)
+    assert all((row.nonzero is None) == (row.attention == "softmax") for row in rows)
+    assert len(json.loads((tmp_path / "rows.json").read_text())) == len(rows)
+    assert "nDCG@10" in capsys.readouterr().out

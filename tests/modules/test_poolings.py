@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, softplus
 
 from tests.modules.batches import IGNORED, Batch, batch, same
+from tests.refusals import refused
 from tilefold.losses import TermRecallLoss
 from tilefold.modules import EpicPooling, HeadPooling, TokenWeights
 from tilefold.modules.fused_pooling import Head, SparseOptions
@@ -68,8 +69,7 @@ def test_every_pooling_and_activation_is_its_formula(pooling: str, activation: s
     for features in (case.features, case.packed):
         same(plain(module, features(case.logits())), expected, case.leaves)
     if activation == "log1p_softplus" and pooling in ("sum", "mean"):
-        with pytest.raises(ValueError, match="log1p has to be taken of every token"):
-            module.check_fusable()
+        refused(ValueError, "log1p has to be taken of every token", module.check_fusable)
         return
     module.check_fusable()
     for features in (case.features, case.packed):
@@ -182,8 +182,7 @@ def test_epic_is_its_formula_plain_and_fused_with_a_bias_and_without(form: str, 
     same(fused(module, features(case.hidden), case), expected, leaves)
     same(fused(module, features(case.hidden), case, bias=False), epic_by_hand(case, module, states, bias=False), leaves)
     asked = r"got \['attention_mask', .*'token_embeddings'.*\]; .*" r'config_kwargs=\{"output_hidden_states": True\}'
-    with pytest.raises(ValueError, match=asked):
-        module(case.features(case.logits()))
+    refused(ValueError, asked, module, case.features(case.logits()))
 
 
 # TokenWeights
@@ -262,8 +261,7 @@ def test_weights_saturate_as_frequencies_do_in_bm25_and_train_as_they_are(form: 
     torch.testing.assert_close(weights * (k1 + 1), frequency * (k1 + 1) / (frequency + k1))  # without length norm
     assert 0 < (weights > 0).sum() < (case.hidden.size(0) * 19) and weights.max() < 1
     torch.testing.assert_close(sparse_rows(module, inputs(case.hidden)), weights)
-    with pytest.raises(ValueError, match="saturation must be a finite number above 0 or None, got 0"):
-        TokenWeights(6, 19, saturation=0)
+    refused(ValueError, "saturation must be a finite number above 0 or None, got 0", TokenWeights, 6, 19, saturation=0)
 
 
 def test_the_loss_of_deepct_reaches_terms_below_zero() -> None:

@@ -1,7 +1,8 @@
-"""Calls of the LSR head like an earlier one: contracts of its own; the others are in ``shared/test_launches.py``."""
+"""Calls like an earlier one (others: ``shared/test_launches.py``), and rows that round sequences up to groups."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
-from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, leaves_of, only_kernels, same
+from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, close, leaves_of, only_kernels, same
+from tests.refusals import refused
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight
 from tilefold.ops._shared import operator
+from tilefold.ops._shared._triton import releases
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.testing import nan_poisoned_empty
-from tilefold.testing.lsr_head import lsr_head_inputs, lsr_head_results
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
 
 gpu = pytest.mark.gpu
 SHAPE = (3, 21, 16, 40)
@@ -39,8 +42,7 @@ def kernels(target: Target) -> Target:
 @pytest.mark.parametrize("name", ["pooling", "activation", "out_dtype", "impl", "logit_scale"])
 def test_options_of_no_hashable_type_are_refused_by_name(name: str, target: Target) -> None:
     inputs = lsr_head_inputs(2, 5, 8, 12, device=target.device)
-    with pytest.raises((TypeError, ValueError), match=name):
-        lsr_head(inputs.hidden, inputs.weight, **{name: ["max"]})
+    refused((TypeError, ValueError), name, lsr_head, inputs.hidden, inputs.weight, **{name: ["max"]})
 
 
 def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) -> None:
@@ -58,8 +60,7 @@ def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) ->
     for wrong in (main_grad.T.contiguous().T, main_grad.clone().requires_grad_()):
         with pytest.raises(ValueError, match="weight_main_grad must be contiguous and must not require a gradient"):
             lsr_head(*leaves, **given, weight_main_grad=wrong)
-    with pytest.raises(TypeError, match="weight_main_grad"):
-        lsr_head(*leaves, **given, weight_main_grad=main_grad.half())
+    refused(TypeError, "weight_main_grad", lsr_head, *leaves, **given, weight_main_grad=main_grad.half())
     with pytest.raises(ValueError, match="weight needs no gradient"):
         lsr_head(leaves[0], leaves[1].detach(), leaves[2], **given, weight_main_grad=main_grad)
 
@@ -76,9 +77,7 @@ def test_gradients_in_fp16_of_transposed_ones_are_those_of_contiguous_ones(kerne
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_offsets_of_the_same_shape_are_looked_at_in_every_call(
-    kernels: Target, pooling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offsets_are_looked_at_in_every_call(kernels: Target, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "may_look", lambda first: False)  # as on a GPU
     inputs = lsr_head_inputs(1, 60, 16, 40, device=kernels.device)
     expected, offsets = [], []
@@ -98,9 +97,7 @@ def test_offsets_of_the_same_shape_are_looked_at_in_every_call(
 
 
 @pytest.mark.parametrize("layout", ["full", "packed"])
-def test_gradients_do_not_depend_on_who_adds_up_the_counts(
-    layout: str, kernels: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_do_not_depend_on_who_counts(layout: str, kernels: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilefold.ops.lsr_head import plans
 
     inputs = lsr_head_inputs(2, 21, 16, 100, layout=layout, dtype=DTYPE, device=kernels.device)
@@ -145,3 +142,110 @@ def test_autocast_the_module_and_the_compiler_give_the_bits_of_a_plain_call(pool
     scores = compiled(*leaves, **inputs.layout, pooling=pooling)
     grads = torch.autograd.grad(scores, leaves, inputs.dscores)
     assert all(torch.equal(a, b) for a, b in zip((scores, *grads), results.values(), strict=True))
+
+
+# Rows that round sequences up to whole groups never show, and both ways to look for winners find the same.
+
+RAGGED = ("right", "left", "holes", "packed")
+OPTIONS = ("max", "relu", 1.0, F32, F32, None)
+
+
+def valid_places(inputs: LSRHeadInputs) -> list[Tensor]:
+    """Of each sequence, the places within it that hold a token."""
+    if inputs.cu_seqlens is not None:
+        return [torch.arange(int(n)) for n in inputs.cu_seqlens.diff()]
+    batch, length, _ = inputs.hidden.shape
+    mask = inputs.attention_mask
+    valid = torch.ones(batch, length) if mask is None else mask.cpu()
+    return [row.nonzero().squeeze(1) for row in valid]
+
+
+def sequence(inputs: LSRHeadInputs, b: int) -> Tensor:
+    if inputs.cu_seqlens is None:
+        return inputs.hidden[b]
+    return inputs.hidden[int(inputs.cu_seqlens[b]) : int(inputs.cu_seqlens[b + 1])]
+
+
+@pytest.fixture(params=[4096, 0], ids=["counted in place", "counted before"])
+def max_mask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of a mask that every program counts for itself."""
+    from tilefold.ops.lsr_head._triton import pack
+
+    monkeypatch.setattr(pack, "MAX_MASK", request.param)
+
+
+@pytest.fixture
+def later_columns_win() -> Iterator[None]:
+    """Products that grow by some ulps from one column to the next, as a BLAS may round equal columns apart."""
+    if not INTERPRETED:
+        pytest.skip("a fault of interpreted products")
+    import numpy
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    honest = InterpreterBuilder.create_dot
+
+    def rising(self: Any, *args: Any) -> Any:
+        product = honest(self, *args)
+        ulps = 2.0**-20 * numpy.arange(product.data.shape[-1], dtype=product.data.dtype)
+        return TensorHandle(product.data + ulps, product.dtype)
+
+    InterpreterBuilder.create_dot = rising
+    yield
+    InterpreterBuilder.create_dot = honest
+
+
+@pytest.mark.usefixtures("later_columns_win", "max_mask")
+@pytest.mark.parametrize("largest", [0, -1], ids=["the first is largest", "the last is largest"])
+@pytest.mark.parametrize("layout", ["full", *RAGGED])
+def test_a_repeated_row_that_wins_is_the_token_that_it_repeats(kernels: Target, layout: str, largest: int) -> None:
+    inputs = lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device)
+    inputs = dataclasses.replace(inputs, hidden=inputs.hidden.clone(), weight=inputs.weight.clone())
+    hidden, weight, places = inputs.hidden, inputs.weight, valid_places(inputs)
+    weight[::2] = 0
+    weight[::2, 0] = 4
+    for b, valid in enumerate(places):  # one token of a sequence wins the even half of the vocabulary
+        if len(valid):
+            sequence(inputs, b)[..., 0] = -sequence(inputs, b)[..., 0].abs() - 1
+            sequence(inputs, b)[int(valid[largest]), 0] = 2
+    with nan_poisoned_empty():
+        tensors = hidden, inputs.attention_mask, inputs.cu_seqlens, weight, None, None
+        _, winners = torch.ops.tilefold.lsr_head(*tensors, *OPTIONS, True, "triton")
+    for b, valid in enumerate(places):
+        if len(valid):
+            logits = sequence(inputs, b)[valid] @ weight.T
+            assert winners[b].int().tolist() == valid[logits.argmax(dim=0)].tolist()
+
+
+@pytest.mark.usefixtures("later_columns_win", "max_mask")
+@pytest.mark.parametrize("layout", RAGGED)
+def test_scratch_never_shows_where_a_repeated_row_wins_by_an_ulp(kernels: Target, layout: str) -> None:
+    inputs = with_one_answer(lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device))
+    expected = lsr_head_results(inputs, impl="tiled")
+    with nan_poisoned_empty():
+        found = lsr_head_results(inputs, impl="triton")
+    close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [256, 150, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_constants_find_winners_as_registers_do(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, length: int
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0) or releases.why_no_warp_roles() is not None:
+        pytest.skip("the Hopper kernel does not run here")
+    generator = torch.Generator("cuda").manual_seed(length)
+    # few different numbers: ties, of which the lowest place wins
+    hidden = torch.randint(-2, 3, (9, length, 128), device="cuda", generator=generator).to(dtype).requires_grad_()
+    weight = torch.randint(-2, 3, (1000, 128), device="cuda", generator=generator).to(dtype).requires_grad_()
+    mask = torch.rand(9, length, device="cuda", generator=generator) > 0.3
+    with torch.no_grad():
+        hidden[0, 0, 0] = float("nan")
+    results = []
+    for lean in (False, True):
+        monkeypatch.setattr(releases, "lean_places", lambda lean=lean: lean)
+        for attention_mask in (None, mask):
+            scores = lsr_head(hidden, weight, attention_mask=attention_mask, out_dtype=torch.float32)
+            results.append((scores, *torch.autograd.grad(scores.sum(), (hidden, weight))))
+    for one, other in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True))

@@ -7,17 +7,21 @@ bf16, whose products the interpreter cannot compute.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import ACTIVATIONS, BF16, F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
 from tilefold.ops import lsr_head
-from tilefold.testing import assert_within_budget
+from tilefold.testing import assert_within_budget, budget
 from tilefold.testing.lsr_head import (
     DENSITIES,
+    LSRHeadInputs,
     assert_lsr_head_matches,
     lsr_head_inputs,
     lsr_head_results,
@@ -43,22 +47,17 @@ else:
         (1, 1, 8, 1), (3, 1, 9, 30), (2, 1, 24, 517), (2, 7, 8, 30), (7, 7, 24, 1), (3, 7, 33, 70), (2, 37, 9, 517),
         (5, 37, 33, 1), (2, 300, 8, 70), (3, 300, 40, 30), (2, 300, 33, 517), (40, 16, 24, 70),
     ]  # fmt: skip
+HALVES = [((pooling, "log1p_relu", layout), dtype) for dtype in DTYPES[1:]
+          for pooling, layout in (("max", "right"), ("max", "packed"), ("sum", "holes"), ("cls", "left"))]  # fmt: skip
 too_large = pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 
 
-@pytest.mark.parametrize(("pooling", "activation", "layout"), OPTIONS)
-def test_scores_and_gradients_for_every_option(target: Target, pooling: str, activation: str, layout: str) -> None:
-    inputs = lsr_head_inputs(*SHAPE, layout=layout, device=target.device)
-    assert_lsr_head_matches(inputs, pooling=pooling, activation=activation, impl=target.impl)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("pooling", "layout"), [("max", "right"), ("max", "packed"), ("sum", "holes"), ("cls", "left")]
-)
-def test_scores_and_gradients_for_every_dtype(target: Target, pooling: str, layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("options", "dtype"), [(option, F32) for option in OPTIONS] + HALVES, ids=str)
+def test_scores_and_gradients_for_every_option(target: Target, options: tuple[str, ...], dtype: torch.dtype) -> None:
+    pooling, activation, layout = options
     inputs = lsr_head_inputs(*SHAPE, layout=layout, dtype=dtype, device=target.device)
-    assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl, kind="gradient_bound")
+    kind = "gradient" if dtype == F32 else "gradient_bound"
+    assert_lsr_head_matches(inputs, pooling=pooling, activation=activation, impl=target.impl, kind=kind)
 
 
 @too_large  # and the kernels have no fp64
@@ -75,9 +74,7 @@ def test_fp64_is_computed_in_fp64(device: str, pooling: str, layout: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("activation", ["log1p_relu", "log1p_log1p_relu"])
-def test_gradients_are_exact_to_rounding_at_every_density(
-    target: Target, activation: str, density: str, dtype: torch.dtype
-) -> None:
+def test_gradients_are_exact_at_any_density(target: Target, activation: str, density: str, dtype: torch.dtype) -> None:
     inputs = lsr_head_inputs(8, 64, 64, 1000, layout="right", dtype=dtype, density=density, device=target.device)
     # a slope saved through a score of 2 multiplies its rounding error by more than the averaged budget has room for
     kind = "gradient_bound" if density == "dense" else "gradient"
@@ -91,25 +88,21 @@ def test_gradients_are_exact_to_rounding_at_every_density(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_of_large_scores_are_exact_to_the_rounding_of_the_score(
-    target: Target, activation: str, scale: float, dtype: torch.dtype
-) -> None:
+def test_gradients_of_large_scores_are_exact(target: Target, activation: str, scale: float, dtype: torch.dtype) -> None:
     inputs = lsr_head_inputs(16, 64, 64, 1000, dtype=dtype, device=target.device)
     assert_lsr_head_matches(inputs, activation=activation, logit_scale=scale, large_scores=True, impl=target.impl)
 
 
 @pytest.mark.parametrize("activation", ["none"] if INTERPRETED else ACTIVATIONS)
 @pytest.mark.parametrize("pooling", ["max", "sum"] if INTERPRETED else POOLINGS)
-def test_nan_in_a_valid_token_gives_nan_gradients_whatever_the_activation(
-    target: Target, pooling: str, activation: str
-) -> None:
+def test_nan_in_a_valid_token_gives_nan_for_every_activation(target: Target, pooling: str, activation: str) -> None:
     inputs = lsr_head_inputs(3, 9, 16, 20, device=target.device)
     token = {"cls": 0, "last": 8}.get(pooling, 4)
     inputs.hidden[1, token, 5] = torch.nan
-    for impl in (target.impl, "reference"):
-        found = lsr_head_results(inputs, pooling=pooling, activation=activation, impl=impl)
+    for given, impl in itertools.product((inputs, inputs.packed()), (target.impl, "reference")):
+        found = lsr_head_results(given, pooling=pooling, activation=activation, impl=impl)
         assert found["scores"].isnan().all(dim=1).tolist() == [False, True, False], impl
-        poisoned = found["dhidden"].isnan()
+        poisoned = found["dhidden"].view(3, 9, 16).isnan()
         assert not poisoned[[0, 2]].any() and poisoned[1].any(), impl
         if pooling != "max":  # among NaN there is no maximum: some token of the sequence takes the gradient
             assert poisoned[1].all(dim=1).nonzero().tolist() == poisoned[1].any(dim=1).nonzero().tolist() == [[token]]
@@ -135,9 +128,7 @@ BORDERS = [(5, 300, 64, 300), (3, 256, 64, 128), (9, 33, 64, 129), (2, 700, 64, 
     [(F32, "log1p_relu"), (F16, "log1p_relu"), *((BF16, name) for name in ACTIVATIONS)],
     ids=str,
 )
-def test_large_batches_and_half_precision_across_tile_borders(
-    target: Target, layout: str, activation: str, dtype: torch.dtype
-) -> None:
+def test_large_batches_and_16_bits_in_tiles(target: Target, layout: str, activation: str, dtype: torch.dtype) -> None:
     for shape in LARGE if dtype == F32 else BORDERS:
         inputs = lsr_head_inputs(*shape, layout=layout, dtype=dtype, device=target.device)
         kind = "gradient" if dtype == F32 else "gradient_bound"
@@ -155,9 +146,7 @@ def test_scale_and_bias(target: Target, scale: float, bias: bool, pooling: str) 
 @pytest.mark.parametrize("dtype", [F16] if INTERPRETED else [F16, BF16], ids=str)
 @pytest.mark.parametrize("out_dtype", [F16, F32])
 @pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
-def test_out_dtype_is_the_dtype_of_the_scores_which_in_fp32_are_exact_to_fp32(
-    target: Target, pooling: str, out_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_scores_are_of_out_dtype(target: Target, pooling: str, out_dtype: torch.dtype, dtype: torch.dtype) -> None:
     inputs = lsr_head_inputs(*SHAPE, dtype=dtype, layout="right", device=target.device)
     options = {"pooling": pooling, "out_dtype": out_dtype, "impl": target.impl}
     results = assert_lsr_head_matches(inputs, **options, kind="gradient_bound")
@@ -178,3 +167,84 @@ def test_the_weight_gradient_can_be_added_to_a_buffer_in_fp32(target: Target, la
     found = {"dweight": main_grad - before, "dhidden": hidden.grad, "dbias": bias.grad}
     for name, gradient in found.items():
         assert_within_budget(gradient, 2 * truth[name], dtype, "gradient_bound", name=name)
+
+
+# Gradients of fp16 products beyond fp16's own range: what the fp32 result holds is there, large and small together.
+
+
+def fp16_problem(target: Target, layout: str) -> LSRHeadInputs:
+    inputs = lsr_head_inputs(5, 19, 24, 21, layout=layout, dtype=F16, device=target.device)
+    return with_one_answer(inputs)
+
+
+def weight_gradient(target: Target, inputs: LSRHeadInputs, dscores: Tensor) -> Tensor:
+    """What backward adds to an fp32 buffer."""
+    buffer = torch.zeros(inputs.weight.shape, device=target.device)
+    weight = inputs.weight.requires_grad_()
+    more = {"out_dtype": F32, "weight_main_grad": buffer, "impl": target.impl}
+    lsr_head(inputs.hidden, weight, inputs.bias, **inputs.layout, **more).backward(dscores)
+    return buffer
+
+
+@pytest.mark.parametrize("layout", ("right", "packed"))
+def test_gradients_of_any_size_reach_the_fp32_buffer_each_in_its_own_range(target: Target, layout: str) -> None:
+    inputs = fp16_problem(target, layout)
+    truth = lsr_head_truth(inputs, needs=("weight",))["dweight"]
+    allowed = budget(F16, "gradient") * truth.abs().max()
+    for size in (1e-12, 1e5):
+        buffer = weight_gradient(target, inputs, size * inputs.dscores.float())
+        assert_within_budget(buffer / size, truth, F16, kind="gradient", name="dweight")
+    sizes = torch.logspace(-12, 9, 21, device=target.device)
+    buffer = weight_gradient(target, inputs, sizes * inputs.dscores.float())
+    assert ((buffer / sizes[:, None] - truth).abs() <= allowed).all()
+
+
+def fp32_gradients(target: Target, inputs: LSRHeadInputs, dscores: Tensor, pooling: str) -> dict[str, Tensor]:
+    """Gradients of fp32 token states, weight and bias whose products are taken in fp16."""
+    inputs = dataclasses.replace(inputs.cast(F32), dscores=dscores)
+    with torch.autocast(target.device, dtype=F16):
+        return lsr_head_results(inputs, pooling=pooling, out_dtype=F32, impl=target.impl)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("layout", ("right", "packed"))
+def test_gradients_of_any_size_are_kept_under_autocast_and_in_fp16(target: Target, layout: str, pooling: str) -> None:
+    inputs = with_one_answer(fp16_problem(target, layout), pooling)
+    truth = lsr_head_truth(inputs, pooling=pooling)
+    for size in (1e-12, 1e5, 1e12):
+        found = fp32_gradients(target, inputs, size * inputs.dscores.float(), pooling)
+        for name in ("dhidden", "dweight", "dbias"):
+            assert_within_budget(found[name] / size, truth[name], F16, kind="gradient", name=name)
+    for name, result in lsr_head_results(inputs, pooling=pooling, impl=target.impl).items():
+        kind = "forward" if name == "scores" else "gradient"
+        assert_within_budget(result, truth[name], F16, kind=kind, name=name)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "last"])
+@pytest.mark.parametrize("layout", ("right", "packed"))
+def test_with_one_token_every_row_of_gradients_has_its_own_range(target: Target, layout: str, pooling: str) -> None:
+    inputs = with_one_answer(fp16_problem(target, layout), pooling)
+    dscores = inputs.dscores.float()
+    for name, sizes in (
+        ("dhidden", torch.logspace(-12, 9, 5, device=target.device)[:, None]),
+        ("dweight", torch.logspace(-12, 9, 21, device=target.device)),
+    ):
+        truth = lsr_head_truth(inputs, pooling=pooling, needs=(name[1:],))[name]
+        found = fp32_gradients(target, inputs, sizes * dscores, pooling)[name]
+        rows = name == "dhidden" and inputs.cu_seqlens is not None
+        each = sizes[:, 0].repeat_interleave(inputs.cu_seqlens.diff()) if rows else sizes
+        assert_within_budget(found / each[:, None], truth, F16, kind="gradient", name=name)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_an_infinite_gradient_does_not_hide_in_the_range(target: Target, pooling: str) -> None:
+    inputs = fp16_problem(target, "full")
+    dscores = inputs.dscores.float()
+    dscores[1, 3], dscores[2, 5] = math.inf, math.nan
+    found = fp32_gradients(target, inputs, dscores, pooling)
+    expected = lsr_head_truth(inputs, pooling=pooling)
+    assert not found["dhidden"][1].isfinite().all()
+    assert found["dhidden"][2].isnan().any()
+    assert not found["dweight"][[3, 5]].isfinite().any()
+    rest = [v for v in range(21) if v not in (3, 5)]
+    assert_within_budget(found["dweight"][rest], expected["dweight"][rest], F16, kind="gradient")

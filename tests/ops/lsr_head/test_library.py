@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,19 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from tests.ops.lsr_head.helpers import F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
+from tilefold.bench.timing import _reset_high_water
 from tilefold.ops import lsr_head, quantize_weight
-from tilefold.ops.lsr_head import _problem, chosen_impl
+from tilefold.ops._shared.plan import Buffer, Setting
+from tilefold.ops.lsr_head import _problem, _tiles, chosen_impl
 from tilefold.testing import assert_within_budget
-from tilefold.testing.lsr_head import lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
+from tilefold.testing.lsr_head import (
+    LSRHeadInputs,
+    assert_lsr_head_matches,
+    lsr_head_inputs,
+    lsr_head_results,
+    lsr_head_truth,
+    with_one_answer,
+)
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -115,9 +128,7 @@ def test_the_public_function_compiles_whole_with_gradients(device: str, pooling:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("device", DEVICES)
-def test_inductor_compiles_the_head_between_other_operations(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inductor_compiles_the_head_among_others(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # its usual cache may hold code for the instructions of another run's (emulated) CPU, which then gives NaN
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     # four small kernels are built sooner than the headers that they would share, or than trials of each instruction set
@@ -172,9 +183,7 @@ def test_a_changing_scale_does_not_break_the_graph() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_autocast_sets_the_dtype_of_scores_and_leaves_gradients_that_of_their_parameters(
-    pooling: str, device: str, dtype: torch.dtype
-) -> None:
+def test_autocast_sets_the_dtype_of_scores_and_not_of_gradients(pooling: str, device: str, dtype: torch.dtype) -> None:
     inputs = with_one_answer(
         lsr_head_inputs(5, 9, 16, 21, layout="right", device=device).cast(dtype).cast(F32), pooling
     )
@@ -197,16 +206,6 @@ def test_autocast_leaves_fp64_alone() -> None:
         assert lsr_head(inputs.hidden, inputs.weight).dtype == F64
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_inference_mode_gives_the_scores_of_training(pooling: str) -> None:
-    inputs = lsr_head_inputs(5, 9, 16, 21, layout="right")
-    hidden, weight, bias = leaves_of(inputs)
-    with torch.inference_mode():
-        scores = lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout)
-    assert scores.is_inference()
-    assert torch.equal(scores, lsr_head(hidden, weight, bias, pooling=pooling, **inputs.layout))
-
-
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 def test_no_tensor_of_the_size_of_the_logits_is_ever_allocated(pooling: str) -> None:
     batch, length, vocab = 8, 128, 20_000  # 82 MB of logits in fp32
@@ -220,3 +219,110 @@ def test_no_tensor_of_the_size_of_the_logits_is_ever_allocated(pooling: str) -> 
     logits = 4 * batch * length * vocab
     assert max(allocated) <= logits / 8
     assert max(itertools.accumulate(allocated)) <= logits / 2
+
+
+# The bound of memory that the README of the room states (the peaks of a process that does nothing else), and parts of
+# long sequences put together
+
+MIB = 2**20
+
+VOCAB, DIM = 4096, 4
+# pooling, with gradients, lengths
+CASES = {
+    "one long": ("max", False, [20_000]),
+    "one long among short": ("max", False, [1] * 300 + [20_000]),
+    "winners": ("max", True, [45_000, 3]),
+    "winners of odd lengths": ("max", True, [17] * 60),  # copied before the winner is looked for
+    "sum": ("sum", True, [10_000]),
+    "mean of ragged": ("mean", False, [*range(40), 20_000]),
+}
+CHILD = """
+    import json, sys
+    import torch
+    from tilefold.bench.timing import resident_peak_mib
+    from tilefold.ops import lsr_head
+
+    def call(pooling, training, lengths, vocab, dim):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        hidden = torch.randn(int(offsets[-1]), dim, requires_grad=training)
+        weight = torch.randn(vocab, dim, requires_grad=training)
+        def run():
+            scores = lsr_head(hidden, weight, cu_seqlens=offsets, pooling=pooling)
+            if training:
+                scores.backward(torch.ones_like(scores))
+        return run
+
+    torch.set_num_threads(1)
+    cases, vocab, dim = json.loads(sys.argv[1])
+    for pooling, training, _ in cases.values():
+        call(pooling, training, [3, 40], 8, dim)()  # what is loaded and started once
+    print(json.dumps({name: resident_peak_mib(call(*case, vocab, dim)) for name, case in cases.items()}))
+"""
+
+
+def stated_bound(lengths: list[int], lists: bool) -> float:
+    """MiB that the README of the room states, in fp32, with the scores and gradients that are handed out."""
+    tokens, batch = sum(lengths), len(lengths)
+    held = 4 * (3 * tokens * DIM + 32_768 * DIM + 12 * batch * VOCAB)
+    results = 4 * (tokens * DIM + VOCAB * DIM + batch * VOCAB)
+    return (held + results) / MIB + (320 if lists else 96)
+
+
+@pytest.mark.skipif(not _reset_high_water(), reason="the peak of a process cannot be reset here")
+def test_memory_stays_below_the_stated_bound_in_every_layout() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), json.dumps([CASES, VOCAB, DIM])]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    peaks = json.loads(child.stdout)
+    for name, (pooling, training, lengths) in CASES.items():
+        bound = stated_bound(lengths, lists=training and pooling == "max")
+        assert peaks[name] <= bound, name
+        # else the case would pass with all logits in memory
+        assert bound < sum(lengths) * VOCAB * 4 / MIB or max(lengths) < 10_000, name
+
+
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tiles, "BLOCK_V", 16)
+    monkeypatch.setattr(_tiles, "TILE_ELEMENTS", 16 * 20)  # 20 tokens a tile
+
+
+@pytest.mark.parametrize("layout", ["full", "right", "holes", "packed"])
+@pytest.mark.parametrize("length", [20, 21, 40, 75])
+@pytest.mark.parametrize("pooling", ["max", "sum", "mean"])
+def test_parts_of_sequences_are_joined(monkeypatch: pytest.MonkeyPatch, pooling: str, length: int, layout: str) -> None:
+    cut_small(monkeypatch)
+    inputs = lsr_head_inputs(5, length, 8, 40, layout=layout)
+    assert_lsr_head_matches(inputs, pooling=pooling, impl="tiled")
+    scores_alone = lsr_head_results(inputs, pooling=pooling, impl="tiled", needs=())["scores"]
+    assert torch.equal(scores_alone, lsr_head_results(inputs, pooling=pooling, impl="tiled")["scores"])
+
+
+def test_ties_and_nan_across_the_parts_of_a_sequence_are_settled_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small(monkeypatch)
+    hidden = torch.randint(-2, 3, (3, 90, 3), generator=torch.Generator().manual_seed(0)).float()
+    hidden[1, 50] = hidden[1, 70] = torch.nan
+    hidden[2] = 1.0  # every token ties
+    dscores = torch.randn(3, 30, generator=torch.Generator().manual_seed(1))
+    weight = torch.randint(-2, 3, (30, 3), generator=torch.Generator().manual_seed(2)).float()
+    inputs = LSRHeadInputs(hidden, weight, None, None, None, dscores)
+    found = lsr_head_results(inputs, impl="tiled", needs=("hidden",), activation="none")
+    truth = lsr_head_results(inputs, impl="reference", needs=("hidden",), activation="none")
+    for name, value in truth.items():
+        torch.testing.assert_close(found[name], value, equal_nan=True)
+
+
+@pytest.mark.parametrize(("batch", "blocks"), [(64, 2), (1, 1)])
+def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allocated(batch: int, blocks: int) -> None:
+    pytest.importorskip("triton", reason="plans name kernels")
+    from tilefold.ops._shared._triton.program import Program
+    from tilefold.ops.lsr_head import plans
+
+    hidden, weight, scores = (torch.empty(shape, device="meta") for shape in ((batch, 16, 8), (9000, 8), (batch, 9000)))
+    saved = _problem.HeadSaved(hidden, None, None, weight, None, scores, scores.to(torch.uint16))
+    options = _problem.HeadOptions("max", "relu", 1.0, torch.float32, torch.float32, torch.float32)
+    setting = Setting((9, 0), 4, tf32=False, aligned=True, given_up=frozenset())
+    plan = plans.backward(scores, saved, options, (True, True, False), setting)
+    results = {"dhidden": Buffer((batch, 16, 8), torch.float32), "dweight": Buffer((9000, 8), torch.float32)}
+    program = Program(plan, ("dscores", *saved._fields), results | {"dbias": None}, torch.device("cpu"), setting)
+    allocated = [[tuple(like.shape) for like in each.results] for each in program._stretches]
+    assert allocated == ([[(64, 16, 8)], [(9000, 8)]] if blocks == 2 else [[(1, 16, 8), (9000, 8)]])

@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn, whole_numbers: bool = False) -> LSRHeadInputs:
 
 @EXAMPLES
 @given(inputs=problems(), pooling=ANY_POOLING, activation=ANY_ACTIVATION, scale=st.sampled_from([1.0, -0.5, 3.0]))
-def test_every_problem_stays_within_budget(
+def test_any_problem_is_exact(
     target: Target, inputs: LSRHeadInputs, pooling: str, activation: str, scale: float
 ) -> None:
     inputs = inputs.to(target.device)

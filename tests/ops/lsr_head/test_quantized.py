@@ -46,9 +46,7 @@ SHAPES += [((3, 20, 40, 33), "full")]  # a dimension that wide loads cannot take
 
 @pytest.mark.parametrize(("shape", "layout"), SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ["log1p_relu", "softplus"])
-def test_scores_are_those_of_the_rounded_operands(
-    target: Target, shape: tuple[int, int, int, int], layout: str, activation: str
-) -> None:
+def test_scores_are_of_rounded_operands(target: Target, shape: tuple[int, ...], layout: str, activation: str) -> None:
     needs_fp8_products(target)
     inputs = lsr_head_inputs(*shape, layout=layout, dtype=F16 if INTERPRETED else BF16, device=target.device)
     weight = quantize_weight(inputs.weight)
@@ -146,9 +144,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), REFUSED)
-def test_what_a_quantized_weight_cannot_do_is_said(
-    changed: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_what_a_rounded_weight_cannot_do_is_said(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         lsr_head(**{"hidden": torch.zeros(2, 3, 4), "weight": WEIGHT} | changed)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,10 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from tests.ops.lsr_head.helpers import ACTIVATIONS, POOLINGS
-from tilefold.ops import lsr_head
+from tests.refusals import refused
+from tilefold.ops import lsr_head, lsr_head_sparse
+from tilefold.ops._shared.impl import triton_installed
+from tilefold.ops.lsr_head import chosen_impl
 
 
 def head(hidden: object, weight: object, bias: object = None, **options: object) -> Tensor:
@@ -46,6 +52,8 @@ BY_HAND = {
        for pooling, mask, token in (
            ("cls", [1, 1, 0, 0], 10.0), ("last", [1, 1, 0, 0], 11.0), ("cls", [0, 0, 1, 1], 12.0),
            ("last", [0, 0, 1, 1], 13.0), ("cls", [0, 1, 0, 1], 11.0), ("last", [1, 0, 1, 0], 12.0))},
+    **{f"{pooling} of no token": (TOKENS, [[1.0]], [2.0], {"pooling": pooling, "attention_mask": [[0, 0, 0, 0]],
+                                                           "activation": "softplus"}, [0.0]) for pooling in POOLINGS},
     **{f"any nonzero mask value, as {mask}": ([[[1.0], [2.0], [3.0]]], [[1.0]], None,
                                               {"attention_mask": torch.tensor([mask]), "pooling": "sum"}, [3.0])
        for mask in ([0.5, -1.0, 0.0], [True, True, False], [2, 7, 0])},
@@ -84,37 +92,6 @@ def test_a_masked_token_never_counts_whatever_it_holds(pooling: str, poison: flo
     assert weight.grad.item() == out.item()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_row_with_no_valid_token_is_zero_with_zero_gradient(pooling: str, activation: str) -> None:
-    hidden = torch.randn(2, 3, 4, requires_grad=True)
-    weight, bias = torch.randn(5, 4, requires_grad=True), torch.randn(5, requires_grad=True)
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    options = {"attention_mask": mask, "pooling": pooling, "activation": activation, "impl": "reference"}
-    out = lsr_head(hidden, weight, bias, **options)
-    assert not out[1].any()
-    out[1].sum().backward()
-    assert not hidden.grad.any() and not weight.grad.any() and not bias.grad.any()
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("pooling", ["max", "sum", "mean"])
-def test_nan_in_a_valid_token_gives_nan_out(pooling: str, activation: str) -> None:
-    hidden = torch.tensor([[[1.0], [math.nan], [3.0]], [[1.0], [2.0], [3.0]]])
-    out = lsr_head(hidden, torch.tensor([[1.0], [-1.0]]), pooling=pooling, activation=activation, impl="reference")
-    assert out[0].isnan().all() and out[1].isfinite().all()
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_packed_input_equals_padded_input(pooling: str) -> None:
-    hidden, weight = torch.randn(4, 6, 3), torch.randn(5, 3)
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 1], [0, 0, 0, 0, 0, 1]])
-    padded = lsr_head(hidden, weight, attention_mask=mask, pooling=pooling, impl="reference")
-    offsets = torch.tensor([0, 6, 6, 9, 10], dtype=torch.int32)
-    packed = lsr_head(hidden[mask.bool()], weight, cu_seqlens=offsets, pooling=pooling, impl="reference")
-    torch.testing.assert_close(packed, padded, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_winner_is_chosen_before_rounding(dtype: torch.dtype) -> None:
     # 256 * 1 + 1 * x: the two sums differ by 2^-4, which neither dtype can hold at 256
@@ -139,3 +116,161 @@ def test_gradients_agree_with_finite_differences(pooling: str, activation: str) 
         return lsr_head(hidden, weight, bias, attention_mask=mask, impl="reference", **options)
 
     assert gradcheck(function, (hidden, weight, bias))
+
+
+# What the head says about arguments that do not fit: the name, what was expected, what came, what to do
+
+HIDDEN, PACKED = torch.zeros(2, 3, 4), torch.zeros(6, 4)
+WEIGHT, BIAS = torch.zeros(5, 4), torch.zeros(5)
+MASK = torch.ones(2, 3)
+OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+WHOLE = {"weight": WEIGHT, "bias": BIAS, "attention_mask": MASK, "cu_seqlens": OFFSETS}
+
+
+SPELLED = "'log1p_relu', 'log1p_log1p_relu', 'relu', 'softplus', 'none'"
+CAST = "cast it with .to(torch.bfloat16) or another of these."
+FLOATS = "float16, bfloat16, float32, float64"
+PACKED_INPUT = {"hidden": PACKED, "cu_seqlens": OFFSETS}
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": torch.zeros(2, 4)}, "hidden must have shape [B, S, D], got [2, 4]."),
+    ({"hidden": torch.zeros(())}, "hidden must have shape [B, S, D], got []."),
+    ({"hidden": HIDDEN, "cu_seqlens": OFFSETS}, "hidden must have shape [T, D], got [2, 3, 4]."),
+    ({"weight": torch.zeros(5)}, "weight must have shape [V, D] with D=4, got [5]."),
+    ({"weight": torch.zeros(4, 5)}, "weight must have shape [V, D] with D=4, got [4, 5]."),
+    ({"bias": torch.zeros(4)}, "bias must have shape [V] with V=5, got [4]."),
+    ({"bias": torch.zeros(1, 5)}, "bias must have shape [V] with V=5, got [1, 5]."),
+    *(
+        ({"attention_mask": torch.ones(shape)}, f"attention_mask must have shape [B, S] with B=2, S=3, got {[*shape]}.")
+        for shape in ((2, 4), (3, 3), (2, 3, 1))
+    ),
+    ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, "D must be at least 1, got D=0 in shape [2, 3, 0]."),
+    ({"weight": torch.zeros(0, 4), "bias": None}, "V must be at least 1, got V=0 in shape [0, 4]."),
+    (
+        PACKED_INPUT | {"attention_mask": MASK},
+        "attention_mask must be None with packed input, got a tensor; cu_seqlens already says which rows belong to "
+        "which sequence.",
+    ),
+    *(
+        (PACKED_INPUT | {"cu_seqlens": wrong}, f"cu_seqlens must have shape [B + 1], got {[*wrong.shape]}.")
+        for wrong in (OFFSETS[:0], OFFSETS[None], OFFSETS[0])
+    ),
+    *(
+        (given | {name: WHOLE[name].to("meta")}, f"{name} must be on the device of hidden (cpu), got meta; move it "
+         "with .to(hidden.device).")
+        for name, given in (("weight", {}), ("bias", {}), ("attention_mask", {}), ("cu_seqlens", PACKED_INPUT))
+    ),
+    ({"pooling": "avg"}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got 'avg'."),
+    ({"pooling": None}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got None."),
+    ({"activation": "gelu"}, f"activation must be one of {SPELLED}, got 'gelu'."),
+    ({"activation": ["relu"]}, f"activation must be one of {SPELLED}, got ['relu']."),
+    ({"impl": "cuda"}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'."),
+    ({"impl": None}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got None."),
+    *(
+        ({"logit_scale": scale}, f"logit_scale must be a finite Python number, got {scale!r}; multiply hidden by a "
+         "tensor to learn a scale.")
+        for scale in (math.nan, math.inf, -math.inf, None, "1", torch.tensor(2.0), 1j)
+    ),
+]  # fmt: skip
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    *(
+        (given | {name: wrong}, f"{name} must be a torch.Tensor, got {type(wrong).__name__}; convert it first.")
+        for name, wrong, given in (
+            ("hidden", [[1.0]], {}), ("weight", None, {}), ("bias", 0.0, {}), ("attention_mask", [[1]], {}),
+            ("cu_seqlens", [0, 6], PACKED_INPUT),
+        )
+    ),
+    *(
+        (
+            PACKED_INPUT | {"cu_seqlens": OFFSETS.to(dtype)},
+            f"cu_seqlens must have dtype int32, int64, got {got}; use cu_seqlens.int().",
+        )
+        for dtype, got in ((torch.float32, "float32"), (torch.bool, "bool"))
+    ),
+    ({"hidden": HIDDEN.int()}, f"hidden must have dtype {FLOATS}, got int32; {CAST}"),
+    ({"weight": WEIGHT.to(torch.complex64)}, f"weight must have dtype {FLOATS}, got complex64; {CAST}"),
+    ({"bias": BIAS.long()}, f"bias must have dtype {FLOATS}, got int64; {CAST}"),
+    (
+        {"weight": WEIGHT.half()},
+        "weight must have the dtype of hidden (float32), got float16; cast one of them, or run under torch.autocast.",
+    ),
+    (
+        {"attention_mask": MASK.to(torch.complex64)},
+        "attention_mask must be bool, integer or floating, got torch.complex64.",
+    ),
+    ({"out_dtype": torch.int8}, f"out_dtype must be one of {FLOATS} or None, got torch.int8."),
+    ({"out_dtype": "float16"}, f"out_dtype must be one of {FLOATS} or None, got 'float16'."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [*((given, ValueError, said) for given, said in WRONG_VALUES),
+     *((given, TypeError, said) for given, said in WRONG_TYPES)],
+)  # fmt: skip
+@pytest.mark.parametrize("function", [lsr_head, lsr_head_sparse])
+def test_arguments_that_are_wrong(function: Any, changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS} | changed
+    refused(error, f"^{re.escape(message)}$", function, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ([1, 2, 6], "cu_seqlens[0] = 1"),
+        ([-1, 2, 6], "cu_seqlens[0] = -1"),
+        ([0, 4, 2, 6], "cu_seqlens[2] = 2 after 4"),
+        ([0, -2, 6], "cu_seqlens[1] = -2 after 0"),
+        ([0, 2, 5], "cu_seqlens[-1] = 5 with 6 rows in hidden"),
+        ([0, 2, 7], "cu_seqlens[-1] = 7 with 6 rows in hidden"),
+        ([0], "cu_seqlens[-1] = 0 with 6 rows in hidden"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("pooling", ["max", "sum", "mean", "cls", "last"])
+def test_offsets_that_are_no_cumulative_lengths(pooling: str, impl: str, values: list[int], problem: str) -> None:
+    expected = (
+        f"cu_seqlens must start with 0, never fall and end at the number of rows T of hidden, got {problem}; build it "
+        "as the cumulative sum of the sequence lengths with a 0 in front."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        lsr_head(PACKED, WEIGHT, cu_seqlens=torch.tensor(values).int(), pooling=pooling, impl=impl)
+
+
+def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    if triton_installed():
+        importlib.import_module("tilefold.ops.lsr_head.plans")  # else its kernels would be interpreted ever after
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: True)
+    assert chosen_impl(HIDDEN.double()) == "tiled"
+    message = (
+        "hidden must have dtype float16, bfloat16, float32 for impl='triton', got float64; use impl='auto' or "
+        "impl='tiled'."
+    )
+    refused(TypeError, f"^{re.escape(message)}$", lsr_head, HIDDEN.double(), WEIGHT.double(), impl="triton")
+
+
+def test_a_missing_triton_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefold.ops._shared.impl.triton_installed", lambda: False)
+    refused(RuntimeError, r"the package triton is not installed \(pip install triton\)", chosen_impl, HIDDEN, "triton")
+
+
+@pytest.mark.gpu
+def test_triton_is_chosen_on_a_gpu() -> None:
+    assert chosen_impl(HIDDEN) == "tiled" and chosen_impl(HIDDEN.cuda()) == "triton"
+    assert chosen_impl(HIDDEN.cuda().double()) == "tiled"
+
+
+MAIN_GRADS = [
+    ({"weight_main_grad": torch.zeros(4, 5)}, ValueError, r"weight_main_grad must have shape \[V, D\] with V=5, D=4"),
+    ({"weight_main_grad": torch.zeros(5, 4).half()}, TypeError, "weight_main_grad must have dtype float32, got"),
+    ({"weight_main_grad": torch.zeros(4, 5).T}, ValueError, "weight_main_grad must be contiguous"),
+    ({"weight_main_grad": torch.zeros(5, 4), "pooling": "sum"}, ValueError, "must be None with pooling='sum'"),
+    ({"weight_main_grad": torch.zeros(5, 4), "impl": "reference"}, ValueError, "must be None with .*impl='reference'"),
+    ({"weight_main_grad": torch.zeros(5, 4)}, ValueError, "must be None where weight needs no gradient"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), MAIN_GRADS)
+def test_buffers_that_cannot_take_the_gradient(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    refused(error, message, lsr_head, HIDDEN, WEIGHT, **options)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED, only_kernels
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
+from tests.refusals import refused
 from tilefold.ops import lsr_head, lsr_head_sparse
 from tilefold.ops.lsr_head import api
 from tilefold.ops.lsr_head import rows as module
@@ -47,9 +48,7 @@ def dense(inputs: LSRHeadInputs, **options: Any) -> Tensor:
 @pytest.mark.parametrize("pooling", ["max", "sum", "mean", "cls", "last"])
 @pytest.mark.parametrize(("top_k", "min_weight"), [(None, 0.0), (None, 0.8), (1, 0.0), (7, 0.0), (40, 0.5), (500, 0.0)])
 @pytest.mark.usefixtures("narrow_blocks")
-def test_it_keeps_the_best_entries_of_the_dense_scores(
-    target: Target, top_k: int | None, min_weight: float, pooling: str, layout: str
-) -> None:
+def test_the_best_dense_scores(target: Target, top_k: int | None, min_weight: float, pooling: str, layout: str) -> None:
     inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=target.device)
     options = {"pooling": pooling, "impl": target.impl}
     sparse, scores = run(inputs, top_k=top_k, min_weight=min_weight, **options), dense(inputs, **options)
@@ -62,9 +61,7 @@ def test_it_keeps_the_best_entries_of_the_dense_scores(
 @no_kernels
 @pytest.mark.parametrize("block", [1, 3, 16, 64, 1000])
 @pytest.mark.parametrize("top_k", [None, 1, 5, 20])
-def test_ties_keep_the_lowest_vocabulary_index_at_every_block_size(
-    monkeypatch: pytest.MonkeyPatch, top_k: int | None, block: int
-) -> None:
+def test_ties_keep_the_lowest_index_in_blocks(monkeypatch: pytest.MonkeyPatch, top_k: int | None, block: int) -> None:
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", block)
     # whole numbers between 0 and 2: many equal scores in every row
     generator = torch.Generator().manual_seed(0)
@@ -161,8 +158,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @no_kernels
 @pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
 def test_bad_options_are_refused_as_by_the_dense_function(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError if "out_dtype" in options else ValueError, match=said):
-        run(lsr_head_inputs(1, 2, 4, 5), **options)
+    refused(TypeError if "out_dtype" in options else ValueError, said, run, lsr_head_inputs(1, 2, 4, 5), **options)
 
 
 # Rows of a fixed capacity
@@ -171,9 +167,7 @@ def test_bad_options_are_refused_as_by_the_dense_function(options: dict[str, Any
 @pytest.mark.parametrize("layout", ["right", "packed"])
 @pytest.mark.parametrize(("top_k", "min_weight"), [(None, 0.0), (None, 0.8), (7, 0.0), (90, 0.0)])
 @pytest.mark.usefixtures("narrow_blocks")
-def test_rows_of_a_capacity_hold_what_is_kept(
-    target: Target, layout: str, top_k: int | None, min_weight: float
-) -> None:
+def test_rows_of_a_capacity_hold_the_kept(target: Target, layout: str, top_k: int | None, min_weight: float) -> None:
     only_kernels(target)
     inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=target.device)
     options = {"top_k": top_k, "min_weight": min_weight, "impl": target.impl}
@@ -203,5 +197,4 @@ def test_a_row_that_does_not_fit_says_how_many_there_were_and_nan_is_kept(target
 def test_where_no_kernels_run_there_are_no_rows_of_a_capacity() -> None:
     inputs = lsr_head_inputs(2, 3, 16, 40, layout="packed")
     assert rows(inputs, 4, impl="tiled") is None
-    with pytest.raises(ValueError, match="capacity and top_k must be at least 1"):
-        rows(inputs, 0)
+    refused(ValueError, "capacity and top_k must be at least 1", rows, inputs, 0)

@@ -1,4 +1,4 @@
-"""Regularisers on one process: hand-computed values, the classes of sentence-transformers, gradients, errors."""
+"""Losses on one process: hand-computed values, the classes of sentence-transformers, gradients, errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from sentence_transformers.sparse_encoder.losses import FlopsLoss
 from torch import Tensor, nn
 
+from tests.refusals import refused
 from tilefold.losses import (
     AntiZeroLoss,
     DFFlopsLoss,
@@ -18,8 +19,12 @@ from tilefold.losses import (
     L1Loss,
     L2Loss,
     NoPenalty,
+    PairwiseSoftmaxLoss,
     PositionSum,
     RegularizerSum,
+    TermRecallLoss,
+    WeightedLosses,
+    activated_lm_loss,
     anti_zero,
     df_weights,
     flops,
@@ -51,7 +56,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_by_hand(case: str) -> None:
+def test_regularizers_by_hand(case: str) -> None:
     value, expected = BY_HAND[case]
     assert value().item() == pytest.approx(expected)
 
@@ -177,3 +182,108 @@ WRONG = [
 def test_wrong_arguments_are_named(error: type[Exception], make: Callable[[], object], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
+
+
+# Ranking losses
+
+QUERIES = torch.tensor([[1.0, 0.0, 2.0]])
+RELEVANT = torch.tensor([[0.5, 1.0, 0.0]])
+NEGATIVE = torch.tensor([[0.0, 1.0, 0.25]])
+
+
+def test_the_loss_of_epic_is_the_probability_of_the_negatives() -> None:
+    value = PairwiseSoftmaxLoss().compute_loss_from_embeddings([QUERIES, RELEVANT, NEGATIVE, 2 * NEGATIVE])
+    pairs = [math.exp(score) / (math.exp(0.5) + math.exp(score)) for score in (0.5, 1.0)]
+    assert value.item() == pytest.approx(sum(pairs) / 2)
+    with pytest.raises(ValueError, match=r"at least 3 columns \(a query, a relevant document and negatives\), got 2"):
+        PairwiseSoftmaxLoss().compute_loss_from_embeddings([QUERIES, RELEVANT])
+
+
+def test_the_loss_of_deepct_is_least_at_the_recall_of_a_term() -> None:
+    value = TermRecallLoss().compute_loss_from_embeddings([QUERIES, RELEVANT])
+    assert value.item() == pytest.approx(((0.5 - 1) ** 2 + (1 - 0) ** 2) / 2)  # the third term is not in the document
+    document = torch.full((4, 2), 0.5, requires_grad=True)
+    queries = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    shared = document.mean(dim=0, keepdim=True).expand(4, 2)
+    TermRecallLoss().compute_loss_from_embeddings([queries, shared]).backward()
+    at_recall = torch.tensor([[0.75, 0.25]]).expand(4, 2).clone().requires_grad_()
+    TermRecallLoss().compute_loss_from_embeddings([queries, at_recall]).backward()
+    assert document.grad.sum(dim=0).abs().min() > 0.1
+    assert at_recall.grad.sum(dim=0).abs().max() < 1e-6
+
+
+class First(nn.Module):
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        return embeddings[0].sum() if labels is None else labels.sum()
+
+
+def test_a_weighted_sum_passes_labels_on_and_checks_its_terms() -> None:
+    terms = [(First(), 2.0), (PairwiseSoftmaxLoss(), 0.5)]
+    value = WeightedLosses(terms).compute_loss_from_embeddings([QUERIES, RELEVANT, NEGATIVE], torch.tensor([4.0]))
+    assert value.item() == pytest.approx(8 + 0.5 * 0.5)
+    refused(ValueError, r"at least one pair .* got an empty list", WeightedLosses, [])
+    refused(TypeError, "compute_loss_from_embeddings, got Linear", WeightedLosses, [(nn.Linear(1, 1), 1.0)])
+
+
+# The next-token loss on activated logits
+
+
+def whole(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, factor: float) -> Tensor:
+    """The definition, on all logits at once."""
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    kept = labels != -100
+
+    def mean_loss(scores: Tensor) -> Tensor:
+        picked = scores.log_softmax(-1)[kept].gather(1, labels[kept][:, None])
+        return -picked.mean()
+
+    return mean_loss(logits) + factor * mean_loss(logits.clamp(min=0).log1p())
+
+
+def test_the_activated_loss_by_hand() -> None:
+    hidden = torch.tensor([[1.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
+    weight = torch.tensor([[2.0, 1.0], [-1.0, 3.0]], dtype=torch.float64)
+    # logits: [2, -1], [-1, -3]; activated: [ln 3, 0], [0, 0]
+    loss = activated_lm_loss(hidden, weight, torch.tensor([0, 1]), activated_weight=0.5)
+    plain = (math.log(1 + math.exp(-3)) + math.log(1 + math.exp(2))) / 2
+    activated = (math.log(4 / 3) + math.log(2)) / 2
+    assert float(loss.plain) == pytest.approx(plain, abs=1e-12)
+    assert float(loss.activated) == pytest.approx(activated, abs=1e-12)
+    assert float(loss.total.detach()) == pytest.approx(plain + 0.5 * activated, abs=1e-12)
+    assert float(loss.alive) == 0.5
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_chunks_give_the_loss_and_gradients_of_one_pass(chunk: int, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (7, 11))
+    bias = torch.randn(11, dtype=torch.float64, requires_grad=True) if with_bias else None
+    inputs = [hidden, weight] + ([bias] if bias is not None else [])
+    labels = torch.tensor([3, -100, 10, 0, 5, -100, 5])
+    loss = activated_lm_loss(hidden, weight, labels, bias, activated_weight=0.7, chunk=chunk).total
+    expected = whole(hidden, weight, labels, bias, 0.7)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_logits_of_all_positions_never_exist() -> None:
+    n, v = 64, 5000
+    hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(v, 4, requires_grad=True)
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        activated_lm_loss(hidden, weight, torch.zeros(n, dtype=torch.int64), chunk=4).total.backward()
+    # what is taken, not what is given back: that may be anything that was collected meanwhile
+    largest = max(event.cpu_memory_usage for event in profile.function_events)
+    assert largest < n * v * 4 / 2
+
+
+def test_without_labels_all_is_zero_and_wrong_shapes_are_refused() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    loss = activated_lm_loss(hidden, weight, torch.full((3,), -100))
+    loss.total.backward()
+    assert float(loss.total.detach()) == 0 and float(hidden.grad.abs().sum()) == 0
+    with pytest.raises(ValueError, match=r"must fit together, got \[1, 3, 4\]"):
+        activated_lm_loss(hidden[None], weight, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        activated_lm_loss(hidden, weight, torch.zeros(3, dtype=torch.int64), chunk=0)
