@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,7 @@ class TokenIds:
         return TokenIds(self.ids[at], self.positions[at], offsets)
 
 
-def offsets_of(lengths: npt.NDArray[Any]) -> Int64:
+def offsets_of(lengths: npt.ArrayLike) -> Int64:
     """``[0, lengths[0], lengths[0] + lengths[1], ...]``."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 

@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
 from tilefold._files import (
     LOCK,
@@ -28,23 +29,18 @@ REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
 TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
-_TYPES: dict[str, Any] = {
-    "model_name": str | None,
-    "kind": str,
-    "n_texts": int | None,
-    "n_documents": int,
-    "shards": list,
-    "settings": dict,
-    "truncated": dict,
-    "failed": dict,
-    "partial": dict,
-    "complete": bool,
-}
-_OF_A_SHARD = {"file": str, "rows": int, "sha256": str}
 _OF_CUTS = {"count": int, "max_length": int | None}
 
 
-class Manifest(Protocol):
+class Manifest:
+    """What manifests of all kinds share; each kind lists the fields with its own, in the order of the file."""
+
+    LAYOUT: ClassVar[str]
+    WHAT: ClassVar[str]  # is in a folder of this kind
+    INSTEAD: ClassVar[str]  # what to do with a folder of another kind
+    IDENTITY: ClassVar[tuple[str, ...]]  # fields that make a folder this one, beside its settings
+    TOTALS: ClassVar[dict[str, str]] = {"n_documents": "rows"}  # fields that sum up those of the shards
+
     kind: str
     n_texts: int | None
     n_documents: int
@@ -54,6 +50,47 @@ class Manifest(Protocol):
     partial: dict[str, Any]
     truncated: dict[str, int | None]
     complete: bool
+
+    @classmethod
+    def read(cls: type[M], folder: Path) -> M:
+        """The manifest of a folder; ``DataError`` unless it is whole, of this kind, and agrees with itself."""
+
+        def refused(problem: str) -> DataError:
+            return DataError(f"{folder / MANIFEST_NAME}: expected {problem}. {REMEDY}")
+
+        value = read_json_object(folder / MANIFEST_NAME, REMEDY)
+        if (layout := value.get("layout", "sparse")) != cls.LAYOUT:
+            got = "token" if layout == "tokens" else layout
+            raise DataError(f"{folder}: expected {cls.WHAT}, got {got} vectors. {cls.INSTEAD}")
+        version = value.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
+        types = {name: type_ for name, type_ in get_type_hints(cls).items() if name.islower()}
+        try:
+            manifest = cls(**{name: item for name, item in value.items() if name in types})
+        except TypeError as error:
+            raise refused(f"a manifest of vectors, got {[*value]!r:.80} ({error})") from error
+        if wrong := manifest.wrong(types):
+            raise refused(f"a manifest of vectors, got fields of other types ({', '.join(wrong)})")
+        rows, failed = sum(shard["rows"] for shard in manifest.shards), len(manifest.failed)
+        if rows != manifest.n_documents:
+            raise refused(f"{manifest.n_documents} rows, as n_documents says, got shards with {rows}")
+        if manifest.complete and manifest.n_texts not in (None, rows + failed):
+            raise refused(f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed")
+        return manifest
+
+    def wrong(self, types: Mapping[str, Any]) -> list[str]:
+        """Fields that are not of these `types`, or whose parts are not what they must be."""
+        plain = {
+            name: type_ if isinstance(type_, UnionType) else get_origin(type_) or type_ for name, type_ in types.items()
+        }
+        if wrong := [name for name, type_ in plain.items() if not isinstance(getattr(self, name), type_)]:
+            return wrong
+        entry = {"file": str, "sha256": str, **dict.fromkeys(self.TOTALS.values(), int)}
+        if not all(_has(shard, entry) and _counts_cuts(shard.get("truncated", {})) for shard in self.shards):
+            return ["shards"]
+        cuts = (self.truncated, self.partial.get("truncated", {}))
+        return [] if all(map(_counts_cuts, cuts)) else ["truncated"]
 
 
 M = TypeVar("M", bound=Manifest)
@@ -120,11 +157,9 @@ class ShardWriter(Generic[M, V]):
     """
 
     suffix: ClassVar[str]
-    identity: ClassVar[tuple[str, ...]]  # fields of the manifest that make a folder this one, beside its settings
-    totals: ClassVar[tuple[tuple[str, str], ...]] = (("n_documents", "rows"),)  # fields of the manifest, of a shard
 
     def __init__(self, path: Path, manifest: M, resume: bool, lists: bool = True) -> None:
-        self.path = path
+        self.path, self._kind = path, type(manifest)
         self._received: dict[int, Receipt] = {}
         if not lists:
             self.manifest = manifest
@@ -157,7 +192,7 @@ class ShardWriter(Generic[M, V]):
 
     def listed(self) -> M:
         """The manifest on disk, which another process may have written."""
-        raise NotImplementedError
+        return self._kind.read(self.path)
 
     def _check(self, vectors: V) -> None:
         """Raise an error for vectors that do not belong into this folder."""
@@ -186,7 +221,7 @@ class ShardWriter(Generic[M, V]):
 
     def identified(self, manifest: M) -> dict[str, Any]:
         """Settings that make a folder this one, by name."""
-        return {name: getattr(manifest, name) for name in self.identity} | manifest.settings
+        return {name: getattr(manifest, name) for name in self._kind.IDENTITY} | manifest.settings
 
     def has_shard(self, number: int) -> bool:
         """Whether shard `number` is complete: listed in the manifest or received, with an unchanged file."""
@@ -277,7 +312,7 @@ class ShardWriter(Generic[M, V]):
         """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
-        for total, count in self.totals:
+        for total, count in self._kind.TOTALS.items():
             setattr(self.manifest, total, sum(int(part[count]) for part in self.manifest.shards))
         self.manifest.truncated = _cut(_truncation(*self.manifest.shards)).get("truncated", {})
         self.manifest.failed.update(failed or {})
@@ -344,12 +379,6 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, se
     )
 
 
-def read_layout(folder: Path) -> tuple[dict[str, Any], str]:
-    """The JSON object of a folder's manifest, and its layout: ``"sparse"`` or ``"tokens"``."""
-    value = read_json_object(folder / MANIFEST_NAME, REMEDY)
-    return value, str(value.get("layout", "sparse"))
-
-
 def _has(value: Any, types: Mapping[str, Any]) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), type_) for name, type_ in types.items())
 
@@ -357,41 +386,6 @@ def _has(value: Any, types: Mapping[str, Any]) -> bool:
 def _counts_cuts(value: Any) -> bool:
     """Whether it says how many texts were cut, or, empty, that they were not counted."""
     return value == {} or (_has(value, _OF_CUTS) and len(value) == len(_OF_CUTS))
-
-
-def parse_manifest(kind: type[M], folder: Path, value: Mapping[str, Any], types: Mapping[str, Any]) -> M:
-    """The manifest of a folder as an object of `kind`, with fields of these `types` beside those that all have.
-
-    Raises:
-        DataError: it is not whole, or does not agree with itself.
-    """
-
-    def refused(problem: str) -> DataError:
-        return DataError(f"{folder / MANIFEST_NAME}: expected {problem}. {REMEDY}")
-
-    version = value.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    try:
-        manifest = kind(**{name: item for name, item in value.items() if name in known})
-    except TypeError as error:
-        raise refused(f"a manifest of vectors, got {[*value]!r:.80} ({error})") from error
-    wrong = [name for name, type_ in {**_TYPES, **types}.items() if not isinstance(getattr(manifest, name), type_)]
-    if not wrong and not all(
-        _has(shard, _OF_A_SHARD) and _counts_cuts(shard.get("truncated", {})) for shard in manifest.shards
-    ):
-        wrong = ["shards"]
-    if not wrong and not all(map(_counts_cuts, (manifest.truncated, manifest.partial.get("truncated", {})))):
-        wrong = ["truncated"]
-    if wrong:
-        raise refused(f"a manifest of vectors, got fields of other types ({', '.join(wrong)})")
-    rows, failed = sum(shard["rows"] for shard in manifest.shards), len(manifest.failed)
-    if rows != manifest.n_documents:
-        raise refused(f"{manifest.n_documents} rows, as n_documents says, got shards with {rows}")
-    if manifest.complete and manifest.n_texts not in (None, rows + failed):
-        raise refused(f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed")
-    return manifest
 
 
 def check_whole(folder: Path, manifest: Manifest) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._ids import check_text_ids
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.training_rows import TrainingRows, offsets_of
+from tilefold.retrieval.training_rows import TrainingRows
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection

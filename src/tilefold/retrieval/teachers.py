@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from tilefold._files import atomic_file
 from tilefold._typing import Model
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.truncated import tell, watching
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.encoding import encode_collection, encode_queries, model_fingerprint
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.training_rows import Floats, TrainingRows, offsets_of
+from tilefold.retrieval.training_rows import Floats, TrainingRows
 from tilefold.retrieval.truncation import tell_truncated
 from tilefold.retrieval.vectors import read_vectors
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,10 +19,9 @@ from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import (
     REMEDY,
     SCHEMA_VERSION,
+    Manifest,
     ShardWriter,
     check_whole,
-    parse_manifest,
-    read_layout,
     shard_file,
 )
 from tilefold.retrieval._sparse import check_ids
@@ -31,7 +30,6 @@ from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["STORAGES", "TokenManifest", "TokenStore", "TokenVectorWriter", "TokenVectors", "open_tokens"]
 
-LAYOUT = "tokens"
 STORAGES = ("fp16", "int8")
 _DTYPES = {"fp16": torch.float16, "int8": torch.int8}
 
@@ -153,7 +151,7 @@ def _described(tensor: Tensor) -> str:
 
 
 @dataclass
-class TokenManifest:
+class TokenManifest(Manifest):
     """The manifest of a folder of token vectors, ``manifest.json`` beside ``part-00000.safetensors``, ...
 
     A shard packs the vectors of its N texts, T in all, as :func:`tilefold.ops.maxsim` scores them in place: ``values``
@@ -171,6 +169,12 @@ class TokenManifest:
         layout, schema_version: the format; the others are as in :class:`tilefold.retrieval.VectorManifest`.
     """
 
+    LAYOUT = "tokens"
+    WHAT = "token vectors of a multi-vector model"
+    INSTEAD = "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
+    IDENTITY = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
+    TOTALS: ClassVar = {"n_documents": "rows", "n_tokens": "tokens"}
+
     dimension: int
     storage: str
     model_name: str | None = None
@@ -186,13 +190,17 @@ class TokenManifest:
     truncated: dict[str, int | None] = field(default_factory=dict)
     complete: bool = False
     n_texts: int | None = None
-    layout: str = LAYOUT
+    layout: str = "tokens"
     schema_version: int = SCHEMA_VERSION
 
     @property
     def provenance(self) -> Provenance:
         """Model and texts, as far as they are known."""
         return Provenance(self.model_fingerprint, self.settings.get("texts_sha256"))
+
+    def wrong(self, types: Mapping[str, Any]) -> list[str]:
+        """See :meth:`Manifest.wrong`."""
+        return super().wrong(types) or ([] if self.storage in STORAGES else ["storage"])
 
 
 class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
@@ -202,16 +210,10 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     """
 
     suffix = "safetensors"
-    identity = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
-    totals = (("n_documents", "rows"), ("n_tokens", "tokens"))
 
     def __init__(self, path: str | Path, manifest: TokenManifest, *, resume: bool = False, lists: bool = True) -> None:
         _safetensors()
         super().__init__(Path(path), manifest, resume, lists)
-
-    def listed(self) -> TokenManifest:
-        """See :meth:`ShardWriter.listed`."""
-        return read_token_manifest(self.path)
 
     def _check(self, vectors: TokenVectors) -> None:
         expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
@@ -238,20 +240,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
 
 def read_token_manifest(path: str | Path) -> TokenManifest:
     """The manifest of the folder `path`, complete or not; as :func:`tilefold.retrieval.read_manifest`."""
-    folder = Path(path)
-    value, layout = read_layout(folder)
-    if layout != LAYOUT:
-        raise DataError(
-            f"{folder}: expected token vectors of a multi-vector model, got {layout} vectors. "
-            "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
-        )
-    types = {"dimension": int, "model_fingerprint": str | None, "model_source": str | None, "n_tokens": int}
-    manifest = parse_manifest(TokenManifest, folder, value, types)
-    if manifest.storage not in STORAGES or not all(isinstance(part.get("tokens"), int) for part in manifest.shards):
-        raise DataError(
-            f"{folder}: expected a manifest of token vectors, got fields of other types (storage, shards). {REMEDY}"
-        )
-    return manifest
+    return TokenManifest.read(Path(path))
 
 
 class TokenStore:

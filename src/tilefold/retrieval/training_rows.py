@@ -21,7 +21,7 @@ there are teachers).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import atomic_file
+from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance, texts_digest
@@ -43,6 +44,7 @@ TEACHER = "score:"
 METADATA = b"tilefold"
 SCHEMA_VERSION = 1
 _ROWS_PER_GROUP = 1 << 20
+_COLUMNS = ("document", "relevant", "rank", "retrieved")  # of every table, beside its scores
 _REMEDY = "Make it again: tilefold mine, then tilefold score."
 
 Floats = npt.NDArray[np.float32]
@@ -95,7 +97,7 @@ class TrainingRows:
         n, needed = len(self), len(self.queries) + 1
         if len(self.offsets) != needed or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
             raise DataError(f"offsets: expected {needed} numbers that rise from 0, got {self.offsets.tolist()[:9]}.")
-        columns = {"relevant": self.relevant, "rank": self.rank, "retrieved": self.retrieved, **self._scores()}
+        columns = {name: getattr(self, name) for name in _COLUMNS} | self._scores()
         for name, values in columns.items():
             if values.shape != (n,):
                 raise DataError(f"{name}: expected {n} values, one per row, got shape {values.shape}.")
@@ -141,33 +143,24 @@ class TrainingRows:
         """int64 ``[N]``: the position of each row's query."""
         return np.repeat(np.arange(len(self.queries), dtype=np.int64), np.diff(self.offsets))
 
+    def _part(self, rows: Any) -> dict[str, Any]:
+        """The columns of some rows, by attribute."""
+        teachers = {name: scores[rows] for name, scores in self.teachers.items()}
+        target = None if self.target is None else self.target[rows]
+        return {name: getattr(self, name)[rows] for name in _COLUMNS} | {"teachers": teachers, "target": target}
+
     def groups(self) -> Iterator[QueryRows]:
         """The rows query by query, in order."""
         for query, low, high in zip(self.queries, self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True):
-            part = slice(low, high)
-            yield QueryRows(
-                query,
-                [self.documents[i] for i in self.document[part].tolist()],
-                self.relevant[part],
-                self.rank[part],
-                self.retrieved[part],
-                None if self.target is None else self.target[part],
-                {name: scores[part] for name, scores in self.teachers.items()},
-            )
+            part = self._part(slice(low, high))
+            yield QueryRows(query, [self.documents[i] for i in part.pop("document").tolist()], **part)
 
     def take(self, keep: npt.NDArray[np.bool_]) -> TrainingRows:
         """The rows where `keep` ``[N]`` is true; queries without any are left out, documents are not."""
         counts = np.bincount(self.query_of_row()[keep], minlength=len(self.queries))
-        columns = {name: getattr(self, name)[keep] for name in ("document", "relevant", "rank", "retrieved")}
-        return replace(
-            self,
-            queries=[query for query, count in zip(self.queries, counts.tolist(), strict=True) if count],
-            offsets=offsets_of(counts[counts > 0]),
-            teachers={name: scores[keep] for name, scores in self.teachers.items()},
-            target=None if self.target is None else self.target[keep],
-            made_by=dict(self.made_by),
-            **columns,
-        )
+        queries = [query for query, count in zip(self.queries, counts.tolist(), strict=True) if count]
+        offsets, made_by = offsets_of(counts[counts > 0]), dict(self.made_by)
+        return replace(self, queries=queries, offsets=offsets, made_by=made_by, **self._part(keep))
 
     def check_collection(self, collection: Collection) -> None:
         """Raise ``DataError`` unless the rows are of the texts of `collection`, by ids and by known fingerprints."""
@@ -234,7 +227,7 @@ def read_training_rows(path: str | Path) -> TrainingRows:
         raise FileNotFoundError(f"{file}: no such file of training rows. Make one with: tilefold mine")
     pa, pq = _arrow()
     try:
-        table = pq.read_table(file, read_dictionary=["query_id", "document_id"]).unify_dictionaries()
+        table = pq.read_table(file, read_dictionary=["query_id", "document_id"])
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}") from error
     try:
@@ -276,14 +269,8 @@ def _ids(pa: Any, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int6
         raise DataError(f"{name}: expected strings, got {column.type}.")
     if column.null_count:
         raise DataError(f"{name}: expected an id in every row, got {column.null_count} null(s).")
-    column = column.combine_chunks()
-    values = column.dictionary.to_pylist()
-    codes = column.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    used, first, code = np.unique(codes, return_index=True, return_inverse=True)
-    by_first = np.argsort(first, kind="stable")
-    position = np.empty_like(by_first)
-    position[by_first] = np.arange(len(by_first))
-    return [values[i] for i in used[by_first].tolist()], position[code]
+    encoded = column.cast(pa.string()).dictionary_encode().combine_chunks()
+    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
 
 
 def _numbers(pa: Any, table: Any, name: str, null: float | None) -> Floats:
@@ -303,8 +290,7 @@ def _flags(pa: Any, table: Any) -> npt.NDArray[np.bool_]:
     column = table.column("relevant")
     if not pa.types.is_boolean(column.type) or column.null_count:
         raise DataError(f"relevant: expected true or false in every row, got {column.type} with nulls or numbers.")
-    flags: npt.NDArray[np.bool_] = column.to_numpy()
-    return flags
+    return np.asarray(column.to_numpy(), bool)
 
 
 def _made_by(table: Any) -> dict[str, Any]:
@@ -319,11 +305,6 @@ def _made_by(table: Any) -> dict[str, Any]:
     if version != SCHEMA_VERSION:
         raise DataError(f"metadata: expected schema_version {SCHEMA_VERSION}, got {version!r}. {_REMEDY}")
     return dict(value)
-
-
-def offsets_of(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """int64 ``[Q + 1]``: where the rows of each query begin, from their numbers."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(counts, np.int64), dtype=np.int64)])
 
 
 def _arrow() -> tuple[Any, Any]:

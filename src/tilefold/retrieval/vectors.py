@@ -17,10 +17,9 @@ from tilefold.retrieval._files import json_line, require
 from tilefold.retrieval._shards import (
     REMEDY,
     SCHEMA_VERSION,
+    Manifest,
     ShardWriter,
     check_whole,
-    parse_manifest,
-    read_layout,
     shard_file,
 )
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
@@ -43,7 +42,7 @@ __all__ = [
 
 
 @dataclass
-class VectorManifest:
+class VectorManifest(Manifest):
     """The manifest of a folder of vectors, ``manifest.json`` beside ``part-00000.parquet``, ``part-00001.parquet``, ...
 
     A shard has the columns ``id`` (string), ``indices`` (list of int32) and ``weights`` (list of float32).
@@ -63,6 +62,11 @@ class VectorManifest:
         complete: whether the writer finished.
         schema_version: of this layout.
     """
+
+    LAYOUT = "sparse"
+    WHAT = "sparse vectors"
+    INSTEAD = "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
+    IDENTITY = ("vocab_size", "fingerprint", "model_name", "kind")
 
     vocab_size: int
     fingerprint: str | None
@@ -110,7 +114,6 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """
 
     suffix = "parquet"
-    identity = ("vocab_size", "fingerprint", "model_name", "kind")
 
     def __init__(
         self,
@@ -127,10 +130,6 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         _arrow()
         manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
         super().__init__(Path(path), manifest, resume, lists)
-
-    def listed(self) -> VectorManifest:
-        """See :meth:`ShardWriter.listed`."""
-        return read_manifest(self.path)
 
     def _check(self, vectors: SparseVectors) -> None:
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
@@ -158,14 +157,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
 
 def read_manifest(path: str | Path) -> VectorManifest:
     """The manifest of the folder `path`, complete or not; FileNotFoundError, or ``DataError`` for a damaged one."""
-    folder = Path(path)
-    value, layout = read_layout(folder)
-    if layout != "sparse":
-        raise DataError(
-            f"{folder}: expected sparse vectors, got token vectors of a multi-vector model. "
-            "Token vectors are for reranking (--rerank); encode with a SparseEncoder for an index."
-        )
-    return parse_manifest(VectorManifest, folder, value, {"vocab_size": int, "fingerprint": str | None})
+    return VectorManifest.read(Path(path))
 
 
 def read_vectors(path: str | Path) -> SparseVectors:
@@ -178,10 +170,7 @@ def read_vectors(path: str | Path) -> SparseVectors:
     folder = Path(path)
     manifest = read_manifest(folder)
     check_whole(folder, manifest)
-    parts = list(iter_shards(folder, manifest))
-    if not parts:
-        return manifest.no_vectors()
-    return SparseVectors.concatenate(parts)
+    return SparseVectors.concatenate([manifest.no_vectors(), *iter_shards(folder, manifest)])
 
 
 def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
@@ -282,8 +271,8 @@ def export_jsonl(
 
 def _arrow() -> tuple[Any, Any]:
     """``pyarrow`` and ``pyarrow.parquet``, or an error that says how to install them."""
-    purpose = "Storing vectors"
-    return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
+    pa, pq = (require(name, "pyarrow", "Storing vectors") for name in ("pyarrow", "pyarrow.parquet"))
+    return pa, pq
 
 
 @contextmanager
