@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import programs
+from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.retrieval import (
     SparseVectorWriter,
@@ -30,18 +31,13 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.tokens import read_token_manifest
 
 TEXTS = {
-    f"d{i}": text
-    for i, text in enumerate(
-        [
-            "a cat sleeps",
-            "x",
-            "dogs chase cats and birds and, on some days, each other all around the house",
-            "sparse retrieval weighs the words of a vocabulary",
-            "",
-            "the quick brown fox jumps over the lazy dog",
-            "trees grow slowly",
-        ]
-    )
+    "d0": "a cat sleeps",
+    "d1": "x",
+    "d2": "dogs chase cats and birds and, on some days, each other all around the house",
+    "d3": "sparse retrieval weighs the words of a vocabulary",
+    "d4": "",
+    "d5": "the quick brown fox jumps over the lazy dog",
+    "d6": "trees grow slowly",
 }
 MANY = {f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(40)}
 OPTIONS: dict[str, Any] = {"shard_size": 8, "top_k": 20, "batch_tokens": 60}
@@ -168,22 +164,22 @@ def test_queries_get_the_query_prompt_and_are_thinned(splade: Any) -> None:
 
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path: Path, at: int) -> None:
-    calls = 0
+    calls: list[int] = []
 
     def stop(done: int, total: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
+        calls.append(done)
+        if len(calls) == at:
             raise KeyboardInterrupt
 
     options = {"shard_size": 8, **way.batches}
     with pytest.raises(KeyboardInterrupt):
         way.encode(MANY, tmp_path / "v", progress=stop, **options)
-    with pytest.raises(DataError, match="unfinished run"):
-        way.read(tmp_path / "v")
+    refused(DataError, "unfinished run", way.read, tmp_path / "v")
     done = {file: file.stat().st_mtime_ns for file in (tmp_path / "v").glob(f"part-0000?.{way.suffix}")}
     assert len(done) == len(way.manifest(tmp_path / "v").shards)
-    way.encode(MANY, tmp_path / "v", **options)
+    again: list[int] = []
+    way.encode(MANY, tmp_path / "v", progress=lambda done, total: again.append(done), **options)
+    assert again[1] > calls[-1], "what was reported is not encoded again"
     assert all(file.stat().st_mtime_ns == written for file, written in done.items())
     way.encode(MANY, tmp_path / "whole", **options)
     assert contents(tmp_path / "v") == contents(tmp_path / "whole") and len(contents(tmp_path / "v", "part-*")) == 5
@@ -233,8 +229,7 @@ def test_resuming_with_other_settings_is_refused(
     if length is not None:
         length, way.model[0].document_length = way.model[0].document_length, length
     try:
-        with pytest.raises(DataError, match=message):
-            way.encode(**{**options, **change})
+        refused(DataError, message, way.encode, **{**options, **change})
         assert way.encode(**{**options, **change}, resume=False).complete
     finally:
         if length is not None:
@@ -284,8 +279,7 @@ def test_texts_of_which_each_fails_are_an_error_and_not_a_result(
     with pytest.raises(DataError, match=r"all 7 of shard 0 failed, 'd0' first .ZeroDivisionError.*Check the model"):
         way.encode(TEXTS, tmp_path / "v")
     encode = encode_queries if way.sparse else lambda *given: encode_texts(*given, kind="query")
-    with pytest.raises(DataError, match=r"1 of 2 failed, 'b' first .expected a string"):
-        encode(way.model, {"a": "a", "b": 5})
+    refused(DataError, r"1 of 2 failed, 'b' first .expected a string", encode, way.model, {"a": "a", "b": 5})
 
 
 def test_a_text_with_nan_is_listed_and_a_model_of_nan_is_an_error(way: Way, tmp_path: Path) -> None:
@@ -303,8 +297,7 @@ def test_a_text_with_nan_is_listed_and_a_model_of_nan_is_an_error(way: Way, tmp_
         assert list(way.read(tmp_path / "a")) == list(TEXTS)[:6]
         with torch.no_grad():
             weight.fill_(float("nan"))
-        with pytest.raises(DataError, match=r"all 7 of shard 0 failed, 'd0' first .*Check the model"):
-            way.encode(TEXTS, tmp_path / "b")
+        refused(DataError, r"all 7 of shard 0 failed, 'd0' first .*Check the model", way.encode, TEXTS, tmp_path / "b")
     finally:
         with torch.no_grad():
             weight.copy_(whole)
@@ -338,8 +331,7 @@ def test_an_error_of_the_writer_ends_everything(fast: Any, tmp_path: Path, monke
         write(self, number, *rest)
 
     monkeypatch.setattr(SparseVectorWriter, "write_shard", full)
-    with pytest.raises(OSError, match="no space left"):
-        encode_collection(fast, MANY, tmp_path, **OPTIONS)
+    refused(OSError, "no space left", encode_collection, fast, MANY, tmp_path, **OPTIONS)
     assert len(read_manifest(tmp_path).shards) == 2
 
 
@@ -371,8 +363,7 @@ def test_wrong_arguments_are_refused_before_any_file_is_written(
 ) -> None:
     calls: dict[str, Any] = {"splade": (encode_collection, splade), "late": (encode_tokens, late)}
     for encode, model in calls.values() if name == "both" else [calls[name]]:
-        with pytest.raises(ValueError, match=message):
-            encode(**{"model": model, "texts": TEXTS, "output_dir": tmp_path / "v"} | change)
+        refused(ValueError, message, encode, **{"model": model, "texts": TEXTS, "output_dir": tmp_path / "v"} | change)
         assert not (tmp_path / "v").exists()
 
 
@@ -384,15 +375,10 @@ def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
     documents = {name: text for name, text in TEXTS.items() if text}
     queries = {"q1": "an animal asleep", "q2": "growing plants", "q3": "inverted index"}
     run = dense_run(model, documents, queries, 2, query_chunk=2)
-    assert {query_id: next(iter(found)) for query_id, found in run.items()} == {
-        "q1": "d0",
-        "q2": "d6",
-        "q3": "d3",
-    }
+    assert {query: next(iter(found)) for query, found in run.items()} == {"q1": "d0", "q2": "d6", "q3": "d3"}
     assert all(len(found) == 2 and max(found.values()) <= 1.0 + 1e-6 for found in run.values())
     assert len(dense_run(model, documents, {"q": "cat"}, 100)["q"]) == len(documents)
-    with pytest.raises(ValueError, match="documents: expected at least one, got an empty mapping"):
-        dense_run(model, {}, queries, 2)
+    refused(ValueError, "documents: expected at least one, got an empty mapping", dense_run, model, {}, queries, 2)
 
 
 KILLED = """

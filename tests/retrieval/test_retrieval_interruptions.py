@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests import programs
 from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path, swap_directory
@@ -59,33 +59,12 @@ for write in (
 """
 
 
-def python(code: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def stop_at(count: int) -> Any:
     def stop(done: int, total: int) -> None:
         if done == count:
             raise KeyboardInterrupt
 
     return stop
-
-
-def test_what_is_done_of_a_shard_survives_an_interrupt_and_the_bits_are_the_same(splade: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"batch_size": 2, "shard_size": 8, "top_k": 20}
-    with pytest.raises(KeyboardInterrupt):
-        r.encode_collection(splade, TEXTS, tmp_path / "v", progress=stop_at(4), **options)
-    kept = r.read_manifest(tmp_path / "v").partial
-    assert (kept["shard"], kept["file"]) == (0, "part-00000.partial.parquet")
-    calls: list[tuple[int, int]] = []
-    r.encode_collection(splade, TEXTS, tmp_path / "v", progress=lambda *at: calls.append(at), **options)
-    assert calls == [(0, 8), (6, 8), (8, 8)], "the first four texts are not encoded again"
-    r.encode_collection(splade, TEXTS, tmp_path / "whole", **options)
-    one, other = r.read_vectors(tmp_path / "v"), r.read_vectors(tmp_path / "whole")
-    assert one.ids == other.ids
-    assert np.array_equal(one.indices, other.indices) and np.array_equal(one.data, other.data)
-    assert sorted(file.name for file in (tmp_path / "v").iterdir()) == ["manifest.json", "part-00000.parquet"]
 
 
 def test_settings_may_change_until_something_is_written(splade: Any, tmp_path: Path) -> None:
@@ -157,12 +136,12 @@ def test_a_directory_that_takes_the_place_of_another_leaves_nothing_beside_it(
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next_of_any_name(tmp_path: Path, make_vectors: Any) -> None:
-    assert python(KILLED, tmp_path / "index").returncode == -signal.SIGKILL
+    assert programs.run("-c", KILLED, tmp_path / "index").returncode == -signal.SIGKILL
     assert {entry.name[: len(".index.")] for entry in tmp_path.iterdir()} == {".index."}
     r.build_index(make_vectors(3), "exact").save(tmp_path / "index")
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
     shutil.rmtree(tmp_path / "index")
-    assert python(KILLED, tmp_path / "bm25.trec").returncode == -signal.SIGKILL
+    assert programs.run("-c", KILLED, tmp_path / "bm25.trec").returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert (left / "bm25.trec").read_text() == "half a run"
     (tmp_path / ".notes.tmp").write_text("of another program")
@@ -205,7 +184,7 @@ def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_ve
 
 def test_a_full_disk_is_named_with_the_file(tmp_path: Path, make_vectors: Any) -> None:
     r.write_vectors(make_vectors(2000), tmp_path / "v")
-    done = python(LIMITED, tmp_path / "v", tmp_path / "full")
+    done = programs.run("-c", LIMITED, tmp_path / "v", tmp_path / "full")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for line, name in zip(lines, ("index", "run.trec", "vectors/part-00000.parquet"), strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.recipes.small import small_masked_lm
+from tests.refusals import refused
 from tests.retrieval import ray_killed
 from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval._shards import ShardWriter
@@ -60,6 +61,10 @@ class Held:
             "threads": 1,
         }
         return Worker(Work(**made | other))
+
+    def same(self, alone: Path) -> bool:
+        (self.folder / "here.shared.tmp").unlink()
+        return ray_killed.same_files(self.folder, alone)
 
     def ask(self, worker: Worker, *numbers: int) -> list[str]:
         """What a worker says after being given shards: their problems."""
@@ -112,8 +117,7 @@ def test_shards_come_in_any_order_and_a_single_process_takes_them(held: Held, al
     assert held.writer.receive([4, 1]) == {4, 1}
     assert held.writer.manifest.shards == [], "none is listed before the first"
     encode_collection(splade, TEXTS, held.folder, top_k=20, batch_size=2, shard_size=2)
-    (held.folder / "here.shared.tmp").unlink()
-    assert ray_killed.same_files(held.folder, alone)
+    assert held.same(alone)
 
 
 def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(held: Held, alone: Path) -> None:
@@ -126,8 +130,7 @@ def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(hel
     assert again.receive([2, 3, 4]) == {2, 3, 4}
     assert {file: file.stat().st_mtime_ns for file in times} == times
     again.finish(len(TEXTS))
-    (held.folder / "here.shared.tmp").unlink()
-    assert ray_killed.same_files(held.folder, alone)
+    assert held.same(alone)
 
 
 def test_a_receipt_of_other_settings_or_of_a_half_written_file_counts_for_nothing(held: Held) -> None:
@@ -147,18 +150,15 @@ def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path
     assert not again.has_shard(2)
     held.ask(held.worker(), 2)
     again.receive([2])
-    with pytest.raises(DataError, match="expected 10 texts, got 8 rows and 1 errors"):
-        again.finish(10)
+    refused(DataError, "expected 10 texts, got 8 rows and 1 errors", again.finish, 10)
     assert not read_manifest(held.folder).complete
     again.finish(len(TEXTS))
-    (held.folder / "here.shared.tmp").unlink()
-    assert ray_killed.same_files(held.folder, alone)
+    assert held.same(alone)
 
 
 def test_other_settings_are_refused_when_only_receipts_are_there(held: Held, splade: Any) -> None:
     held.ask(held.worker(), 3)
-    with pytest.raises(DataError, match="top_k: 20 before, 5 now"):
-        encode_collection(splade, TEXTS, held.folder, top_k=5, shard_size=2)
+    refused(DataError, "top_k: 20 before, 5 now", encode_collection, splade, TEXTS, held.folder, top_k=5, shard_size=2)
     encode_collection(splade, TEXTS, held.folder, top_k=5, shard_size=2, resume=False)
     assert not list(held.folder.glob("*.receipt.json"))
 
@@ -216,8 +216,7 @@ def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> N
     assert [len(part.rows) for part in survey.ranges] == [1, 2, 1, 1]
     with (table / "b.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"_id": "d1", "text": "again"}\n')
-    with pytest.raises(DataError, match=r"b.jsonl:5: '_id' 'd1' was given before"):
-        StoredTexts(table).survey(2)
+    refused(DataError, r"b.jsonl:5: '_id' 'd1' was given before", StoredTexts(table).survey, 2)
 
 
 def test_parquet_and_saved_datasets_are_read_by_ranges(tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ def test_a_table_that_changes_while_it_is_encoded_is_refused(table: Path, splade
     assert "b.jsonl: from row 2 on, the 2 rows are not those that were read at the beginning" in problem
 
 
-def refused(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
+def refusal(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
     with pytest.raises(error) as caught:
         encode_on_ray(lambda: None, TEXTS, tmp_path / "v", ENCODING, cluster=cluster)
     assert not (tmp_path / "v").exists()
@@ -251,17 +250,17 @@ def refused(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
 
 def test_a_ray_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    assert "pip install 'tilefold[ray]'" in refused(tmp_path, RayCluster(), MissingPackageError)
+    assert "pip install 'tilefold[ray]'" in refusal(tmp_path, RayCluster(), MissingPackageError)
 
 
 @pytest.mark.usefixtures("warned")
 def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: Path, free_port: int) -> None:
     began = time.monotonic()
-    message = refused(tmp_path, RayCluster(f"127.0.0.1:{free_port}", patience=0.3), ClusterError)
+    message = refusal(tmp_path, RayCluster(f"127.0.0.1:{free_port}", patience=0.3), ClusterError)
     assert time.monotonic() - began < 5
     assert f"no answer from 127.0.0.1:{free_port} after 0 s" in message and "ray start --head" in message
-    assert "ray job submit" in refused(tmp_path, RayCluster("ray://here:1"), ValueError)
-    assert "expected host:port" in refused(tmp_path, RayCluster("here"), ValueError)
+    assert "ray job submit" in refusal(tmp_path, RayCluster("ray://here:1"), ValueError)
+    assert "expected host:port" in refusal(tmp_path, RayCluster("here"), ValueError)
 
 
 @pytest.fixture
@@ -275,5 +274,4 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"worker_cpus": 0}, {"worker_gpus": -1}])
 def test_sizes_of_a_cluster_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected at least"):
-        RayCluster(**wrong)
+    refused(ValueError, "expected at least", RayCluster, **wrong)

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collection, small_masked_lm
+from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes.loading import load_saved, saved_kind
 from tilefold.retrieval import teachers
@@ -148,10 +149,8 @@ def test_the_ensemble_is_the_sum_by_hand() -> None:
         ({"like": "one", "scale": 3.0}, "expected one of them"),
         ({"scale": 0.0}, "scale: expected a finite number above 0"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ensemble(rows, given, **options)
-    with pytest.raises(ValueError, match="expected scores that differ"):
-        ensemble(rows, {"one": np.ones(4, np.float32)}, like="one")
+        refused(ValueError, message, ensemble, rows, given, **options)
+    refused(ValueError, "expected scores that differ", ensemble, rows, {"one": np.ones(4, np.float32)}, like="one")
     seven = made({"a": [f"d{i}" for i in range(7)]})
     equal = {name: np.full(7, value, np.float32) for name, value in (("one", 1e-3), ("two", 0.2), ("three", 0.1))}
     with pytest.raises(ValueError, match="expected scores that differ"):  # their deviation is a rounding, and not 0
@@ -165,16 +164,13 @@ def test_relevant_documents_that_lack_a_row_get_one(rows: TrainingRows) -> None:
     assert whole.relevant.tolist() == rows.relevant.tolist() and not whole.rank[whole.relevant].any()
     assert with_relevant(rows, COLLECTION, "train") is rows
     without.teachers, without.target = {"t": without.retrieved}, without.retrieved
-    with pytest.raises(ValueError, match="Score the mined file again"):
-        with_relevant(without, COLLECTION, "train")
+    refused(ValueError, "Score the mined file again", with_relevant, without, COLLECTION, "train")
 
 
 def test_what_is_no_teacher_is_refused(rows: TrainingRows, cross_encoder: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kind: expected one of"):
-        Teacher("x", "colbert", None)
+    refused(ValueError, "kind: expected one of", Teacher, "x", "colbert", None)
     classifier = load_saved(str(reranker(tmp_path / "three", 3)), "cross-encoder")
-    with pytest.raises(ValueError, match="one with 3 classes"):
-        Teacher("x", "cross-encoder", classifier)
+    refused(ValueError, "one with 3 classes", Teacher, "x", "cross-encoder", classifier)
     with torch.no_grad():
         broken = load_saved(str(reranker(tmp_path / "broken")), "cross-encoder")
         next(module for module in broken.modules() if hasattr(module, "classifier")).classifier.bias.fill_(torch.nan)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests import programs
 from tests.manifests import edit
+from tests.refusals import refused
 from tilefold._csr import csr_tensor
 from tilefold._files import sha256_file
 from tilefold.retrieval import (
@@ -83,32 +83,12 @@ def test_rows_by_name_come_in_the_order_of_the_folder_and_others_are_left_out(
     assert len(read_rows(tmp_path / "v", ["nobody"])) == 0
 
 
-def test_a_crash_between_shard_and_manifest_loses_only_that_shard(
-    make_vectors: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = SparseVectorWriter(tmp_path, **OWN)
-    writer.write_shard(0, make_vectors(3))
-    monkeypatch.setattr(writer, "_save", lambda: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        writer.write_shard(1, make_vectors(3, seed=1, prefix="e"))
-    again = SparseVectorWriter(tmp_path, **OWN, resume=True)
-    assert again.has_shard(0) and not again.has_shard(1)
-    again.write_shard(1, make_vectors(3, seed=2, prefix="e"))
-    with pytest.raises(DataError, match=r"2 shard\(s\) of an unfinished run"):
-        read_vectors(tmp_path)
-    again.finish()
-    assert read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
-    with pytest.raises(DataError, match=r"vocab_size: 500 before, 600 now.*resume=False"):
-        SparseVectorWriter(tmp_path, **OWN | {"vocab_size": 600}, resume=True)
-
-
 def test_one_writer_lists_the_shards_that_another_stores(make_vectors: Make, tmp_path: Path) -> None:
     lister, storer = SparseVectorWriter(tmp_path, **OWN), SparseVectorWriter(tmp_path, **OWN, lists=False)
     parts = [make_vectors(3, seed=seed, prefix=f"{seed}-") for seed in range(2)]
     stored = {number: storer.store_shard(number, parts[number]) for number in (1, 0)}
     assert not lister.has_shard(0)
-    with pytest.raises(ValueError, match="expected at most 0, the next shard, got 1"):
-        lister.list_shard(1, stored[1])
+    refused(ValueError, "expected at most 0, the next shard, got 1", lister.list_shard, 1, stored[1])
     for number in (0, 1):
         lister.list_shard(number, stored[number], {})
     assert lister.finish().shards == [stored[0], stored[1]]
@@ -132,29 +112,37 @@ def test_shards_are_left_with_receipts_and_those_without_any_vector_are_written_
     assert read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
 
 
-def test_what_a_killed_process_left_behind_is_cleared_away(make_vectors: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["s.sha256_file", "s.ShardWriter._save"])
+def test_a_killed_writer_loses_only_its_last_shard_and_is_cleared_up(
+    make_vectors: Make, tmp_path: Path, place: str
+) -> None:
     code = (
         "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"
         "writer = v.SparseVectorWriter(sys.argv[1], vocab_size=500, fingerprint='f' * 64)\n"
         "rows = v.SparseVectors.from_rows({'d0': {1: 1.0}}, 500, 'f' * 64)\n"
         "writer.write_shard(0, rows)\n"
-        "s.sha256_file = lambda path: os._exit(9)\n"
+        f"{place} = lambda *given: os._exit(9)\n"
         "writer.write_shard(1, rows)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
-    assert list(tmp_path.glob(".part-00001.parquet.*.tmp"))
+    assert programs.run("-c", code, tmp_path).returncode == 9
+    left = ".part-00001.parquet.*.tmp" if place == "s.sha256_file" else "part-00001.parquet"
+    assert list(tmp_path.glob(left))
     writer = SparseVectorWriter(tmp_path, **OWN, resume=True)
     assert writer.has_shard(0) and not writer.has_shard(1)
     writer.write_shard(1, make_vectors(2, prefix="e"))
+    refused(DataError, r"2 shard\(s\) of an unfinished run", read_vectors, tmp_path)
     writer.finish()
     assert read_vectors(tmp_path).ids == ["d0", "e0", "e1"] and not list(tmp_path.glob(".*"))
+    other = OWN | {"vocab_size": 600}
+    refused(
+        DataError, "vocab_size: 500 before, 600 now.*resume=False", SparseVectorWriter, tmp_path, **other, resume=True
+    )
 
 
 def test_a_folder_of_other_files_is_never_written_to(make_vectors: Make, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for path, message in ((tmp_path, "nothing was overwritten"), (tmp_path / "notes.txt", "got a file")):
-        with pytest.raises(FileExistsError, match=message):
-            write_vectors(make_vectors(3), path)
+        refused(FileExistsError, message, write_vectors, make_vectors(3), path)
 
 
 def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vectors: Make, tmp_path: Path) -> None:
@@ -163,39 +151,29 @@ def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vec
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=r"part-00001.parquet: damaged"):
-        read_vectors(tmp_path)
+    refused(DataError, r"part-00001.parquet: damaged", read_vectors, tmp_path)
     no_list = pa.array([None], pa.list_(pa.int32()))
     for columns, message in (
         ({"indices": [[1, 2]]}, "expected Parquet with id, indices and weights"),
-        (
-            {"indices": [[1, 2]], "weights": [[1.0]]},
-            "expected as many weights as indices .* got 1 and 2 for 'd0'",
-        ),
-        (
-            {"indices": no_list, "weights": [[1.0]]},
-            "expected as many weights as indices .* got nulls in indices",
-        ),
+        ({"indices": [[1, 2]], "weights": [[1.0]]}, "expected as many weights as indices .* got 1 and 2 for 'd0'"),
+        ({"indices": no_list, "weights": [[1.0]]}, "expected as many weights as indices .* got nulls in indices"),
         ({"indices": [[1, 500]], "weights": [[1.0, 2.0]]}, r"indices: expected terms in \[0, 500\), got 500"),
     ):
         write_vectors(make_vectors(1), tmp_path)
         pq.write_table(pa.table({"id": ["d0"], **columns}), tmp_path / "part-00000.parquet")
         shard = read_manifest(tmp_path).shards[0] | {"sha256": sha256_file(tmp_path / "part-00000.parquet")}
         edit(tmp_path / "manifest.json", shards=[shard])
-        with pytest.raises(DataError, match=f"part-00000.parquet: {message}"):
-            read_vectors(tmp_path)
+        refused(DataError, f"part-00000.parquet: {message}", read_vectors, tmp_path)
 
 
 def test_missing_and_malformed_manifests_are_clear(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"manifest.json: no such file"):
-        read_vectors(tmp_path)
+    refused(FileNotFoundError, r"manifest.json: no such file", read_vectors, tmp_path)
     for version, message in (
         (1, r"expected a manifest of vectors, got \['schema_version'\] \(.*missing"),
         (99, "expected schema_version 1, got 99"),
     ):
         (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": version}))
-        with pytest.raises(DataError, match=message):
-            read_vectors(tmp_path)
+        refused(DataError, message, read_vectors, tmp_path)
 
 
 ONE, TWO = (np.array([0, 1]), np.array([2], np.int32)), (np.array([0, 2]), np.array([2, 2], np.int32))
@@ -216,8 +194,7 @@ ONE, TWO = (np.array([0, 1]), np.array([2], np.int32)), (np.array([0, 2]), np.ar
     ],
 )
 def test_what_is_no_vector_is_named(make: Callable[[], SparseVectors], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        make()
+    refused(DataError, message, make)
 
 
 def test_rows_out_of_order_are_sorted_and_rows_can_be_taken() -> None:
@@ -235,8 +212,7 @@ def test_mixed_vocabularies_are_refused(make_vectors: Make) -> None:
         ([small, make_vectors(2, vocab_size=600, prefix="e")], r"parts\[1\]: expected .*500 terms, got one with 600"),
         ([small, other], r"got one of the same size \(fingerprint 0{12}\)"),
     ):
-        with pytest.raises(VocabularyMismatchError, match=message):
-            SparseVectors.concatenate(parts)
+        refused(VocabularyMismatchError, message, SparseVectors.concatenate, parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -259,10 +235,8 @@ def test_jsonl_export_has_the_anserini_form(tmp_path: Path) -> None:
     export_jsonl(vectors, file, scale=100)
     assert json.loads(file.read_text().splitlines()[0])["vector"] == {"0": 50}
     earlier = file.read_text()
-    with pytest.raises(VocabularyMismatchError, match="every index up to 2, got 2 tokens"):
-        export_jsonl(vectors, file, ["cat", "dog"])
-    with pytest.raises(DataError, match="two terms of 'a' have the same text"):
-        export_jsonl(vectors, file, ["cat", "dog", "cat"])
+    refused(VocabularyMismatchError, "every index up to 2, got 2 tokens", export_jsonl, vectors, file, ["cat", "dog"])
+    refused(DataError, "two terms of 'a' have the same text", export_jsonl, vectors, file, ["cat", "dog", "cat"])
     assert file.read_text() == earlier and [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.recipes.small import small_collection
+from tests.refusals import refused
 from tilefold.retrieval.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.mining import FalseNegatives, Mined, Window, drop_false_negatives, mine_negatives
@@ -79,21 +80,18 @@ def test_a_file_of_another_program_needs_three_columns_in_any_order(tmp_path: Pa
     assert not back.scored and back.rank.tolist() == [0, 0, 0] and np.isnan(back.retrieved).all()
 
 
+ROW = {"query_id": ["a"], "document_id": ["d"], "relevant": [True]}
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
         ({"query_id": ["a"], "document_id": ["d"]}, r"got \['query_id', 'document_id'\] without 'relevant'"),
-        ({"query_id": [1], "document_id": ["d"], "relevant": [True]}, "query_id: expected strings, got int64"),
-        ({"query_id": ["a"], "document_id": ["d"], "relevant": [1]}, "relevant: expected true or false"),
+        (ROW | {"query_id": [1]}, "query_id: expected strings, got int64"),
+        (ROW | {"relevant": [1]}, "relevant: expected true or false"),
         ({"query_id": ["a", "a"], "document_id": ["d", "d"], "relevant": [True, True]}, "'d' of query 'a' is given"),
-        (
-            {"query_id": ["a"], "document_id": ["d"], "relevant": [True], "score": [1.0], "score:t": [float("nan")]},
-            "document 'd' of query 'a' has no finite score",
-        ),
-        (
-            {"query_id": ["a"], "document_id": ["d"], "relevant": [True], "score:t": [1.0]},
-            r"got \['query_id', .*\] without 'score'",
-        ),
+        (ROW | {"score": [1.0], "score:t": [math.nan]}, "document 'd' of query 'a' has no finite score"),
+        (ROW | {"score:t": [1.0]}, r"got \['query_id', .*\] without 'score'"),
     ],
 )
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, table: Any, message: str) -> None:
@@ -104,11 +102,9 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, table: Any,
 
 
 def test_no_file_and_no_parquet_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="tilefold mine"):
-        read_training_rows(tmp_path / "none.parquet")
+    refused(FileNotFoundError, "tilefold mine", read_training_rows, tmp_path / "none.parquet")
     (tmp_path / "text.parquet").write_text("query_id")
-    with pytest.raises(DataError, match="expected Parquet"):
-        read_training_rows(tmp_path / "text.parquet")
+    refused(DataError, "expected Parquet", read_training_rows, tmp_path / "text.parquet")
     with pytest.raises(ValueError, match="at least one row, got an empty table"):
         write_training_rows(rows().take(np.zeros(3, bool)), tmp_path / "empty.parquet")
 
@@ -124,8 +120,7 @@ def test_rows_of_another_collection_are_refused() -> None:
     with pytest.raises(DataError, match="document 'elsewhere' is not in"):
         rows(**one, documents=["elsewhere"]).check_collection(collection)
     collection.queries[query] += " changed"
-    with pytest.raises(DataError, match="other queries"):
-        own.check_collection(collection)
+    refused(DataError, "other queries", own.check_collection, collection)
 
 
 N = 40
@@ -218,12 +213,8 @@ def test_teachers_scores_filter_in_the_same_way() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     for first, last, count, message in ((0, 5, 1, "got 0-5"), (6, 5, 1, "got 6-5"), (1, 5, 0, "at least 1 negative")):
-        with pytest.raises(ValueError, match=message):
-            Window(first, last, count)
+        refused(ValueError, message, Window, first, last, count)
     for options, message in (({"margin": -1}, "margin: expected"), ({"max_share": 1.5}, r"\(0, 1\], got 1.5")):
-        with pytest.raises(ValueError, match=message):
-            FalseNegatives(**options)
-    with pytest.raises(ValueError, match="windows: expected at least one"):
-        mine()
-    with pytest.raises(DataError, match="document 'x' of query 'a' is not in made"):
-        mine(Window(1, 5, 2), ranking={"x": 1.0})
+        refused(ValueError, message, FalseNegatives, **options)
+    refused(ValueError, "windows: expected at least one", mine)
+    refused(DataError, "document 'x' of query 'a' is not in made", mine, Window(1, 5, 2), ranking={"x": 1.0})
