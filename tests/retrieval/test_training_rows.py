@@ -73,11 +73,17 @@ def test_the_columns_are_those_of_the_table(tmp_path: Path) -> None:
 
 def test_a_file_of_another_program_needs_three_columns_in_any_order(tmp_path: Path) -> None:
     file = tmp_path / "other.parquet"
-    table = {"query_id": ["b", "a", "b"], "document_id": ["x", "y", "z"], "relevant": [True, True, False]}
-    pq.write_table(pa.table(table), file)
+    queries = pa.DictionaryArray.from_arrays(pa.array([2, 0, 2]), ["a", "never", "b"])
+    table = {"query_id": queries, "document_id": ["x", "y", "z"], "relevant": [True, True, False]}
+    pq.write_table(pa.table(table), file, row_group_size=2)
     back = read_training_rows(file)
     assert [(group.query, group.documents) for group in back.groups()] == [("b", ["x", "z"]), ("a", ["y"])]
-    assert not back.scored and back.rank.tolist() == [0, 0, 0] and np.isnan(back.retrieved).all()
+    assert (
+        back.queries == ["b", "a"]
+        and not back.scored
+        and back.rank.tolist() == [0, 0, 0]
+        and np.isnan(back.retrieved).all()
+    )
 
 
 ROW = {"query_id": ["a"], "document_id": ["d"], "relevant": [True]}
