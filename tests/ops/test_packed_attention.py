@@ -96,13 +96,9 @@ def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> Non
     torch.testing.assert_close(again, value)
 
 
-def test_places_of_tokens_skip_empty_sequences() -> None:
+def test_empty_sequences_are_skipped_nothing_gives_nothing_and_a_row_alone_is_sdpa() -> None:
     sequence, place = places_of_tokens(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
-    assert sequence.tolist() == [0, 0, 2, 2, 2]
-    assert place.tolist() == [0, 1, 0, 1, 2]
-
-
-def test_nothing_in_nothing_out_and_a_row_alone_is_sdpa() -> None:
+    assert (sequence.tolist(), place.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
     nothing = torch.zeros(0, 2, 8)
     for attend in (packed_softmax_attention, padded):
         for count in (1, 3):

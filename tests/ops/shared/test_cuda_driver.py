@@ -185,15 +185,9 @@ def unbound(asm: dict[str, str], **special: bool) -> Any:
     return SimpleNamespace(metadata=metadata, src=src, asm=asm, function=7)
 
 
-def test_what_only_triton_can_launch_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    Driver(monkeypatch)
-    kernel = unbound({"ptx": PTX})
-    assert internals.bind(kernel, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is not None
-    for other in (unbound({"amdgcn": ""}), unbound({"ptx": PTX}, launch_cooperative_grid=True)):
-        assert internals.bind(other, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is None
-
-
-def test_what_a_release_changed_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_release_is_said_once_and_what_only_triton_launches_is_not_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Driver(monkeypatch)
     monkeypatch.setattr(fallback, "GIVEN_UP", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -204,6 +198,10 @@ def test_what_a_release_changed_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(2):
             assert internals.bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), (1.5,), ()) is None
     assert len(said) == 1
+    kernel = unbound({"ptx": PTX})
+    assert internals.bind(kernel, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is not None
+    for other in (unbound({"amdgcn": ""}), unbound({"ptx": PTX}, launch_cooperative_grid=True)):  # only by Triton
+        assert internals.bind(other, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is None
 
 
 def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

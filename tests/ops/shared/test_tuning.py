@@ -35,10 +35,7 @@ def test_the_last_row_that_holds_sets_a_field(
 ) -> None:
     monkeypatch.setattr(releases, "release", lambda: release)
     assert lookup(TABLE, **({"dtype": "bf16"} | facts)) == expected
-
-
-def test_a_fact_that_a_row_asks_for_and_nobody_knows_is_an_error() -> None:
-    with pytest.raises(KeyError, match="head_dim"):
+    with pytest.raises(KeyError, match="head_dim"):  # a fact that a row asks for and nobody knows
         lookup(TABLE, capability=(9, 0))
 
 
@@ -56,6 +53,8 @@ def test_the_table_of_releases(
     assert releases.interpreter_breaks_with("2.4.1") != new_numpy
     assert not releases.interpreter_breaks_with("2.3.5")
     assert releases.interpreted_rows_count_elements() == (installed < (3, 6))
+    monkeypatch.setattr(releases, "release", lambda: (0, 0))  # without Triton nothing is known and nothing raises
+    assert releases.why_no_warp_roles() and not releases.interpreter_breaks_with("2.4.1")
 
 
 @pytest.mark.parametrize("count_elements", [False, True])
@@ -70,8 +69,3 @@ def test_rows_fit_a_descriptor_as_the_release_counts_them(
     ):  # fmt: skip
         fits = launch.rows_fit_descriptor(torch.empty(3, width, dtype=dtype))
         assert fits == (in_elements if count_elements else in_bytes)
-
-
-def test_without_triton_nothing_is_known_and_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "release", lambda: (0, 0))
-    assert releases.why_no_warp_roles() and not releases.interpreter_breaks_with("2.4.1")
