@@ -54,13 +54,7 @@ def dense(vectors: Any) -> torch.Tensor:
 
 
 class Way:
-    """A model that encodes, and how what it wrote is read.
-
-    Args:
-        model: plain or accelerated.
-        sparse: the kind of its vectors.
-        fast: whether it is accelerated.
-    """
+    """A model that encodes, of sparse or token vectors, plain or accelerated (fast), and how what it wrote is read."""
 
     def __init__(self, model: Any, sparse: bool, fast: bool) -> None:
         self.model, self.sparse, self.fast = model, sparse, fast

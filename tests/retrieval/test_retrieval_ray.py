@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -254,22 +255,16 @@ def test_a_ray_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("warned")
-def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: Path, free_port: int) -> None:
+def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        free_port = int(taken.getsockname()[1])
     began = time.monotonic()
     message = refusal(tmp_path, RayCluster(f"127.0.0.1:{free_port}", patience=0.3), ClusterError)
     assert time.monotonic() - began < 5
     assert f"no answer from 127.0.0.1:{free_port} after 0 s" in message and "ray start --head" in message
     assert "ray job submit" in refusal(tmp_path, RayCluster("ray://here:1"), ValueError)
     assert "expected host:port" in refusal(tmp_path, RayCluster("here"), ValueError)
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"worker_cpus": 0}, {"worker_gpus": -1}])

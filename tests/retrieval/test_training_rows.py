@@ -42,7 +42,7 @@ SCORED: dict[str, Any] = {
 }
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+def test_what_is_written_comes_back_from_the_columns_of_the_table(tmp_path: Path) -> None:
     for number, kept in enumerate((rows(), rows(**SCORED))):
         file = tmp_path / f"{number}.parquet"
         write_training_rows(kept, file)
@@ -56,15 +56,9 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     assert first.target is not None and first.target.tolist() == [0, 30] and first.teachers["small"].tolist() == [1, 2]
     (left,) = rows(**SCORED).take(np.array([False, False, True])).groups()
     assert (left.query, left.documents, left.relevant.tolist()) == ("b", ["d2"], [True])
-
-
-def test_the_columns_are_those_of_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "rows.parquet"
-    write_training_rows(rows(), file)
-    assert pq.read_table(file).to_pylist()[0] == {
+    assert pq.read_table(tmp_path / "0.parquet").to_pylist()[0] == {
         "query_id": "a", "document_id": "d1", "rank": None, "score": None, "relevant": True,
     }  # fmt: skip
-    write_training_rows(rows(**SCORED), file)
     assert pq.read_table(file).to_pylist()[1] == {
         "query_id": "a", "document_id": "d2", "rank": 3, "score": 30.0, "relevant": False,
         "retriever_score": 1.5, "score:small": 2.0,
