@@ -170,27 +170,18 @@ def test_every_size_of_batch_gives_the_same_rows(model: SparseEncoder, padded: b
 
 
 KERNELS = """
-import sys, tempfile, torch, transformers
+import tempfile, torch
 from pathlib import Path
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tests.recipes.tiny import tiny_masked_lm
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, stream
-words = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(78))]
-backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-backend.pre_tokenizer = pre_tokenizers.Whitespace()
-folder = Path(tempfile.mkdtemp())
-special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
-torch.manual_seed(0)
-config = transformers.BertConfig(vocab_size=80, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                 intermediate_size=16, max_position_embeddings=32)
-transformers.BertForMaskedLM(config).save_pretrained(folder)
+texts = [" ".join(f"w{(3 * i + j) % 78}" for j in range(1 + i % 5)) for i in range(7)]
+folder = tiny_masked_lm(Path(tempfile.mkdtemp()), texts, layers=1)
 transformer = Transformer(str(folder), transformer_task="fill-mask")
 transformer.max_seq_length = 16
 model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
-texts = [" ".join(f"w{(3 * i + j) % 78}" for j in range(1 + i % 5)) for i in range(7)]
 expected = model.encode(texts).to_dense()
 accelerate(model, impl="triton", check=False)
 for capacity, top_k in ((1024, None), (4, None), (1024, 5)):

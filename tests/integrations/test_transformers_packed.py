@@ -20,12 +20,7 @@ from tilefold.integrations.transformers.packed import (
 )
 
 KINDS = ["bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "albert"]
-CASES = [
-    (kind, checkpointing)
-    for kind in KINDS
-    for checkpointing in (False, True)
-    if (kind, checkpointing) != ("albert", True)
-]
+CASES = [(kind, again) for kind in KINDS for again in (False, True) if (kind, again) != ("albert", True)]
 LENGTHS = [7, 1, 30, 12]
 
 
