@@ -14,11 +14,11 @@ import typer
 from typer.testing import CliRunner
 
 import tilefold
+from tests.kernels import triton_installed
 from tilefold import ops
 from tilefold.cli.info import OPTIONAL_PACKAGES, collect, info
 from tilefold.ops._shared import fallback
 from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.impl import triton_installed
 from tilefold.ops.implementations import kernel_of
 from tilefold.ops.lsr_head import configs
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.kernels import triton_interpreted
 from tests.ops.quick_interpreter import quicken
-from tilefold.ops._shared.impl import triton_interpreted
 
 
 @dataclass(frozen=True)

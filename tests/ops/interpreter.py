@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels import triton_installed, triton_interpreted
 from tilefold.ops._shared._triton.releases import interpreter_breaks_with
-from tilefold.ops._shared.impl import triton_installed, triton_interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilefold.ops._shared._triton.releases import release
+from tests.kernels import release
 
 
 def quicken() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
-from tilefold.ops._shared.impl import triton_interpreted
 
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 Shape = tuple[int, ...]

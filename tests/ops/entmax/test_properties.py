@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import entmax, entmax_attention
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget
 from tilefold.testing.entmax_attention import (
     EntmaxAttentionInputs,

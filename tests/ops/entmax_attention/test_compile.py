@@ -9,9 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.kernels import release, triton_interpreted
 from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
-from tilefold.ops._shared._triton.releases import release
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Launch, Setting
 from tilefold.ops.entmax._triton import rows
 from tilefold.ops.entmax.plans import rows_config

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import tilefold.ops
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.nn import EntmaxAlpha
 from tilefold.ops import entmax, entmax_attention
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty
 from tilefold.testing.entmax import entmax_results, entmax_scores
 from tilefold.testing.entmax_attention import (

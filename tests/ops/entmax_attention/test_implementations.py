@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing.entmax_attention import (
     assert_entmax_attention_matches,
     entmax_attention_inputs,

@@ -12,8 +12,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from tests.kernels import triton_interpreted
 from tilefold.ops import entmax_attention
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops.entmax_attention import chosen_impl
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options

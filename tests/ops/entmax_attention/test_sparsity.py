@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import entmax, entmax_attention
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax_attention import EntmaxStats, live_blocks
 from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_inputs
 

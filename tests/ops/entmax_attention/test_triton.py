@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
 from tilefold.ops._shared import operator
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tuning import Row
 from tilefold.ops.entmax_attention import configs
 from tilefold.ops.entmax_attention.api import ATTENTION

@@ -10,9 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.kernels import release, triton_interpreted
 from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
-from tilefold.ops._shared._triton.releases import release
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Launch, Setting
 from tilefold.ops.maxsim import configs, plans
 from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimSaved, MaxSimTensors, outputs

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim, xtr_scores
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import QuantizedTokens, maxsim_contrastive_loss, maxsim_topk, quantize_tokens
 from tilefold.testing.maxsim import maxsim_inputs
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
 from tilefold.ops._shared import operator
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import chosen_impl
 
 QUERIES, DOCUMENTS, PACKED = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), torch.zeros(6, 4)

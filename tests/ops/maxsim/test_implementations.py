@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import PAIRINGS, assert_maxsim_matches, maxsim_inputs, maxsim_results
 from tilefold.testing.padding import LAYOUTS

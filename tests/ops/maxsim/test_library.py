@@ -11,8 +11,8 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.kernels import triton_interpreted
 from tilefold.ops import maxsim
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import _tiled, chosen_impl
 from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimSaved, MaxSimTensors
 from tilefold.testing import assert_within_budget

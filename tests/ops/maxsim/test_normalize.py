@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
 

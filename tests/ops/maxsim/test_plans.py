@@ -13,12 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
 from tilefold.ops._shared import fallback, operator
 from tilefold.ops._shared._triton import launch as shared_launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results

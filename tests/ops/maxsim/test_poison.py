@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim, xtr_scores
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import maxsim_contrastive_loss, quantize_tokens, tiles
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, MaxSimInputs, maxsim_inputs, maxsim_results, with_one_answer

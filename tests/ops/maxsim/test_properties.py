@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing.maxsim import PAIRINGS, MaxSimInputs, assert_maxsim_matches, maxsim_inputs, maxsim_results
 
 pytest.importorskip("hypothesis")

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import QuantizedTokens, maxsim_topk, quantize_tokens, tiles
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tilefold.ops import maxsim
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
 from tilefold.testing.padding import LAYOUTS
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tilefold.ops import maxsim, xtr_scores
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import quantize_tokens
 from tilefold.ops.maxsim.tiles import BOOKKEEPING_BYTES, SCRATCH_BYTES
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim, xtr_scores
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.maxsim import quantize_tokens, tiles
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import assert_xtr_matches, maxsim_inputs, xtr_results

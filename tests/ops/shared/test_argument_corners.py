@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_installed
 from tests.refusals import refused
 from tilefold.ops import (
     QuantizedTokens,
@@ -27,7 +28,6 @@ from tilefold.ops import (
     token_scatter,
     token_scatter_sparse,
 )
-from tilefold.ops._shared.impl import triton_installed
 
 D = 8
 

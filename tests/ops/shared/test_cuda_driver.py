@@ -20,13 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.kernels import triton_interpreted
 from tests.refusals import refused
 from tilefold.ops._shared import fallback, internals
 from tilefold.ops._shared._triton import cuda_driver
 from tilefold.ops._shared._triton.cuda_driver import POINTER, Map, driver_launch
 from tilefold.ops._shared._triton.launch import Launcher, Step
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
-from tilefold.ops._shared.impl import triton_interpreted
 
 compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 

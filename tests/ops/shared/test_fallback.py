@@ -15,11 +15,11 @@ from torch._subclasses import FakeTensorMode
 pytest.importorskip("triton", reason="the kernels need triton")
 
 import tilefold
+from tests.kernels import triton_interpreted
 from tilefold.ops._shared import fallback, operator
 from tilefold.ops._shared import impl as shared_impl
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Setting
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import configs, plans

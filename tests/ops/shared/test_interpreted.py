@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kernels import release
 from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
-from tilefold.ops._shared._triton.releases import release
 
 pytestmark = NEEDS_INTERPRETER
 HOOKS_ARE_CHAINS = release() >= (3, 5)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.kernels import triton_interpreted
 from tests.ops import samples
 from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, late, rows, scatter, unaligned
 from tests.ops.toy import TOY, toy
 from tilefold.ops._shared import operator as shared_operator
 from tilefold.ops._shared._triton import launch
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head.api import HEAD

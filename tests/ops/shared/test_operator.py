@@ -16,12 +16,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="plans name kernels")
 
+from tests.kernels import triton_interpreted
 from tests.ops import toy as room
 from tests.ops.conftest import Target
 from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, toy
 from tilefold.ops._shared import fallback
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Launch, Setting, TorchStep
 
 SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())

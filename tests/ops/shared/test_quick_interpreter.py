@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the interpreter is Triton's")
 
+from tests.kernels import release, triton_interpreted
 from tests.ops import quick_interpreter
-from tilefold.ops._shared._triton.releases import release
-from tilefold.ops._shared.impl import triton_interpreted
 
 pytestmark = [
     pytest.mark.skipif(not triton_interpreted(), reason="a test of the interpreter"),

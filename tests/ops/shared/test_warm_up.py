@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.kernels import triton_interpreted
 from tilefold.ops import lsr_head, maxsim, quantize_tokens
 from tilefold.ops._shared._triton.launch import listed
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.warm_up import build_kernels
 from tilefold.testing import nan_poisoned_empty
 

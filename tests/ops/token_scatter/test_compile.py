@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tests.kernels import triton_interpreted
 from tests.ops.cross_compile import check_spills, compile_kernel
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.tuning import lookup
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
 from tilefold.ops.token_scatter.plans import CONFIGS, SCAN

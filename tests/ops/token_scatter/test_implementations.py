@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import token_scatter
 from tilefold.ops._shared import operator
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.padding import LAYOUTS
 from tilefold.testing.token_scatter import (

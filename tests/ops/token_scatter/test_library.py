@@ -11,10 +11,10 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tests.refusals import refused
 from tilefold.ops import token_scatter, token_scatter_sparse
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops.token_scatter import chosen_impl
 from tilefold.testing.token_scatter import REDUCTIONS, TokenScatterInputs, token_scatter_inputs
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import token_scatter, token_scatter_sparse
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing.token_scatter import (
     TokenScatterInputs,
     assert_token_scatter_matches,
