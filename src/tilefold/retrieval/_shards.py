@@ -33,7 +33,7 @@ _OF_CUTS = {"count": int, "max_length": int | None}
 
 
 class Manifest:
-    """What manifests of all kinds share; each kind lists the fields with its own, in the order of the file."""
+    """The manifest of a folder of vectors; each kind lists these fields with its own, in the order of the file."""
 
     LAYOUT: ClassVar[str]
     WHAT: ClassVar[str]  # is in a folder of this kind
