@@ -167,7 +167,7 @@ ARROWS = {
 # An operator's files of one name, with whatever follows it, are one implementation.
 IMPLEMENTATIONS = ("_reference", "_tiled", "_triton")
 # What stands above them in a room.
-DISPATCH = ("api", "_torch_ops")
+DISPATCH = ("api",)
 # Files that read sys.modules for another reason than to import what lies there.
 LOOKS_AT_LOADED_MODULES = {"retrieval/bm25.py": "hides JAX from bm25s"}
 # The one operator that is specified by another: an entry that is no longer needed fails its test.

@@ -120,7 +120,8 @@ def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
         for least in (0, 1, 2):
             stop, pause = least + moments.randrange(2), moments.uniform(0.0, 0.15)
             check(folder, reports(*writer(folder, how), stop, pause), before, after)
-        assert reports(*writer(folder, how)) == 240
+        last, told = writer(folder, how)
+        assert reports(last, told) in (0, 240) and last.exitcode == 0  # 0: one that was killed had written all
         check(folder, 240, before, after)
         before = after
     with QdrantCollection.embedded(folder) as collection:

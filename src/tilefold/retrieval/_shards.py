@@ -60,8 +60,8 @@ class Manifest:
 
         value = read_json_object(folder / MANIFEST_NAME, REMEDY)
         if (layout := value.get("layout", "sparse")) != cls.LAYOUT:
-            got = "token" if layout == "tokens" else layout
-            raise DataError(f"{folder}: expected {cls.WHAT}, got {got} vectors. {cls.INSTEAD}")
+            got = "token vectors of a multi-vector model" if layout == "tokens" else f"{layout} vectors"
+            raise DataError(f"{folder}: expected {cls.WHAT}, got {got}. {cls.INSTEAD}")
         version = value.get("schema_version")
         if version != SCHEMA_VERSION:
             raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
