@@ -7,10 +7,9 @@ from pathlib import Path
 
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.ensembles import ensemble
 from tilefold.retrieval.mining import Window, mine_negatives
 from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.teachers import Teacher, score_rows
+from tilefold.retrieval.teachers import Teacher, ensemble, score_rows
 from tilefold.retrieval.training_rows import write_training_rows
 
 

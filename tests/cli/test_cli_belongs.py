@@ -15,8 +15,8 @@ from tests.cli.program import Call, fails, run_steps
 from tests.manifests import edit
 from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
 from tilefold.retrieval import Document, read_trec_run, write_trec_run
+from tilefold.retrieval.evaluation import choose_weights
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.tuning import choose_weights
 
 
 @pytest.fixture(scope="module")

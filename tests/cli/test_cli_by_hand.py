@@ -17,7 +17,7 @@ from tilefold import retrieval as r
 from tilefold.cli._models import load_dense, load_encoder
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.tuning import choose_weights
+from tilefold.retrieval.evaluation import choose_weights
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 MEASURES = ("nDCG@10", "RR@10")

@@ -16,9 +16,9 @@ from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold import retrieval as r
 from tilefold.recipes import RECIPES
 from tilefold.retrieval import teachers
-from tilefold.retrieval.ensembles import ensemble
 from tilefold.retrieval.mining import FalseNegatives, Window, drop_false_negatives, mine_negatives
 from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.teachers import ensemble
 
 
 def test_vectors_are_mined_as_by_python_functions(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:

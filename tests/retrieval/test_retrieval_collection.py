@@ -19,7 +19,7 @@ import pytest
 from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold.retrieval import stored_documents as stored
+from tilefold.retrieval import datasets as stored
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.text_ranges import StoredTexts

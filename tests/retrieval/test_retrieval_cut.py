@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from tilefold.retrieval import (
     encode_texts,
     encode_tokens,
     read_manifest,
-    read_vectors,
-    write_vectors,
 )
 from tilefold.retrieval.dense import encode_dense
 
@@ -97,20 +94,6 @@ def test_a_shard_without_any_text_says_the_same_wherever_it_is_made(splade: Any,
         manifest = encode_collection(splade, texts, tmp_path, shard_size=1)
     assert [shard["truncated"]["max_length"] for shard in manifest.shards] == [None, LIMIT, None]
     assert manifest.truncated == {"count": 0, "max_length": LIMIT}
-
-
-def test_vectors_of_an_earlier_version_are_read_and_their_cuts_are_not_known(splade: Any, tmp_path: Path) -> None:
-    encode_collection(splade, TEXTS, tmp_path / "v", shard_size=8)
-    file = tmp_path / "v" / "manifest.json"
-    value = json.loads(file.read_text())
-    del value["truncated"], value["checksum"]
-    for shard in value["shards"]:
-        del shard["truncated"]
-    file.write_text(json.dumps(value | {"complete": False, "shards": value["shards"][:1], "n_documents": 8}))
-    assert read_manifest(tmp_path / "v").truncated == {}
-    manifest = encode_collection(splade, TEXTS, tmp_path / "v", shard_size=8)
-    assert manifest.complete and manifest.truncated == {} and "truncated" in manifest.shards[1]
-    assert write_vectors(read_vectors(tmp_path / "v"), tmp_path / "copy").truncated == {}
 
 
 def test_each_route_has_its_own_limit_and_special_tokens(splade: Any, way: Any, tmp_path: Path) -> None:

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from tests.manifests import edit, sum_files, sum_terms
 from tests.refusals import refused
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, load_index
-from tilefold.retrieval._ranking import top_positive
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index import exact
-from tilefold.retrieval.index.exact import Postings, StoredIds, fastest, portable, save_ids
+from tilefold.retrieval.index.exact import Postings, StoredIds, fastest, portable, save_ids, top_positive
 from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
 
 Make = Callable[..., SparseVectors]

@@ -105,7 +105,7 @@ def test_a_manifest_that_is_changed_by_a_character_or_no_json_object_is_named(ki
         file.write_bytes(content.encode("utf-8", "surrogateescape"))
         refused(DataError, rf"{file.name}: expected a JSON object", use, kind, folder)
     file.write_text(text, encoding="utf-8")
-    edit(file)  # as an earlier tilefold wrote it, without
+    edit(file)  # as after an edit by hand, without
     use(kind, folder)
 
 
@@ -250,7 +250,7 @@ def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_get
     folder = copied("qdrant")
     expected = use("qdrant", folder)
     (folder / "checksums.json").unlink()
-    with pytest.warns(RuntimeWarning, match="its files have no checksums, so that damage is not noticed: an earlier"):
+    with pytest.warns(RuntimeWarning, match="its files have no checksums, so that damage is not noticed"):
         assert use("qdrant", folder) == expected
     assert use("qdrant", folder) == expected
     (folder / "checksums.json").unlink()

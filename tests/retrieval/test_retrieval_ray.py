@@ -18,8 +18,7 @@ from tests.refusals import refused
 from tests.retrieval import ray_killed
 from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval._shards import ShardWriter
-from tilefold.retrieval.encoding import SparseEncoding
-from tilefold.retrieval.encodings import Output
+from tilefold.retrieval.encoding import Output, SparseEncoding
 from tilefold.retrieval.errors import DataError, MissingPackageError
 from tilefold.retrieval.on_ray import TRIED, TRIES, ClusterError, RayCluster, Work, Worker, encode_on_ray
 from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts

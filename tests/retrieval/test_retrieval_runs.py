@@ -15,9 +15,8 @@ from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.evaluation import check_measures, read_trec_provenance
+from tilefold.retrieval.evaluation import check_measures, choose_weights, read_trec_provenance
 from tilefold.retrieval.provenance import Provenance, texts_digest
-from tilefold.retrieval.tuning import choose_weights
 
 A = {"q": {"x": 3.0, "y": 1.0}}
 B = {"q": {"y": 10.0, "z": 5.0, "x": 0.0}}

@@ -16,10 +16,9 @@ from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes.loading import load_saved, saved_kind
 from tilefold.retrieval import teachers
-from tilefold.retrieval.ensembles import ensemble
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.mining import Window, mine_negatives
-from tilefold.retrieval.teachers import Teacher, score_rows, with_relevant
+from tilefold.retrieval.teachers import Teacher, ensemble, score_rows, with_relevant
 from tilefold.retrieval.training_rows import TrainingRows
 
 COLLECTION = small_collection()

@@ -209,8 +209,8 @@ def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
 
 def open_documents(name_or_path: str) -> tuple[Collection, Provenance]:
     """The documents alone, read from their file as they are asked for where that is possible, and their fingerprint."""
+    from tilefold.retrieval.datasets import open_documents as opened
     from tilefold.retrieval.provenance import Provenance
-    from tilefold.retrieval.stored_documents import open_documents as opened
 
     collection, digest = opened(name_or_path)
     return collection, Provenance(texts_sha256=digest)

@@ -280,7 +280,7 @@ def rerank_candidates(
 ) -> tuple[tuple[float, ...], Run]:
     """Late interaction over the best candidates of `run`, interpolated with its scores by weights chosen on `dev`."""
     from tilefold.retrieval import interpolate, rerank
-    from tilefold.retrieval.tuning import choose_weights
+    from tilefold.retrieval.evaluation import choose_weights
 
     best = {query: dict(sorted(scores.items(), key=lambda item: -item[1])[:RERANKED]) for query, scores in run.items()}
     late = rerank({query: scores for query, scores in best.items() if scores}, queries, documents)

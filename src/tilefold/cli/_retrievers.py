@@ -109,7 +109,7 @@ def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance]
 def _opened(asked: Asked) -> tuple[SparseIndex | BM25Index, Path]:
     """The index at --index, or an exact one of the vectors at --vectors, and its path."""
     from tilefold.retrieval import build_index
-    from tilefold.retrieval.retrievers import open_index
+    from tilefold.retrieval.searcher import open_index
 
     path: Path | None = asked.get("index")
     if path is not None:
@@ -136,7 +136,7 @@ def _untrained(path: Path, texts_sha256: str | None, texts: Texts | None) -> Any
 
 
 def _check_model(made_by: Provenance, encoder: Model, name: str, path: Path, other_model: bool) -> None:
-    from tilefold.retrieval.retrievers import check_model
+    from tilefold.retrieval.searcher import check_model
 
     try:
         if not check_model(made_by, encoder, name, f"the index {path}"):
@@ -149,8 +149,7 @@ def _check_model(made_by: Provenance, encoder: Model, name: str, path: Path, oth
 
 def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
     """The dense model at --model over `texts` with their fingerprint, encoded, and `parts` of a searcher."""
-    from tilefold.retrieval.retrievers import DenseRetriever
-    from tilefold.retrieval.searcher import Searcher
+    from tilefold.retrieval.searcher import DenseRetriever, Searcher
 
     _common.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
     model = _models.load_dense(asked["model"])
@@ -186,7 +185,7 @@ def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | Non
 def second_ranking(asked: Asked, queries: Mapping[str, str], made_of: Provenance) -> BM25Index | Run | None:
     """The BM25 index, or the run of `queries` over texts `made_of`, that --prf-with names."""
     from tilefold.retrieval.bm25 import BM25Index
-    from tilefold.retrieval.retrievers import open_index
+    from tilefold.retrieval.searcher import open_index
 
     path = asked["prf_with"]
     if path is None:

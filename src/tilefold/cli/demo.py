@@ -173,7 +173,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     """Fusion and reranking, with weights chosen on held-out queries, and the figures of all five systems."""
     from tilefold.retrieval import interpolate
-    from tilefold.retrieval.tuning import choose_weights
+    from tilefold.retrieval.evaluation import choose_weights
 
     dev = part.qrels["dev"]
     judged = dev | part.qrels["test"]

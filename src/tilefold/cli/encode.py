@@ -22,7 +22,7 @@ from tilefold.cli._common import Asked, CommandError, Count, Number, Place, Text
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.encodings import Encoding
+    from tilefold.retrieval.encoding import Encoding
     from tilefold.retrieval.text_ranges import Texts
 
 STORAGES = ("fp16", "int8")
@@ -123,7 +123,7 @@ def encode(
                 cluster = RayCluster(address=address, workers=workers, worker_cpus=worker_cpus)
                 manifest: Any = encode_on_ray(load, _source(data, texts), output, encoding, cluster=cluster, **options)
             else:
-                from tilefold.retrieval.encodings import Output, encode_to_folder
+                from tilefold.retrieval.encoding import Output, encode_to_folder
 
                 where = Output(output, save_minutes=save_minutes, **options)
                 manifest = encode_to_folder(encoding, encoder, texts or {}, where, "world")
@@ -161,8 +161,6 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
     from tilefold.retrieval.truncation import tell_truncated
 
     tell_truncated(manifest.kind, manifest.n_texts, manifest.truncated)
-    if not manifest.truncated:
-        note("an earlier version wrote a part and did not count the texts that were cut; --fresh counts them")
     result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed
     if hasattr(manifest, "vocab_size"):
         nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
@@ -278,7 +276,7 @@ def _device_name(kind: str) -> str:
 
 def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float, float]:
     """Texts per second and bytes per text of a sample, encoded twice; the faster run counts."""
-    from tilefold.retrieval.encodings import Output, encode_to_folder
+    from tilefold.retrieval.encoding import Output, encode_to_folder
 
     texts = {str(number): text for number, text in enumerate(sample)}
     seconds: list[float] = []

@@ -160,9 +160,9 @@ def fuse(
     collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
     _check_runs(named, collection, [*splits, *also])
 
+    from tilefold.retrieval.evaluation import choose_weights
     from tilefold.retrieval.fusion import interpolate, reciprocal_rank_fusion
     from tilefold.retrieval.provenance import Provenance
-    from tilefold.retrieval.tuning import choose_weights
 
     weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
     chosen = cast("Normalization", normalization or NORMALIZATIONS[0])

@@ -234,9 +234,8 @@ def score(
     for name in models:
         _models.find_model(name, "--teacher")
 
-    from tilefold.retrieval.ensembles import ensemble
     from tilefold.retrieval.mining import drop_false_negatives
-    from tilefold.retrieval.teachers import with_relevant
+    from tilefold.retrieval.teachers import ensemble, with_relevant
     from tilefold.retrieval.training_rows import read_training_rows, write_training_rows
 
     rows = read_training_rows(mined)

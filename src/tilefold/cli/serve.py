@@ -216,7 +216,7 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
 
 def _words(path: Path) -> BM25Index:
     from tilefold.retrieval.bm25 import BM25Index
-    from tilefold.retrieval.retrievers import open_index
+    from tilefold.retrieval.searcher import open_index
 
     index = open_index(path)
     if not isinstance(index, BM25Index):

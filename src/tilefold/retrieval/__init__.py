@@ -71,7 +71,7 @@ _HOME = {
     "mine_negatives": "mining",
     "Teacher": "teachers",
     "score_rows": "teachers",
-    "ensemble": "ensembles",
+    "ensemble": "teachers",
     "TrainingRows": "training_rows",
     "read_training_rows": "training_rows",
     "write_training_rows": "training_rows",

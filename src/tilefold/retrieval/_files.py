@@ -1,10 +1,10 @@
-"""JSON that is checked, and packages that may be missing."""
+"""JSON that is checked, packages that may be missing, and ids, which are text in every file, index and run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,7 @@ def _checksum(value: Mapping[str, Any]) -> str:
 
 
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in `path`; FileNotFoundError or DataError otherwise, ending in `remedy`.
-
-    Its checksum is compared and left out; those of earlier versions have none.
-    """
+    """The JSON object in `path`, whose checksum is compared and left out; else an error that ends in `remedy`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -70,3 +67,25 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_text_ids(what: str, ids: Collection[object]) -> None:
+    """Raise an error for the first of `ids` that is not text, or that files and C libraries would read as another one.
+
+    `what` is the argument that holds them. They are looked at as one string, since a run has millions.
+    """
+    try:
+        whole = "".join(ids)  # type: ignore[arg-type]
+    except TypeError:
+        raise no_string(what, next(name for name in ids if not isinstance(name, str))) from None
+    if "\0" in whole or not is_unicode(whole):
+        wrong = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
+        raise ValueError(f"{what}: expected ids without zero bytes that UTF-8 can hold, got {wrong!r}. Rename it.")
+
+
+def no_string(what: str, name: object) -> TypeError:
+    """Error for an id that is not a string."""
+    return TypeError(
+        f"{what}: expected strings as ids, as they are in files and indexes, got {name!r} ({type(name).__name__}). "
+        f"Turn ids into strings: str({name!r})."
+    )

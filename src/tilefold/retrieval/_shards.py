@@ -107,11 +107,11 @@ V = TypeVar("V", bound=Vectors)
 
 @dataclass(frozen=True)
 class Part(Generic[V]):
-    """A part of a shard from an earlier run: vectors, failed texts, and how many texts were cut, if it counted them."""
+    """A part of a shard from an earlier run: vectors, failed texts, and how many texts were cut."""
 
     vectors: V
     failed: Mapping[str, str]
-    cut: Truncation | None
+    cut: Truncation
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class ShardWriter(Generic[M, V]):
         try:
             if sha256_file(file) != partial["sha256"]:
                 return None
-            return Part(self._read(file), dict(partial["failed"]), _truncation(partial))
+            return Part(self._read(file), dict(partial["failed"]), _truncation(partial) or Truncation())
         except FileNotFoundError:  # another rank's shard was listed meanwhile, which forgets what was kept
             return None
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._arrays import check_offsets, no_weight, outside
+from tilefold.retrieval._checks import check_offsets, no_weight, outside
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 

@@ -22,7 +22,7 @@ from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, halved, say_unused_batch_tokens
 from tilefold.pipeline.truncated import Truncation, tell, watching
-from tilefold.retrieval._ids import check_text_ids
+from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval._shards import Part, ShardWriter, Vectors, check_some
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.truncation import cut_texts
@@ -182,8 +182,7 @@ class Job(ABC, Generic[V]):
             for item in items:
                 if isinstance(item, Batch):
                     shard.take(item, self)
-        if shard.cut is not None:
-            tell(self.how.kind, len(self.texts), shard.cut)
+        tell(self.how.kind, len(self.texts), shard.cut)
         vectors, failed = shard.assembled(self)
         if failed:
             name, why = next(iter(failed.items()))
@@ -201,7 +200,7 @@ class Shard(Generic[V]):
     strings: list[str] = field(default_factory=list)  # ids of those that can be encoded at all
     done: list[V] = field(default_factory=list)  # in batches
     failed: dict[str, str] = field(default_factory=dict)  # id -> reason
-    cut: Truncation | None = field(default_factory=Truncation)  # None where an earlier version did not count
+    cut: Truncation = field(default_factory=Truncation)
     kept: int = 0  # how much of it is on disk
     saved: float = field(default_factory=time.monotonic)
     is_written: bool = False
@@ -237,8 +236,7 @@ class Shard(Generic[V]):
 
     def take(self, batch: Batch, job: Job[V]) -> None:
         """A batch of the stream; what fails of it, such as NaN in a row, loses no other text."""
-        if self.cut is not None:
-            self.cut.add(0, batch.cut, batch.max_length)
+        self.cut.add(0, batch.cut, batch.max_length)
         names = [self.strings[place] for place in batch.places]
 
         def vectors(texts: range) -> V:

@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._arrays import check_arrays, check_offsets, outside
-from tilefold.retrieval._files import require
-from tilefold.retrieval._ids import check_text_ids
-from tilefold.retrieval._ranking import check_k, check_share, top_positive
+from tilefold.retrieval._checks import check_arrays, check_k, check_offsets, check_share, outside
+from tilefold.retrieval._files import check_text_ids, require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.index.exact import top_positive
 from tilefold.retrieval.index.protocol import naming_versions, read_ids, read_manifest, saved_index
 from tilefold.retrieval.provenance import Provenance, texts_digest
 

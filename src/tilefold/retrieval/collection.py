@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tilefold._files import atomic_directory
-from tilefold.retrieval._files import is_unicode, json_line
-from tilefold.retrieval._ids import check_text_ids
+from tilefold.retrieval._files import check_text_ids, is_unicode, json_line
 from tilefold.retrieval._tables import (
     ROWS,
     TOPICS,

@@ -1,20 +1,32 @@
-"""Collections by name: ``pydocs`` with its cache, or a BEIR folder."""
+"""Collections by name; documents of JSON lines, read one by one where they lie, where only a few are shown."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
-from tilefold._files import InUseError
+import numpy as np
+import numpy.typing as npt
+
+from tilefold._files import InUseError, atomic_directory, read_json, write_json
 from tilefold.retrieval import pydocs
-from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, load_beir
+from tilefold.retrieval._tables import ROWS, find_table, is_saved_dataset
+from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, Document, load_beir, load_documents
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import texts_digest
 
-__all__ = ["default_cache_dir", "load_collection"]
+__all__ = ["StoredDocuments", "default_cache_dir", "load_collection", "open_documents"]
+
+SMALLEST = 1 << 20  # bytes of a file that is worth a place in the cache
+SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within the resolution of its times
+_KEYS, _OFFSETS, _FACTS = "keys.npy", "offsets.npy", "facts.json"
 
 _logger = logging.getLogger(__name__)
 
@@ -64,3 +76,136 @@ def _cached_pydocs(cache_dir: Path) -> Collection:
     except (OSError, InUseError) as error:
         _logger.warning("pydocs could not be cached: %s", error)
     return collection
+
+
+class StoredDocuments(Mapping[str, Document]):
+    """Document id -> :class:`Document`, each read from its line of JSON when it is asked for.
+
+    Ascending `keys` of ids and `offsets` of their lines are those of a `state` of the file; in another one, reading is
+    a ``DataError``.
+    """
+
+    def __init__(
+        self, file: Path, state: list[int], keys: npt.NDArray[np.uint64], offsets: npt.NDArray[np.int64]
+    ) -> None:
+        self._path, self._state, self._keys, self._offsets = file, state, keys, offsets
+
+    def __getitem__(self, name: str) -> Document:
+        key = np.uint64(id_key(name))
+        at = int(np.searchsorted(self._keys, key))
+        with self._open() as stream:
+            while at < len(self._keys) and self._keys[at] == key:
+                document = _read(stream, int(self._offsets[at]))
+                if document.id == name:
+                    return document
+                at += 1
+        raise KeyError(name)
+
+    def _open(self) -> BinaryIO:
+        if _state(self._path) != self._state:
+            raise DataError(f"{self._path}: has changed since it was opened. Start the command again.")
+        return self._path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[str]:
+        with self._open() as stream:
+            for offset in sorted(self._offsets.tolist()):
+                yield _read(stream, offset).id
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.get(name) is not None
+
+
+def _read(stream: BinaryIO, offset: int) -> Document:
+    stream.seek(offset)
+    row = json.loads(stream.readline().decode("utf-8-sig" if offset == 0 else "utf-8"))
+    return Document(str(row["_id"] if "_id" in row else row["id"]), row.get("title") or "", row["text"])
+
+
+def open_documents(name_or_path: str | Path, cache_dir: str | Path | None = None) -> tuple[Collection, str]:
+    """The documents of a collection, and the :func:`texts_digest` of their contents; no queries, no judgements.
+
+    What reading JSON lines finds out (the digest, and where each line begins) is kept in the cache with the size, times
+    and inode of the file, and is used until one of those changes. Other kinds of files are read whole.
+
+    Args:
+        name_or_path: as for :func:`tilefold.retrieval.load_collection`.
+        cache_dir: by default :func:`tilefold.retrieval.datasets.default_cache_dir`.
+
+    Raises:
+        FileNotFoundError, DataError: see :func:`tilefold.retrieval.load_beir`.
+    """
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    file = _lines_of(name_or_path, cache)
+    if file is None or file.stat().st_size < SMALLEST:
+        collection = load_collection(name_or_path, cache, documents_only=True)
+        return collection, texts_digest(collection.contents())
+    name = str(name_or_path) if str(name_or_path) == "pydocs" else Path(name_or_path).resolve().name
+    if file == Path(name_or_path):
+        name = name.partition(".")[0]
+    state = _state(file)
+    folder = cache / "documents" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
+    found = _cached(folder, file, state)
+    if found is None:
+        documents = load_documents(file)
+        digest = texts_digest({document.id: document.contents for document in documents.values()})
+        _keep(folder, file, state, documents, digest)
+        return Collection(name, documents, {}, {}), digest
+    return Collection(name, found[0], {}, {}), found[1]
+
+
+def _lines_of(name_or_path: str | Path, cache: Path) -> Path | None:
+    """The JSON-lines file of the documents, None where they are in another kind of file, or not there."""
+    path = Path(name_or_path)
+    if str(name_or_path) == "pydocs":
+        path = cache / "pydocs" / pydocs.cache_key()
+    if path.is_dir() and not is_saved_dataset(path):
+        path = find_table(path, "corpus", ROWS) or path
+    return path if path.is_file() and path.name.endswith(".jsonl") else None
+
+
+def _state(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _cached(folder: Path, file: Path, state: list[int]) -> tuple[StoredDocuments, str] | None:
+    facts = read_json(folder / _FACTS) or {}
+    if facts.get("state") != state or not isinstance(facts.get("texts_sha256"), str):
+        return None
+    try:
+        arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in (_KEYS, _OFFSETS)]
+    except (OSError, ValueError, EOFError):
+        return None
+    if any(array.shape != (facts.get("documents"),) for array in arrays):
+        return None
+    return StoredDocuments(file, state, *arrays), facts["texts_sha256"]
+
+
+def _keep(folder: Path, file: Path, state: list[int], documents: Mapping[str, Document], digest: str) -> None:
+    """Note where the documents lie, unless the file has changed meanwhile, or may change unnoticed."""
+    offsets, start = [], 0
+    with file.open("rb") as stream:
+        for line in stream:
+            if line.decode("utf-8-sig", "replace").strip():
+                offsets.append(start)
+            start += len(line)
+    written = max(state[1], state[2]) / 1e9
+    if len(offsets) != len(documents) or _state(file) != state or time.time() - written < SETTLED_SECONDS:
+        return
+    keys = np.array([id_key(name) for name in documents], np.uint64)
+    order = np.argsort(keys, kind="stable")
+    try:
+        with atomic_directory(folder, own_names=(_KEYS, _OFFSETS, _FACTS)) as made:
+            np.save(made / _KEYS, keys[order], allow_pickle=False)
+            np.save(made / _OFFSETS, np.array(offsets, np.int64)[order], allow_pickle=False)
+            write_json(made / _FACTS, {"state": state, "documents": len(keys), "texts_sha256": digest})
+    except (OSError, InUseError) as error:
+        _logger.warning("where the documents of %s lie could not be kept: %s", file, error)
+
+
+def id_key(name: str) -> int:
+    """64 bits of an id, which another one shares once in 2^64."""
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

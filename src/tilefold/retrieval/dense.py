@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tilefold._typing import Model
 from tilefold.pipeline.truncated import Truncation, tell, watching
-from tilefold.retrieval._ids import check_text_ids
-from tilefold.retrieval._ranking import check_k
+from tilefold.retrieval._checks import check_k
+from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.truncation import cut_texts
 

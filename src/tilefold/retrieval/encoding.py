@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilefold._process_group import ranks_of
 from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
+from tilefold.retrieval._meeting import RankShards, meeting
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
-from tilefold.retrieval.encodings import encode_to_folder
+from tilefold.retrieval._streamed import Encoding, FolderShards, Job, Kind, Output
+from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
-__all__ = ["SparseEncoding", "encode_batch", "encode_collection", "encode_queries", "model_fingerprint"]
+__all__ = ["Encoding", "Kind", "Output", "SparseEncoding", "encode_batch", "encode_collection", "encode_queries"]
+__all__ += ["encode_to_folder", "model_fingerprint"]
 
 _SAMPLES_PER_TENSOR = 1024
 
@@ -97,6 +100,26 @@ def encode_collection(
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
     manifest: VectorManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
+
+
+def encode_to_folder(
+    encoding: Encoding, model: Model, texts: Mapping[str, str], output: Output, group: object = None
+) -> Any:
+    """Encode texts with a model of this process, or with those of all ranks of a group; the complete manifest.
+
+    Arguments and errors are those of :func:`tilefold.retrieval.encode_collection`.
+    """
+    encoding.check()
+    output.check()
+    if not texts:
+        raise ValueError("texts: expected at least one, got an empty mapping.")
+    job = encoding.job(model, texts, output, lambda: texts_digest(texts))
+    ranks = ranks_of(group)
+    if ranks is None:
+        return FolderShards(job).run()
+    with meeting(ranks) as found, found.stopping():
+        shards = RankShards(job, found)
+        return shards.lead() if found.rank == 0 else shards.help()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Evaluate runs with ir-measures; TREC run files; sparsity figures."""
+"""Evaluate runs with ir-measures; weights of a fusion, chosen on judged queries; TREC run files; sparsity figures."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import subprocess
@@ -13,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from tilefold._files import atomic_file
-from tilefold.retrieval._files import require
-from tilefold.retrieval._ids import check_text_ids
+from tilefold.retrieval._files import check_text_ids, require
 from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.fusion import Run, check_scores
+from tilefold.retrieval.fusion import Normalization, Run, check_scores, interpolate
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
 
-__all__ = ["DEFAULT_MEASURES", "active_terms", "check_measures", "evaluate", "evaluate_per_query", "flops"]
-__all__ += ["read_trec_provenance", "read_trec_run", "write_trec_run"]
+__all__ = ["DEFAULT_MEASURES", "active_terms", "check_measures", "choose_weights", "evaluate", "evaluate_per_query"]
+__all__ += ["flops", "read_trec_provenance", "read_trec_run", "write_trec_run"]
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
 
+MAX_TRIALS = 300
 MAX_GRADE = 1_000_000  # trec_eval counts documents in a table that is as long as the highest grade
 
 _RunLike = Mapping[str, Mapping[str, float]]
@@ -84,6 +85,41 @@ def evaluate_per_query(
                 if measure == metric.measure:
                     table[numbered[metric.query_id]][name] = float(metric.value)
     return table
+
+
+def choose_weights(
+    runs: Sequence[Run],
+    qrels: Mapping[str, Mapping[str, int]],
+    *,
+    measure: str = "nDCG@10",
+    step: float = 0.1,
+    normalization: Normalization = "min_max",
+    k: int = 100,
+) -> tuple[tuple[float, ...], float]:
+    """Weights of :func:`tilefold.retrieval.interpolate` with the best `measure` on `qrels`, and that measure.
+
+    All weights that are multiples of `step` and sum to 1 are tried; of equal ones, the largest for the first runs wins.
+    The measure is in sample: report other queries. A step that does not divide 1, more than 300 combinations, no run,
+    or one that answers no judged query is a ``ValueError``.
+    """
+    for number, run in enumerate(runs):
+        check_answers(f"runs[{number}]", run, qrels)
+    parts = round(1 / step) if 0 < step <= 1 else 0
+    if not math.isclose(parts * step, 1):
+        raise ValueError(f"step: expected 1 divided by a whole number, such as 0.1, got {step!r}.")
+    mine = [{query: run[query] for query in qrels if query in run} for run in runs]
+    grid = [counts for counts in itertools.product(range(parts + 1), repeat=len(runs)) if sum(counts) == parts]
+    if not grid or len(grid) > MAX_TRIALS:
+        raise ValueError(
+            f"runs: expected 1 to {MAX_TRIALS} combinations of weights, got {len(grid)} for {len(runs)} runs at a step "
+            f"of {step:g}. Fuse fewer runs, or take a larger step."
+        )
+    trials = []
+    for counts in grid:
+        weights = tuple(count / parts for count in counts)
+        trials.append((evaluate(interpolate(mine, weights, normalization, k), qrels, (measure,))[measure], weights))
+    score, best = max(trials)
+    return best, score
 
 
 def _computed(parsed: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]:

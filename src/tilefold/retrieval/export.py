@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from tilefold._files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._version import __version__
+from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval._files import is_unicode
-from tilefold.retrieval._ranking import check_choice
 from tilefold.retrieval._shards import check_whole
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError

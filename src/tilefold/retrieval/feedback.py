@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._ranking import check_choice, check_count, check_share
+from tilefold.retrieval._checks import check_choice, check_count, check_share
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Fusion, Normalization, Run

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tilefold.retrieval._ids import check_text_ids
-from tilefold.retrieval._ranking import check_choice, check_share
+from tilefold.retrieval._checks import check_choice, check_share
+from tilefold.retrieval._files import check_text_ids
 
 __all__ = ["Fusion", "Normalization", "Run", "interpolate", "reciprocal_rank_fusion"]
 

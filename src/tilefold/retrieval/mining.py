@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._ids import check_text_ids
+from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_rows import TrainingRows
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilefold.retrieval._ids import no_string
+from tilefold.retrieval._files import no_string
 
 __all__ = ["Provenance", "TextsDigest", "texts_digest"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
-from tilefold.retrieval._ranking import check_choice, check_share
+from tilefold.retrieval._checks import check_choice, check_share
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.fusion import Run, check_scores, interpolate

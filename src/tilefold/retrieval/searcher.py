@@ -2,32 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
-from tilefold.retrieval._ranking import check_k
+from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
-from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.feedback import Feedback, Interpolation, with_feedback
+from tilefold.retrieval.dense import encode_dense, rank_by_similarity
+from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.feedback import (
+    Feedback,
+    Interpolation,
+    expand_dense,
+    expand_sparse,
+    feedback_documents,
+    with_feedback,
+)
 from tilefold.retrieval.fusion import Fusion, Run
-from tilefold.retrieval.index import SparseIndex
+from tilefold.retrieval.index import SparseIndex, build_index, hits_to_run, load_index
+from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.retrievers import DenseRetriever, SparseRetriever, WordsRetriever, check_model
+from tilefold.retrieval.vectors import read_manifest, read_rows
 
 if TYPE_CHECKING:
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
-__all__ = ["Ranking", "SearchRequest", "Searcher", "matched_terms"]
+__all__ = ["DenseRetriever", "Ranking", "SearchRequest", "Searcher", "SparseRetriever", "WordsRetriever"]
+__all__ += ["check_model", "matched_terms", "open_index"]
 
 RERANK_DEPTH = 100  # candidates of a search that is reranked
-_STAGES = {SparseRetriever: "sparse", WordsRetriever: "words", DenseRetriever: "dense"}
 WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
+
+
+@dataclass(frozen=True)
+class SparseRetriever:
+    """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it."""
+
+    index: SparseIndex
+    model: Model | None = None  # a SparseEncoder; None where vectors of queries are given
+    vectors: SparseVectors | Path | None = None  # of the documents; a folder is read row by row
+    query_top_k: int | None = None  # terms kept of a query; None keeps all
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
+    words: BM25Index | None = None  # encodes queries instead of a model
+
+    def __post_init__(self) -> None:
+        if self.vectors is None:
+            return
+        folder = self.vectors if isinstance(self.vectors, Path) else None
+        stored: Any = self.vectors if folder is None else read_manifest(folder)
+        if self.provenance.differs(stored.provenance):
+            what = f"{'' if folder is None else f'{folder} '}holds vectors of another model or of other documents"
+            remedy = f"Give its own, or build it again: tilefold index --vectors {folder or 'VECTORS'}"
+            raise DataError(f"vectors: {what} than the index. {remedy}")
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.index.provenance
+
+    def encode(self, queries: Mapping[str, str]) -> SparseVectors:
+        if self.words is not None:
+            return self.words.query_vectors(queries)
+        if self.model is None:
+            raise ValueError("model: expected the SparseEncoder that made the index, to encode queries, got None.")
+        from tilefold.retrieval.encoding import encode_queries
+
+        return encode_queries(self.model, queries, top_k=self.query_top_k)
+
+    def search(self, vectors: SparseVectors, names: Sequence[str], k: int) -> Run:
+        return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
+
+    def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
+        return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        ids = self.vectors.ids if isinstance(self.vectors, SparseVectors) else []
+        return {name: row for row, name in enumerate(ids)}
+
+    def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
+        """The vectors of documents, each of which has one unless some are `lacking` by intent."""
+        if self.vectors is None:
+            raise ValueError("vectors: expected those of the documents, which feedback reads, got None.")
+        wanted = list(names)
+        if isinstance(self.vectors, Path):
+            found = read_rows(self.vectors, wanted)
+        else:
+            found = self.vectors.take([self._rows[name] for name in wanted if name in self._rows])
+        there = set(found.ids)
+        if not lacking and not there.issuperset(wanted):
+            raise MissingDocumentError("vectors", next(name for name in wanted if name not in there))
+        return found
+
+
+@dataclass(frozen=True)
+class WordsRetriever:
+    """A BM25 index; with feedback, an exact index of its vectors."""
+
+    index: BM25Index
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.index.provenance
+
+    def encode(self, queries: Mapping[str, str]) -> Mapping[str, str]:
+        return queries
+
+    def search(self, vectors: Mapping[str, str], names: Sequence[str], k: int) -> Run:
+        return self.index.search(vectors, k)
+
+    @cached_property
+    def as_vectors(self) -> SparseRetriever:
+        """Retriever with equal scores from vectors, which feedback can move."""
+        vectors = self.index.document_vectors()
+        return SparseRetriever(build_index(vectors, "exact"), vectors=vectors, words=self.index)
+
+
+@dataclass(frozen=True)
+class DenseRetriever:
+    """A ``SentenceTransformer`` that encodes a whole collection once, when it is first searched."""
+
+    model: Model
+    texts: Mapping[str, str]  # document id -> contents
+    texts_sha256: str | None = None  # their fingerprint, if known
+    progress: Callable[[int, int], None] | None = None  # called with (documents encoded, documents)
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        from tilefold.retrieval.encoding import model_fingerprint
+
+        return Provenance(model_fingerprint(self.model), self.texts_sha256)
+
+    @cached_property
+    def vectors(self) -> Any:
+        """The documents' vectors ``[N, D]``."""
+        return encode_dense(self.model, self.texts, kind="document", progress=self.progress)
+
+    def encode(self, queries: Mapping[str, str]) -> Any:
+        return encode_dense(self.model, queries, kind="query")
+
+    def search(self, vectors: Any, names: Sequence[str], k: int) -> Run:
+        return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
+
+    def expand(self, queries: Any, names: Sequence[str], basis: Run, feedback: Feedback) -> Any:
+        return expand_dense(queries, names, self.vectors, list(self.texts), basis, feedback)
+
+
+def open_index(path: str | Path) -> SparseIndex | BM25Index:
+    """The saved index of any backend, BM25 included; errors as of :func:`tilefold.retrieval.load_index`."""
+    return BM25Index.load(path) if read_description(path)["backend"] == BM25Index.backend else load_index(path)
+
+
+def check_model(made_by: Provenance, model: Model, name: str = "this", index: str = "the index") -> bool:
+    """Whether a ``SparseEncoder`` is known to have made an index; a ``DataError`` where another one did."""
+    from tilefold.retrieval.encoding import model_fingerprint
+
+    if made_by.model_fingerprint is None:
+        return False
+    if made_by.differs(Provenance(model_fingerprint(model))):
+        raise DataError(
+            f"model: {name} is not the model that made {index} (its weights or settings differ). Give that one, or "
+            f"make the index again: tilefold encode --model {name}, then tilefold index."
+        )
+    return True
+
+
+_STAGES = {SparseRetriever: "sparse", WordsRetriever: "words", DenseRetriever: "dense"}
 
 
 @dataclass(frozen=True)

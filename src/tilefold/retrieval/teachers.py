@@ -1,10 +1,10 @@
-"""Scores of teachers for training rows: cross-encoders, bi-encoders of sentence-transformers, and BM25."""
+"""Scores of teachers for training rows: cross-encoders, bi-encoders and BM25; one score from several of them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,12 @@ from tilefold.retrieval.vectors import read_vectors
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
-__all__ = ["KINDS", "Teacher", "score_rows", "with_relevant"]
+__all__ = ["KINDS", "NORMALIZATIONS", "Teacher", "ensemble", "score_rows", "with_relevant"]
 
 KINDS = ("cross-encoder", "dense", "sparse", "multi-vector", "bm25")
+NORMALIZATIONS = ("min_max", "none")
+SCALE = 30.0
+_EPSILON = 1e-6
 SHARD = 2048  # pairs of a cross-encoder between two writes
 _PAIRS = 8192  # pairs compared at a time
 
@@ -261,6 +264,57 @@ def _check_all(task: _Task, manifest: Any) -> None:
 _SCORERS: dict[str, Callable[[Any, _Task], Floats]] = dict(
     zip(KINDS, (_cross_encoder, _dense, _sparse, _late, _words), strict=True)
 )
+
+
+def ensemble(
+    rows: TrainingRows,
+    teachers: Mapping[str, Floats],
+    *,
+    normalization: str = "min_max",
+    scale: float | None = None,
+    like: str | None = None,
+) -> Floats:
+    """One score per row from those of the teachers: float32 ``[N]``.
+
+    ``min_max``: each teacher becomes ``(s - min) / (max - min + 1e-6)`` over all rows of a query; then the mean over
+    the teachers times `scale`, as for inference-free sparse retrievers (arXiv 2411.04403). ``none``: the mean as they
+    are, times `scale`. With `like`, as for SPLADE-v3 (arXiv 2403.06789).
+
+    Args:
+        rows: which rows are of one query.
+        teachers: name -> float32 ``[N]``.
+        normalization: ``"min_max"`` or ``"none"``.
+        scale: by default 30 with ``min_max`` and 1 with ``none``.
+        like: a teacher to whose mean and deviation over all rows their mean is mapped, instead of `scale`.
+    """
+    if not teachers:
+        raise ValueError("teachers: expected at least one, got an empty mapping.")
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization: expected min_max or none, got {normalization!r}.")
+    if like is not None and scale is not None:
+        raise ValueError("like, scale: expected one of them, got both.")
+    if like is not None and like not in teachers:
+        raise ValueError(f"like: expected one of the teachers {', '.join(teachers)}, got {like!r}.")
+    if scale is not None and not 0 < scale < np.inf:
+        raise ValueError(f"scale: expected a finite number above 0, got {scale!r}.")
+    columns = [np.asarray(scores, np.float64) for scores in teachers.values()]
+    if normalization == "min_max":
+        columns = [_min_max(rows, scores) for scores in columns]
+    mean = np.mean(columns, axis=0)
+    if like is None:
+        factor = scale if scale is not None else SCALE if normalization == "min_max" else 1.0
+        return np.asarray(mean * factor, np.float32)
+    if not np.ptp(mean):  # the deviation of equal scores may be a rounding
+        raise ValueError("like: expected scores that differ, got equal ones, which have no deviation to map.")
+    model = np.asarray(teachers[like], np.float64)
+    return np.asarray((mean - mean.mean()) / mean.std() * model.std() + model.mean(), np.float32)
+
+
+def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    starts, of = rows.offsets[:-1], rows.query_of_row()  # no query is without rows
+    low, high = np.minimum.reduceat(scores, starts), np.maximum.reduceat(scores, starts)
+    normalized: npt.NDArray[np.float64] = (scores - low[of]) / (high - low + _EPSILON)[of]
+    return normalized
 
 
 def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> TrainingRows:

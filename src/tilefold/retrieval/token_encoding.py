@@ -16,8 +16,7 @@ from torch import Tensor
 from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
-from tilefold.retrieval.encoding import model_fingerprint, model_name
-from tilefold.retrieval.encodings import encode_to_folder
+from tilefold.retrieval.encoding import encode_to_folder, model_fingerprint, model_name
 from tilefold.retrieval.tokens import STORAGES, TokenManifest, TokenVectors, TokenVectorWriter, check_finite
 from tilefold.retrieval.truncation import cut_texts
 

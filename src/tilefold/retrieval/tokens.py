@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import QuantizedTokens, quantize_tokens
-from tilefold.retrieval._arrays import check_offsets, no_weight
+from tilefold.retrieval._checks import check_offsets, no_weight
 from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import (
     REMEDY,

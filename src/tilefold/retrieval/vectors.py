@@ -58,7 +58,7 @@ class VectorManifest(Manifest):
         failed: id -> reason, for texts that could not be encoded.
         partial: the file that keeps a part of the next shard, its checksum and its failed texts; empty without one.
         truncated: ``{"count", "max_length"}``: how many texts were cut before they were encoded, and at how many tokens
-            (None for a model that reads any number); empty where they were not counted, as by earlier versions.
+            (None for a model that reads any number); empty where they were not counted.
         complete: whether the writer finished.
         schema_version: of this layout.
     """

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from tilefold.retrieval._ranking import check_choice
+from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description
 from tilefold.retrieval.vectors import SparseVectors

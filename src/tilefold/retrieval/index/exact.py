@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._arrays import check_arrays, check_offsets
-from tilefold.retrieval._ranking import top_positive
+from tilefold.retrieval._checks import check_arrays, check_offsets
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit, check_buildable, check_search, read_manifest, saved_index
@@ -25,6 +24,7 @@ __all__ = ["ExactIndex"]
 
 _OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = "offsets.npy", "documents.npy", "weights.npy", "checksums.npy"
 _LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
+_BLOCKS = 256, 64, 16  # scores in a block; few blocks bound badly
 _PIECE = 1 << 22  # weights that are transposed at a time
 ID_FILES = ("ids.npy", "id_ends.npy")
 _ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
@@ -176,6 +176,39 @@ def _agrees(add: Add) -> bool:
         return False
     portable(expected, lists, value)
     return bool((found == expected).all())
+
+
+def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
+    """Positions of the `k` highest positive scores, best first, equal scores by position."""
+    found = _candidates(scores, k)
+    if found.size > k:
+        values = scores[found]
+        threshold = np.partition(values, found.size - k)[found.size - k]
+        above = found[values > threshold]
+        found = np.concatenate([above, found[values == threshold][: k - above.size]])
+    positions: list[int] = found[np.lexsort((found, -scores[found]))].tolist()
+    return positions
+
+
+def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+    """Positions, ascending, that hold the `k` highest positive scores: in large arrays, few more.
+
+    The `k`-th best is not below the `k`-th best of the largest of each block: only blocks that reach it are read.
+    """
+    for width in _BLOCKS:
+        blocks = scores.size // width
+        if blocks < 4 * k:
+            continue
+        whole = scores[: blocks * width].reshape(blocks, width)
+        largest = whole.max(axis=1)
+        bound = np.partition(largest, blocks - k)[blocks - k]
+        if not bound > 0:
+            break
+        reach = np.flatnonzero(largest >= bound)
+        inside = np.flatnonzero(whole[reach] >= bound)
+        behind = blocks * width + np.flatnonzero(scores[blocks * width :] >= bound)
+        return np.concatenate([reach[inside // width] * width + inside % width, behind])
+    return np.flatnonzero(scores > 0)
 
 
 class StoredIds:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from tilefold._files import atomic_directory, sha256_file, write_json
 from tilefold._version import __version__
+from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._files import read_json_object, write_json_object
-from tilefold.retrieval._ranking import check_k
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run

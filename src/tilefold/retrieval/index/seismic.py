@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._arrays import check_arrays, outside
+from tilefold.retrieval._checks import check_arrays, outside
 from tilefold.retrieval._files import require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilefold.retrieval._ranking import check_choice, check_count, check_k
+from tilefold.retrieval._checks import check_choice, check_count, check_k
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit

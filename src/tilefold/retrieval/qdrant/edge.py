@@ -80,8 +80,8 @@ class EdgeEngine(Engine):
         self._checksums.read(verify=verify)
         if verify and record.complete and not self._checksums.kept:
             warnings.warn(
-                f"{self.place}: its files have no checksums, so that damage is not noticed: an earlier tilefold made "
-                "them, or a process that changed them did not close them. Closing it makes checksums.",
+                f"{self.place}: its files have no checksums, so that damage is not noticed: a process that changed "
+                "them did not close them. Closing it makes checksums.",
                 RuntimeWarning,
                 stacklevel=5,
             )

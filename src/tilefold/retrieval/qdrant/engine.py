@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
+from tilefold.retrieval._checks import check_choice, check_count
 from tilefold.retrieval._files import is_unicode
-from tilefold.retrieval._ranking import check_choice, check_count
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
 SCHEMA_VERSION = 1

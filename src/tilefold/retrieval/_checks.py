@@ -1,15 +1,37 @@
-"""Checks of arrays that a store reads: offsets, positions and weights."""
+"""Checks of options, and of arrays that a store reads."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
 
 from tilefold.retrieval.errors import DataError
 
-Array = npt.NDArray[Any]
+Array = npt.NDArray[np.number]
+
+
+def check_count(name: str, value: object, least: int = 1, kinds: tuple[type, ...] = (int,)) -> None:
+    """Raise ``ValueError`` unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, kinds) or value < least:  # type: ignore[operator]
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
+
+
+def check_choice(name: str, value: object, allowed: Collection[str], remedy: str = "") -> None:
+    """Raise ``ValueError`` unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.{remedy}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless `value` is a number in [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}.")
+
+
+def check_k(k: int) -> None:
+    check_count("k", k, kinds=(int, np.integer))
 
 
 def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
