@@ -32,10 +32,10 @@ def _run(args: list[str], debug: bool) -> int:
     except ImportError:
         sys.stderr.write('Error: the tilefold command needs typer and rich: pip install "tilefold[cli]"\n')
         return 1
-    from tilefold.cli import _common
+    from tilefold.cli import _common, _options
 
     _common.keeps(None)
-    _common.arguments[:] = [*args, *(["--debug"] if debug else [])]
+    _options.arguments[:] = [*args, *(["--debug"] if debug else [])]
     try:
         with _common.saying_cuts():
             outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
@@ -58,7 +58,8 @@ def _run(args: list[str], debug: bool) -> int:
 
 
 def _report(error: Exception) -> int:
-    from tilefold.cli._common import CommandError, UsageError, in_options
+    from tilefold.cli._common import CommandError, UsageError
+    from tilefold.cli._options import in_options
 
     formatted = getattr(error, "format_message", None)  # typer's own errors have it
     usage = formatted is not None
@@ -86,7 +87,7 @@ def _say(text: str) -> None:
 def _app() -> Any:
     import typer
 
-    from tilefold.cli._root import Command, root
+    from tilefold.cli._options import Command, root
     from tilefold.cli.bench import bench, warmup
     from tilefold.cli.demo import demo
     from tilefold.cli.encode import encode

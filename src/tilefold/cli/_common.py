@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.provenance import Provenance
 
-# types of options that may be left out
-Text: TypeAlias = str | None
-Count: TypeAlias = int | None
-Number: TypeAlias = float | None
-Place: TypeAlias = Path | None
 Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
 
 DEMO_DIR = Path("tilefold-demo")
@@ -44,11 +38,6 @@ class CommandError(Exception):
 
 class UsageError(CommandError):
     """An argument is wrong; exit code 2."""
-
-
-def option(help: str, *flags: str, **bounds: float) -> Any:
-    """An option of a command, under its parameter's name unless `flags` are given, with ``min=`` and ``max=``."""
-    return typer.Option(*flags, help=help, **bounds)  # type: ignore[arg-type]
 
 
 def stdout() -> Console:
@@ -216,70 +205,9 @@ def open_documents(name_or_path: str) -> tuple[Collection, Provenance]:
     return collection, Provenance(texts_sha256=digest)
 
 
-def check_at_least_one(**options: int | None) -> None:
-    """Raise an error for a count below 1; the option is the name with dashes."""
-    for name, value in options.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
-
-
-arguments: list[str] = []  # of the command that runs
-options: dict[str, str] = {}  # parameter -> option of the command that runs
-given: dict[str, str] = {}  # those of them that are on the command line
-
-
-def refuse(names: Iterable[str], why: str) -> None:
-    """Raise an error for parameters whose options were given where they do nothing."""
-    for name in names:
-        if name in given:
-            raise UsageError(f"{given[name]} {why}.")
-
-
-def refuse_useless(names: Iterable[str], where: str) -> None:
-    """Raise an error for parameters whose options were given and do nothing, such as ``"with --steps 0"``."""
-    refuse(names, f"does nothing {where}: leave it out")
-
-
-def in_options(message: str) -> str:
-    """`message` with options of this command for arguments of Python: at its start, or spelled with an underscore."""
-
-    def option(match: re.Match[str]) -> str:
-        return options.get(match[0], match[0])
-
-    message = re.sub(r"^\w+(?=:| must)", option, message)
-    return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)
-
-
-def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None:
-    """Raise an error for a value that is not one of those `allowed`."""
-    if value is not None and value not in (allowed := tuple(allowed)):
-        raise UsageError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}.")
-
-
 def known(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
-
-
-@contextmanager
-def as_options(*same: str, **names: str) -> Iterator[None]:
-    """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for ``depth: ...``.
-
-    `same` are arguments that are called like a parameter of the command. What files hold is a failure, a value that
-    cannot be is an error of usage. A name with a colon, such as ``--bm25: FOLDER``, is the beginning of the sentence.
-    """
-    from tilefold.retrieval.errors import DataError
-
-    try:
-        yield
-    except ValueError as error:
-        argument, _, rest = str(error).partition(":")
-        known = {name: options[name] for name in same} | names
-        if not all(name in known for name in argument.split(", ")):
-            raise
-        option = ", ".join(known[name] for name in argument.split(", "))
-        kind = CommandError if isinstance(error, DataError) else UsageError
-        raise kind(f"{option}{'' if ':' in option else ':'}{rest}") from error
 
 
 def check_split(collection: Collection, split: str) -> None:

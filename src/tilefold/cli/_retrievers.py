@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
-from tilefold.cli import _common, _models, _scores
-from tilefold.cli._common import Asked, CommandError, Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli import _common, _models, _options, _scores
+from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._options import flag, option
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -24,47 +25,34 @@ if TYPE_CHECKING:
 
 Texts = Callable[[], Mapping[str, str]]
 MODEL_HELP = "The SparseEncoder that made --index; minilm for an index of encode --model minilm."
-DENSE_LENGTH = Annotated[Count, option("Dense: tokens read of a text; by default the model's.")]
-QUERY_TOP_K = Annotated[Count, option("Sparse: keep only this many terms of a query.")]
-QUERY_CUT = Annotated[
-    Count, option("seismic: heaviest terms of a query that choose the clusters to look into; by default the index's.")
-]
-HEAP_FACTOR = Annotated[
-    Number, option("seismic: lower looks into more clusters, slower and closer to exact; by default the index's.")
-]
-OTHER_MODEL = Annotated[
-    bool,
-    option(
-        "Search with another model than the one that made the vectors, such as a query encoder of its own.",
-        "--other-model",
-    ),
-]
+DENSE_LENGTH = option("Dense: tokens read of a text; by default the model's.")
+QUERY_TOP_K = option("Sparse: keep only this many terms of a query.")
+QUERY_CUT = option("seismic: heaviest terms of a query that choose the clusters to look into; by default the index's.")
+HEAP_FACTOR = option("seismic: lower looks into more clusters, slower and closer to exact; by default the index's.")
+OTHER_MODEL = flag(
+    "Search with another model than the one that made the vectors, such as a query encoder of its own.",
+    "--other-model",
+)
 RERANK_DEPTH_HELP = "Best candidates per query to rerank."
-RERANK = Annotated[
-    Text,
-    option(
-        "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
-        "candidates; minilm takes the token states of the packaged one."
-    ),
-]
-RERANK_MODEL = Annotated[
-    Text, option("Multi-vector model for the queries, or minilm; by default the one that made the token vectors.")
-]
-RERANK_WEIGHT = Annotated[
-    Number,
-    option("Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."),
-]
-PRF = Annotated[Text, option("Search again with each query moved towards what it found: average, or rocchio.", "--prf")]
-PRF_DEPTH = Annotated[Count, option("Best documents taken as relevant; by default 3, and 5 for rocchio.")]
-PRF_TERMS = Annotated[Count, option("Sparse: heaviest terms kept of a query after --prf.")]
-PRF_ALPHA = Annotated[Number, option("rocchio: weight of the query (0.4).")]
-PRF_BETA = Annotated[Number, option("rocchio: weight of the best documents (0.6).")]
-PRF_GAMMA = Annotated[Number, option("rocchio: weight of the last documents, subtracted (0).")]
-PRF_BOTTOM = Annotated[Count, option("rocchio: how many last documents, of 1,000, --prf-gamma is for.")]
-PRF_WITH = Annotated[Place, option("A second ranking to interpolate with: a BM25 index, or a TREC run.")]
-PRF_PLACE = Annotated[Text, option("Interpolate before feedback, after it, or both (default).")]
-PRF_WEIGHT = Annotated[Number, option("Weight of --prf-with in [0, 1], beside the other one (0.5).")]
-PRF_NORMALIZATION = Annotated[Text, option("Before interpolation: min_max (default), z_score or none.")]
+RERANK = option(
+    "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
+    "candidates; minilm takes the token states of the packaged one."
+)
+RERANK_MODEL = option("Multi-vector model for the queries, or minilm; by default the one that made the token vectors.")
+RERANK_WEIGHT = option(
+    "Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."
+)
+PRF = option("Search again with each query moved towards what it found: average, or rocchio.", "--prf")
+PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
+PRF_TERMS = option("Sparse: heaviest terms kept of a query after --prf.")
+PRF_ALPHA = option("rocchio: weight of the query (0.4).")
+PRF_BETA = option("rocchio: weight of the best documents (0.6).")
+PRF_GAMMA = option("rocchio: weight of the last documents, subtracted (0).")
+PRF_BOTTOM = option("rocchio: how many last documents, of 1,000, --prf-gamma is for.")
+PRF_WITH = option("A second ranking to interpolate with: a BM25 index, or a TREC run.")
+PRF_PLACE = option("Interpolate before feedback, after it, or both (default).")
+PRF_WEIGHT = option("Weight of --prf-with in [0, 1], beside the other one (0.5).")
+PRF_NORMALIZATION = option("Before interpolation: min_max (default), z_score or none.")
 
 
 def load_index(
@@ -77,10 +65,10 @@ def load_index(
     index, path = _opened(asked)
     options = _common.known({name: asked[name] for name in ("query_cut", "heap_factor")})
     if index.backend != "seismic":
-        _common.refuse(options, f"is for seismic indexes, and {path} is searched as {index.backend}")
+        _options.refuse(options, f"is for seismic indexes, and {path} is searched as {index.backend}")
     if index.backend == "bm25":
         useless = [name for name in ("model", "query_top_k", "other_model") if asked[name]]
-        _common.refuse(useless, f"does nothing here: {path} is a BM25 index, which reads words")
+        _options.refuse(useless, f"does nothing here: {path} is a BM25 index, which reads words")
         return index, None, {}
     model, made_by = asked["model"], index.provenance
     if model is None:
@@ -102,7 +90,7 @@ def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance]
     if encoder is not None and asked.get("prf") is not None and parts.get("vectors") is None:
         raise UsageError("--prf reads the vectors of the documents found: give them with --vectors.")
     names = {"vectors": "--vectors", "second": f"--prf-with: {asked.get('prf_with')}", "tokens": "--rerank"}
-    with _common.as_options(**names, model="--rerank-model"):
+    with _options.as_options(**names, model="--rerank-model"):
         return Searcher(index, encoder, query_top_k=asked["query_top_k"], options=options, other_model=True, **parts)
 
 
@@ -151,13 +139,13 @@ def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None,
     """The dense model at --model over `texts` with their fingerprint, encoded, and `parts` of a searcher."""
     from tilefold.retrieval.searcher import DenseRetriever, Searcher
 
-    _common.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
+    _options.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
     model = _models.load_dense(asked["model"])
     if asked["max_length"] is not None:
         model.max_seq_length = asked["max_length"]
     with _common.progress_bar("encoding") as update:
         dense = DenseRetriever(model, texts, texts_sha256, update)
-        with _common.as_options(vectors="--vectors", second=f"--prf-with: {asked.get('prf_with')}"):
+        with _options.as_options(vectors="--vectors", second=f"--prf-with: {asked.get('prf_with')}"):
             searcher = Searcher(dense, **parts)
         _ = dense.vectors
     return searcher
@@ -170,14 +158,14 @@ def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | Non
     method = asked["prf"]
     if method is None:
         return None, None
-    _common.check_choice("--prf", method, METHODS)
+    _options.check_choice("--prf", method, METHODS)
     if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
         raise UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
     own = {name: asked[f"prf_{name}"] for name in ("depth", "terms", "alpha", "beta", "gamma", "bottom")}
     mixed = {name: asked[f"prf_{name}"] for name in ("place", "weight", "normalization")}
     options = {name: f"--prf-{name}" for name in (*own, *mixed)} | {"top_terms": "--prf-terms"}
     own["top_terms"] = own.pop("terms")
-    with _common.as_options(**options):
+    with _options.as_options(**options):
         mix = None if asked["prf_with"] is None else Interpolation(**_common.known(mixed))
         return Feedback(method, **_common.known(own)), mix
 
@@ -216,7 +204,7 @@ def rerank_request(asked: Asked, depth: int | None = None) -> Reranking | None:
     from tilefold.retrieval.reranking import Reranking
 
     values = {name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")}
-    with _common.as_options(depth="--rerank-depth", tail="--rerank-tail", weight="--rerank-weight"):
+    with _options.as_options(depth="--rerank-depth", tail="--rerank-tail", weight="--rerank-weight"):
         return Reranking(**({"depth": depth} | _common.known(values)))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from tilefold.cli import _common, _models
-from tilefold.cli._common import Count, Number, Place, Text, UsageError, option
+from tilefold.cli import _common, _models, _options
+from tilefold.cli._common import UsageError
+from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, required
 
 if TYPE_CHECKING:
     import torch
@@ -22,17 +23,17 @@ _QUICK_SECONDS = 0.15
 
 
 def bench(
-    op: Annotated[Text, typer.Argument(help="Operator to time, for instance lsr_head.")] = None,
-    every: Annotated[bool, option("Time every operator.", "--all")] = False,
-    listing: Annotated[bool, option("List shapes and implementations, run nothing.", "--list")] = False,
-    shape: Annotated[list[str] | None, option("Named shape; repeat for several.", "--shape", "--only")] = None,
-    impl: Annotated[list[str] | None, option("Implementation; repeat for several.")] = None,
-    device: Annotated[Text, option("cpu or cuda; the GPU if there is one.")] = None,
-    dtype: Annotated[Text, option("Override the shapes' dtype: bf16, fp16 or fp32.")] = None,
-    output: Annotated[Place, option("Folder for <device>/<op>.csv.")] = None,
-    quick: Annotated[bool, option("A few shapes, short timing; saved only with --output.", "--quick")] = False,
-    seconds: Annotated[float, option("Timing budget of one implementation and phase.")] = 0.5,
-    minutes: Annotated[Number, option("Start no further shape after this many; slow peers run last.")] = None,
+    op: Text = argument("Operator to time, for instance lsr_head."),
+    every: bool = flag("Time every operator.", "--all"),
+    listing: bool = flag("List shapes and implementations, run nothing.", "--list"),
+    shape: list[str] | None = option("Named shape; repeat for several.", "--shape", "--only"),
+    impl: list[str] | None = option("Implementation; repeat for several."),
+    device: Text = option("cpu or cuda; the GPU if there is one."),
+    dtype: Text = option("Override the shapes' dtype: bf16, fp16 or fp32."),
+    output: Place = option("Folder for <device>/<op>.csv."),
+    quick: bool = flag("A few shapes, short timing; saved only with --output.", "--quick"),
+    seconds: float = option("Timing budget of one implementation and phase.", default=0.5),
+    minutes: Number = option("Start no further shape after this many; slow peers run last."),
 ) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
 
@@ -46,7 +47,7 @@ def bench(
         if every and op is not None:
             raise UsageError(f"--all times every operator: leave it out, or {op}.")
         if quick and seconds > _QUICK_SECONDS:
-            _common.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
+            _options.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
         specs = [get_spec(name) for name in names]
         if not specs:
@@ -134,27 +135,26 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 def warmup(
-    model: Annotated[str, option("A SparseEncoder or multi-vector model: folder or Hugging Face name.")],
-    length: Annotated[
-        list[int] | None,
-        option("Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]"),
-    ] = None,
-    batch_size: Annotated[int, option("Texts per batch: kernels are chosen by shape.")] = 32,
-    inference: Annotated[bool, option("Kernels of scores alone.", "--inference/--no-inference")] = True,
-    training: Annotated[bool, option("Kernels of gradients too.", "--training/--no-training")] = True,
-    precision: Annotated[str, option("Of autocast: bf16, fp16, or fp32 for none.")] = "bf16",
-    workers: Annotated[Count, option("Kernels built at a time; by default one per core.")] = None,
-    as_json: Annotated[bool, option("What was built as JSON on stdout.", "--json")] = False,
+    model: str = required("A SparseEncoder or multi-vector model: folder or Hugging Face name."),
+    length: list[int] | None = option(
+        "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]"
+    ),
+    batch_size: int = option("Texts per batch: kernels are chosen by shape.", default=32),
+    inference: bool = option("Kernels of scores alone.", "--inference/--no-inference", default=True),
+    training: bool = option("Kernels of gradients too.", "--training/--no-training", default=True),
+    precision: str = option("Of autocast: bf16, fp16, or fp32 for none.", default="bf16"),
+    workers: Count = option("Kernels built at a time; by default one per core."),
+    as_json: bool = flag("What was built as JSON on stdout.", "--json"),
 ) -> None:
     """Build the kernels that a model needs on this GPU, several at a time, into Triton's cache on the disk.
 
     A first call of an operator otherwise waits seconds for a compiler. Later processes of this user load what was
     built, as long as Triton, its settings and the GPU stay the same.
     """
-    _common.check_choice("--precision", precision, PRECISIONS)
+    _options.check_choice("--precision", precision, PRECISIONS)
     lengths = length or [32, 256]
-    _common.check_at_least_one(length=min(lengths))
-    _common.check_at_least_one(batch_size=batch_size, workers=workers)
+    _options.check_at_least_one(length=min(lengths))
+    _options.check_at_least_one(batch_size=batch_size, workers=workers)
     if not (inference or training):
         raise UsageError("--no-inference and --no-training together leave nothing to build.")
     _models.find_model(model, "--model")

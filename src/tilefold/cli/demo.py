@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from tilefold._files import write_json
 from tilefold.cli import _common, _demo_steps, _models
-from tilefold.cli._common import CommandError, Number, UsageError, note, option
+from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._demo_steps import DEV, EXAMPLE, EXAMPLE_ID, NDCG, RECALL, TEST, Size
+from tilefold.cli._options import Number, flag, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -28,16 +29,14 @@ ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
 def demo(
-    minutes: Annotated[
-        Number, option("The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5.")
-    ] = None,
-    full: Annotated[
-        bool, option("Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.", "--full")
-    ] = False,
-    quick: Annotated[bool, option("The same as --minutes 3.", "--quick")] = False,
-    seed: Annotated[int, option("Equal seeds and sizes give equal models.")] = 0,
-    output: Annotated[Path, option("Folder for all files of the demo.")] = _common.DEMO_DIR,
-    as_json: Annotated[bool, option("The results as JSON on stdout.", "--json")] = False,
+    minutes: Number = option(
+        "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default 5."
+    ),
+    full: bool = flag("Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.", "--full"),
+    quick: bool = flag("The same as --minutes 3.", "--quick"),
+    seed: int = option("Equal seeds and sizes give equal models.", default=0),
+    output: Path = option("Folder for all files of the demo.", default=_common.DEMO_DIR),
+    as_json: bool = flag("The results as JSON on stdout.", "--json"),
 ) -> None:
     """Train, index, search and evaluate a sparse retriever on the documentation of this Python.
 

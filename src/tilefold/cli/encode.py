@@ -10,15 +10,16 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tilefold._files import read_json
 from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
 from tilefold._typing import Model
-from tilefold.cli import _common, _models
-from tilefold.cli._common import Asked, CommandError, Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli import _common, _models, _options
+from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._options import Count, Number, Place, Text, flag, option, required
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -32,48 +33,38 @@ _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
 
 def encode(
-    model: Annotated[
-        str,
-        option("Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder; or minilm, without training."),
-    ],
-    output: Annotated[Path, option("Folder for the vectors.")],
-    data: Annotated[str, option(_common.DOCUMENTS_HELP)] = "pydocs",
-    kind: Annotated[
-        Text, option("sparse or tokens: kind of vectors; by default that of the model, with minilm sparse.")
-    ] = None,
-    queries: Annotated[bool, option("Encode queries instead of documents.", "--queries")] = False,
-    split: Annotated[Text, option("With --queries: only those of this split.")] = None,
-    top_k: Annotated[Count, option("Sparse: keep only this many terms per text.")] = None,
-    special_tokens: Annotated[
-        bool | None,
-        option(
-            "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
-            "--special-tokens/--no-special-tokens",
-        ),
-    ] = None,
-    storage: Annotated[Text, option("Token vectors: fp16, or int8 for half the bytes.")] = None,
-    batch_size: Annotated[Count, option("Texts per batch, at most; by default batches are cut by tokens.")] = None,
-    batch_tokens: Annotated[Count, option("Tokens per batch; by default what suits the device.")] = None,
-    shard_size: Annotated[int, option("Texts per shard; each shard is saved when it is full.")] = 1024,
-    save_minutes: Annotated[
-        float, option("The part of a shard that is done is saved this often, and on Ctrl-C.", min=0)
-    ] = 1.0,
-    devices: Annotated[
-        Text, option("GPUs to use, a number or all: a process for each shares the work. Without GPUs, processes.")
-    ] = None,
-    jsonl: Annotated[Place, option("Sparse: also write the vectors as JSON lines (Anserini form).")] = None,
-    resume: Annotated[bool, option("Keep what an interrupted run has encoded.", "--resume/--fresh")] = True,
-    engine: Annotated[str, option("local, this process; or ray: workers on this machine or on a cluster.")] = "local",
-    address: Annotated[
-        Text, option("Ray: host:port of a cluster, auto for the one of this machine; by default this machine.")
-    ] = None,
-    workers: Annotated[Count, option("Ray: models at a time, at most; by default as many as fit, one per GPU.")] = None,
-    worker_cpus: Annotated[Count, option("Ray: cores of each worker.")] = None,
-    dry_run: Annotated[bool, option("Only estimate shards, tokens, hours and gigabytes.", "--dry-run")] = False,
-    rate: Annotated[
-        Number, option("With --dry-run: texts per second of a worker, instead of what is measured.")
-    ] = None,
-    as_json: Annotated[bool, option("The manifest as JSON on stdout.", "--json")] = False,
+    model: str = required(
+        "Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder; or minilm, without training."
+    ),
+    output: Path = required("Folder for the vectors."),
+    data: str = option(_common.DOCUMENTS_HELP, default="pydocs"),
+    kind: Text = option("sparse or tokens: kind of vectors; by default that of the model, with minilm sparse."),
+    queries: bool = flag("Encode queries instead of documents.", "--queries"),
+    split: Text = option("With --queries: only those of this split."),
+    top_k: Count = option("Sparse: keep only this many terms per text."),
+    special_tokens: bool | None = option(
+        "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
+        "--special-tokens/--no-special-tokens",
+    ),
+    storage: Text = option("Token vectors: fp16, or int8 for half the bytes."),
+    batch_size: Count = option("Texts per batch, at most; by default batches are cut by tokens."),
+    batch_tokens: Count = option("Tokens per batch; by default what suits the device."),
+    shard_size: int = option("Texts per shard; each shard is saved when it is full.", default=1024),
+    save_minutes: float = option(
+        "The part of a shard that is done is saved this often, and on Ctrl-C.", default=1.0, min=0
+    ),
+    devices: Text = option(
+        "GPUs to use, a number or all: a process for each shares the work. Without GPUs, processes."
+    ),
+    jsonl: Place = option("Sparse: also write the vectors as JSON lines (Anserini form)."),
+    resume: bool = option("Keep what an interrupted run has encoded.", "--resume/--fresh", default=True),
+    engine: str = option("local, this process; or ray: workers on this machine or on a cluster.", default="local"),
+    address: Text = option("Ray: host:port of a cluster, auto for the one of this machine; by default this machine."),
+    workers: Count = option("Ray: models at a time, at most; by default as many as fit, one per GPU."),
+    worker_cpus: Count = option("Ray: cores of each worker."),
+    dry_run: bool = flag("Only estimate shards, tokens, hours and gigabytes.", "--dry-run"),
+    rate: Number = option("With --dry-run: texts per second of a worker, instead of what is measured."),
+    as_json: bool = flag("The manifest as JSON on stdout.", "--json"),
 ) -> None:
     """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
 
@@ -89,11 +80,11 @@ def encode(
         ("--kind", kind, _models.KINDS),
         ("--engine", engine, ENGINES),
     ):
-        _common.check_choice(name, value, allowed)
+        _options.check_choice(name, value, allowed)
     counts = ("top_k", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
-    _common.check_at_least_one(**{name: asked[name] for name in counts})
+    _options.check_at_least_one(**{name: asked[name] for name in counts})
     if several():
-        _common.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
+        _options.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
     if rate is not None and not (dry_run and rate > 0):
         raise UsageError("--rate: expected a number above 0 together with --dry-run.")
     _models.find_model(model, "--model")
@@ -153,7 +144,7 @@ def _on_devices(devices: str | None) -> int | None:
     if count < 1 or (gpus and count > gpus):
         most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
         raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
-    return None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *_common.arguments], count)
+    return None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *_options.arguments], count)
 
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:

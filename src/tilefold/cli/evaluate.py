@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import CommandError, Count, Place, Text, UsageError, option
+from tilefold.cli import _common, _models, _options, _retrievers, _scores
+from tilefold.cli._common import CommandError, UsageError
+from tilefold.cli._options import Count, Number, Place, Text, flag, option, required
 
 if TYPE_CHECKING:
     from tilefold.cli._scores import NamedRun
@@ -22,51 +23,47 @@ DEPTH = 100
 
 
 def evaluate(
-    data: Annotated[str, option(_common.DATA_HELP)] = "pydocs",
-    split: Annotated[list[str] | None, option(_scores.SPLIT_HELP)] = None,
-    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
-    run: Annotated[Place, option("A TREC run file to score.")] = None,
-    index: Annotated[Place, option("Index to search, with the --model that made it; BM25 has none.")] = None,
-    model: Annotated[
-        Text, option(_retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2.")
-    ] = None,
-    k: Annotated[
-        Count, option("Documents per query to rerank and to save, by default 100; measures see what they need.")
-    ] = None,
-    measure: Annotated[list[str] | None, option(_scores.MEASURE_HELP)] = None,
-    query_top_k: _retrievers.QUERY_TOP_K = None,
-    query_cut: _retrievers.QUERY_CUT = None,
-    heap_factor: _retrievers.HEAP_FACTOR = None,
-    max_length: _retrievers.DENSE_LENGTH = None,
-    other_model: _retrievers.OTHER_MODEL = False,
-    rerank: _retrievers.RERANK = None,
-    rerank_model: _retrievers.RERANK_MODEL = None,
-    rerank_depth: Annotated[Count, option(_retrievers.RERANK_DEPTH_HELP + " By default --k, or a whole run.")] = None,
-    rerank_tail: Annotated[
-        Text, option("Candidates that were not reranked: keep them after the others (default), or drop them.")
-    ] = None,
-    rerank_weight: _retrievers.RERANK_WEIGHT = None,
-    vectors: Annotated[Place, option("The encoded documents of --index, for --prf.")] = None,
-    prf: _retrievers.PRF = None,
-    prf_depth: _retrievers.PRF_DEPTH = None,
-    prf_terms: _retrievers.PRF_TERMS = None,
-    prf_alpha: _retrievers.PRF_ALPHA = None,
-    prf_beta: _retrievers.PRF_BETA = None,
-    prf_gamma: _retrievers.PRF_GAMMA = None,
-    prf_bottom: _retrievers.PRF_BOTTOM = None,
-    prf_with: _retrievers.PRF_WITH = None,
-    prf_place: _retrievers.PRF_PLACE = None,
-    prf_weight: _retrievers.PRF_WEIGHT = None,
-    prf_normalization: _retrievers.PRF_NORMALIZATION = None,
-    save_run: Annotated[Place, option(_scores.SAVE_RUN_HELP)] = None,
-    as_json: Annotated[bool, option("The measures as JSON on stdout.", "--json")] = False,
+    data: str = option(_common.DATA_HELP, default="pydocs"),
+    split: list[str] | None = option(_scores.SPLIT_HELP),
+    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
+    run: Place = option("A TREC run file to score."),
+    index: Place = option("Index to search, with the --model that made it; BM25 has none."),
+    model: Text = option(_retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2."),
+    k: Count = option("Documents per query to rerank and to save, by default 100; measures see what they need."),
+    measure: list[str] | None = option(_scores.MEASURE_HELP),
+    query_top_k: Count = _retrievers.QUERY_TOP_K,
+    query_cut: Count = _retrievers.QUERY_CUT,
+    heap_factor: Number = _retrievers.HEAP_FACTOR,
+    max_length: Count = _retrievers.DENSE_LENGTH,
+    other_model: bool = _retrievers.OTHER_MODEL,
+    rerank: Text = _retrievers.RERANK,
+    rerank_model: Text = _retrievers.RERANK_MODEL,
+    rerank_depth: Count = option(_retrievers.RERANK_DEPTH_HELP + " By default --k, or a whole run."),
+    rerank_tail: Text = option(
+        "Candidates that were not reranked: keep them after the others (default), or drop them."
+    ),
+    rerank_weight: Number = _retrievers.RERANK_WEIGHT,
+    vectors: Place = option("The encoded documents of --index, for --prf."),
+    prf: Text = _retrievers.PRF,
+    prf_depth: Count = _retrievers.PRF_DEPTH,
+    prf_terms: Count = _retrievers.PRF_TERMS,
+    prf_alpha: Number = _retrievers.PRF_ALPHA,
+    prf_beta: Number = _retrievers.PRF_BETA,
+    prf_gamma: Number = _retrievers.PRF_GAMMA,
+    prf_bottom: Count = _retrievers.PRF_BOTTOM,
+    prf_with: Place = _retrievers.PRF_WITH,
+    prf_place: Text = _retrievers.PRF_PLACE,
+    prf_weight: Number = _retrievers.PRF_WEIGHT,
+    prf_normalization: Text = _retrievers.PRF_NORMALIZATION,
+    save_run: Place = option(_scores.SAVE_RUN_HELP),
+    as_json: bool = flag("The measures as JSON on stdout.", "--json"),
 ) -> None:
     """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking."""
     asked = locals()
     if (run is None) == (model is None and index is None):
         raise UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
     depth = None if run is not None else k or DEPTH
-    _common.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
+    _options.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
     reranking, (feedback, mix) = _retrievers.rerank_request(asked, depth), _retrievers.feedback_request(asked)
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k, deepest, save_run or rerank)
@@ -96,7 +93,7 @@ def evaluate(
     _scores.check_answers(found, collection, splits)
     if reranker is not None and reranking is not None:
         judged = {query: results for query, results in found.run.items() if query in queries}
-        with _common.as_options(documents="--rerank", tokens="--rerank"):
+        with _options.as_options(documents="--rerank", tokens="--rerank"):
             found = _scores.NamedRun(found.name, reranker(queries, judged, reranking)[1], texts)
     scores = _scores.score(found, collection, splits, measures, deepest)
     _scores.save(found, texts, save_run, depth)
@@ -110,7 +107,7 @@ def _reranker(source: str, model: str | None, collection: Collection, texts: Pro
     from tilefold.retrieval.reranking import Reranker
 
     late, tokens = _retrievers.load_late(source, model, texts=True)
-    with _common.as_options(tokens="--rerank", model="--rerank-model"):
+    with _options.as_options(tokens="--rerank", model="--rerank-model"):
         return Reranker(late, tokens, collection.documents, texts)
 
 
@@ -119,41 +116,33 @@ NORMALIZATIONS = ("min_max", "z_score", "none")
 
 
 def fuse(
-    run: Annotated[list[Path], option("A TREC run file, such as evaluate --save-run writes; twice or more.")],
-    method: Annotated[
-        str, option("rrf (reciprocal rank fusion), or interpolation (weighted sum of normalised scores).")
-    ] = "rrf",
-    weight: Annotated[
-        list[float] | None, option("interpolation: one per run, in their order; by default equal ones.")
-    ] = None,
-    tune: Annotated[
-        Text, option("interpolation: choose the weights on this split of --data, by the first measure.")
-    ] = None,
-    in_sample: Annotated[
-        bool, option("Report queries that --tune chose the weights on, too, and say so.", "--in-sample")
-    ] = False,
-    normalization: Annotated[Text, option("interpolation: min_max (default), z_score or none, per query.")] = None,
-    rrf_k: Annotated[Count, option("rrf: the constant of 1 / (k + rank); by default 60.")] = None,
-    k: Annotated[int, option("Documents to keep per query; as many as the measures need at least.")] = 100,
-    data: Annotated[
-        Text, option("The collection of the runs, to measure the fusion: pydocs, or a BEIR folder.")
-    ] = None,
-    split: Annotated[list[str] | None, option(_scores.SPLIT_HELP)] = None,
-    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
-    measure: Annotated[list[str] | None, option(_scores.MEASURE_HELP)] = None,
-    save_run: Annotated[Place, option(_scores.SAVE_RUN_HELP)] = None,
-    as_json: Annotated[bool, option("Weights and measures as JSON on stdout.", "--json")] = False,
+    run: list[Path] = required("A TREC run file, such as evaluate --save-run writes; twice or more."),
+    method: str = option(
+        "rrf (reciprocal rank fusion), or interpolation (weighted sum of normalised scores).", default="rrf"
+    ),
+    weight: list[float] | None = option("interpolation: one per run, in their order; by default equal ones."),
+    tune: Text = option("interpolation: choose the weights on this split of --data, by the first measure."),
+    in_sample: bool = flag("Report queries that --tune chose the weights on, too, and say so.", "--in-sample"),
+    normalization: Text = option("interpolation: min_max (default), z_score or none, per query."),
+    rrf_k: Count = option("rrf: the constant of 1 / (k + rank); by default 60."),
+    k: int = option("Documents to keep per query; as many as the measures need at least.", default=100),
+    data: Text = option("The collection of the runs, to measure the fusion: pydocs, or a BEIR folder."),
+    split: list[str] | None = option(_scores.SPLIT_HELP),
+    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
+    measure: list[str] | None = option(_scores.MEASURE_HELP),
+    save_run: Place = option(_scores.SAVE_RUN_HELP),
+    as_json: bool = flag("Weights and measures as JSON on stdout.", "--json"),
 ) -> None:
     """Fuse runs: measure the fusion with --data, write it with --save-run.
 
     To choose weights, make the runs with --split dev --split test, and give --method interpolation --tune dev.
     """
     _check(run, method, weight, normalization)
-    _common.check_at_least_one(k=k, rrf_k=rrf_k)
+    _options.check_at_least_one(k=k, rrf_k=rrf_k)
     if data is None and save_run is None:
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)
-    _scores.say_depth(k if "k" in _common.given else None, deepest, save_run)
+    _scores.say_depth(k if "k" in _options.given else None, deepest, save_run)
     _scores.check_writable(save_run, "--save-run")
     named = [_scores.read_run(path, "--run") for path in run]
     also = [] if tune is None else [tune]
@@ -203,10 +192,10 @@ def fuse(
 def _check(run: list[Path], method: str, weight: list[float] | None, normalization: str | None) -> None:
     if len(run) < 2:
         raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
-    _common.check_choice("--method", method, METHODS)
+    _options.check_choice("--method", method, METHODS)
     if weight is not None and len(weight) != len(run):
         raise UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
-    _common.check_choice("--normalization", normalization, NORMALIZATIONS)
+    _options.check_choice("--normalization", normalization, NORMALIZATIONS)
 
 
 def _check_runs(named: list[NamedRun], collection: Collection | None, splits: list[str]) -> None:

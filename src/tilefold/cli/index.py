@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from tilefold._files import hold_path
-from tilefold.cli import _common, _models, _retrievers
-from tilefold.cli._common import CommandError, Count, Number, Place, Text, UsageError, note, option
-from tilefold.cli._root import OF_BACKEND
+from tilefold.cli import _common, _models, _options, _retrievers
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, flag, option, required
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -24,52 +24,37 @@ _BACKEND_HELP = (
 
 
 def index(
-    output: Annotated[Path, option("Folder for the index.")],
-    vectors: Annotated[Place, option("exact, seismic, qdrant: folder that tilefold encode wrote.")] = None,
-    data: Annotated[Text, option("bm25: the documents. " + _common.DOCUMENTS_HELP)] = None,
-    backend: Annotated[str, option(_BACKEND_HELP)] = "exact",
-    language: Annotated[
-        Text, option("bm25: of Snowball stemmer and stop words, or none for neither; by default english.")
-    ] = None,
-    k1: Annotated[Number, option("bm25: saturation of term frequencies; by default 1.5.")] = None,
-    b: Annotated[Number, option("bm25: normalisation of document length, 0 to 1; by default 0.75.")] = None,
-    identifiers: Annotated[
-        bool, option("bm25: split words at underscores and capitals, for texts about programs.", "--identifiers")
-    ] = False,
-    n_postings: Annotated[
-        Count, option("seismic: postings kept per term, on average; more for more documents by default.")
-    ] = None,
-    centroid_fraction: Annotated[
-        Number, option("seismic: clusters of a term, as a fraction of its documents (0.1).")
-    ] = None,
-    min_cluster_size: Annotated[Count, option("seismic: documents of the smallest cluster (10).")] = None,
-    summary_energy: Annotated[Number, option("seismic: fraction of a cluster's weight in its summary (0.4).")] = None,
-    doc_cut: Annotated[Count, option("seismic: heaviest terms of a document used to cluster (15).")] = None,
-    query_cut: Annotated[
-        Count, option("seismic: query terms that choose clusters, at search (20; 10 from a million documents on).")
-    ] = None,
-    heap_factor: Annotated[
-        Number, option("seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on).")
-    ] = None,
-    num_threads: Annotated[Count, option("seismic: threads, 0 for one per core (0).", "--threads")] = None,
-    url: Annotated[
-        Text, option("qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.")
-    ] = None,
-    collection: Annotated[
-        Text, option("qdrant: name of the collection on the server; by default that of --output.")
-    ] = None,
-    weights: Annotated[Text, option("qdrant: float32 (the default), or float16 in what is searched.")] = None,
-    overwrite: Annotated[
-        bool, option("qdrant: replace other vectors in the collection of the server.", "--overwrite")
-    ] = False,
-    update: Annotated[
-        bool,
-        option("qdrant: put --vectors into the index at --output, replacing documents of the same id.", "--update"),
-    ] = False,
-    delete: Annotated[
-        Place, option("qdrant: remove documents, an id per line of this file, from the index at --output.")
-    ] = None,
-    as_json: Annotated[bool, option("The result as JSON on stdout.", "--json")] = False,
+    output: Path = required("Folder for the index."),
+    vectors: Place = option("exact, seismic, qdrant: folder that tilefold encode wrote."),
+    data: Text = option("bm25: the documents. " + _common.DOCUMENTS_HELP),
+    backend: str = option(_BACKEND_HELP, default="exact"),
+    language: Text = option("bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
+    k1: Number = option("bm25: saturation of term frequencies; by default 1.5."),
+    b: Number = option("bm25: normalisation of document length, 0 to 1; by default 0.75."),
+    identifiers: bool = flag(
+        "bm25: split words at underscores and capitals, for texts about programs.", "--identifiers"
+    ),
+    n_postings: Count = option("seismic: postings kept per term, on average; more for more documents by default."),
+    centroid_fraction: Number = option("seismic: clusters of a term, as a fraction of its documents (0.1)."),
+    min_cluster_size: Count = option("seismic: documents of the smallest cluster (10)."),
+    summary_energy: Number = option("seismic: fraction of a cluster's weight in its summary (0.4)."),
+    doc_cut: Count = option("seismic: heaviest terms of a document used to cluster (15)."),
+    query_cut: Count = option(
+        "seismic: query terms that choose clusters, at search (20; 10 from a million documents on)."
+    ),
+    heap_factor: Number = option(
+        "seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on)."
+    ),
+    num_threads: Count = option("seismic: threads, 0 for one per core (0).", "--threads"),
+    url: Text = option("qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY."),
+    collection: Text = option("qdrant: name of the collection on the server; by default that of --output."),
+    weights: Text = option("qdrant: float32 (the default), or float16 in what is searched."),
+    overwrite: bool = flag("qdrant: replace other vectors in the collection of the server.", "--overwrite"),
+    update: bool = flag(
+        "qdrant: put --vectors into the index at --output, replacing documents of the same id.", "--update"
+    ),
+    delete: Place = option("qdrant: remove documents, an id per line of this file, from the index at --output."),
+    as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25).
 
@@ -78,7 +63,7 @@ def index(
     asked = locals()
     from tilefold.retrieval.index import BACKENDS
 
-    _common.check_choice("--backend", backend, (*BACKENDS, BM25))
+    _options.check_choice("--backend", backend, (*BACKENDS, BM25))
     options = {name: asked[name] for name in OF_BACKEND.get(backend, "").split() if asked[name] not in (None, False)}
     started = time.monotonic()
     if update or delete is not None:
@@ -107,7 +92,7 @@ def _words(data: str | None, options: dict[str, Any]) -> Any:
 
     if data is None:
         raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
-    with _common.as_options("language", "k1", "b"):
+    with _options.as_options("language", "k1", "b"):
         Tokenizer(BM25Options(**options))
     return BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
 
@@ -118,7 +103,7 @@ def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any
     if backend == "seismic":
         from tilefold.retrieval.index.seismic import SeismicOptions
 
-        with _common.as_options(*options):
+        with _options.as_options(*options):
             SeismicOptions.parse(options)
     read = _read(vectors, backend)
     if backend == QDRANT:
@@ -155,7 +140,7 @@ def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
 
     done = 0
     _common.keeps(lambda: done > 0)
-    options_of = _common.as_options("url", "weights", name="--collection")
+    options_of = _options.as_options("url", "weights", name="--collection")
     with options_of, _common.progress_bar("indexing") as update:
 
         def count(kept: int, total: int) -> None:
@@ -206,33 +191,29 @@ NAMES = ("tokens", "numbers")
 
 
 def export(
-    to: Annotated[str, option("opensearch (bulk files and a mapping), or vespa (feed and schema).", "--to")],
-    vectors: Annotated[Path, option("Folder of documents that tilefold encode wrote.")],
-    output: Annotated[Path, option("Folder for the files.")],
-    model: Annotated[Text, option("The SparseEncoder that made the vectors, for the names of its terms.")] = None,
-    names: Annotated[
-        Text, option("What terms are called: tokens (with --model, the default) or numbers, which never collide.")
-    ] = None,
-    data: Annotated[Text, option("The documents, to send texts along. " + _common.DOCUMENTS_HELP)] = None,
-    field: Annotated[str, option("Field of the vectors in the engine.")] = "sparse",
-    field_type: Annotated[
-        Text, option("opensearch: rank_features (exact, the default), or sparse_vector (Seismic; numbers only).")
-    ] = None,
-    dots: Annotated[
-        Text, option("opensearch: refuse tokens with a dot (the default), or keep them, for neural_sparse queries.")
-    ] = None,
-    document: Annotated[Text, option("vespa: document type and schema (doc).")] = None,
-    namespace: Annotated[Text, option("vespa: namespace of the document ids (tilefold).")] = None,
-    as_json: Annotated[bool, option("The result as JSON on stdout.", "--json")] = False,
+    to: str = required("opensearch (bulk files and a mapping), or vespa (feed and schema).", "--to"),
+    vectors: Path = required("Folder of documents that tilefold encode wrote."),
+    output: Path = required("Folder for the files."),
+    model: Text = option("The SparseEncoder that made the vectors, for the names of its terms."),
+    names: Text = option("What terms are called: tokens (with --model, the default) or numbers, which never collide."),
+    data: Text = option("The documents, to send texts along. " + _common.DOCUMENTS_HELP),
+    field: str = option("Field of the vectors in the engine.", default="sparse"),
+    field_type: Text = option(
+        "opensearch: rank_features (exact, the default), or sparse_vector (Seismic; numbers only)."
+    ),
+    dots: Text = option("opensearch: refuse tokens with a dot (the default), or keep them, for neural_sparse queries."),
+    document: Text = option("vespa: document type and schema (doc)."),
+    namespace: Text = option("vespa: namespace of the document ids (tilefold)."),
+    as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Write encoded documents as another engine reads them; a vocabulary whose terms would collide there is refused."""
-    _common.check_choice("--to", to, ENGINES)
+    _options.check_choice("--to", to, ENGINES)
     # of one of the engines
     own = {"field_type": field_type, "dots": dots, "document": document, "namespace": namespace}
     options = {"field": field, **_common.known(own)}
     tokens = _tokens(vectors, model, names, field_type)
     if tokens is None:
-        _common.refuse_useless(["dots"], "where terms are called by their numbers")
+        _options.refuse_useless(["dots"], "where terms are called by their numbers")
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({to})"):
         exported = _write(to, vectors, output, tokens, _texts(data, vectors), options)
@@ -270,9 +251,9 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
 
     numbers = field_type == "sparse_vector"
     names = names or ("numbers" if numbers else "tokens")
-    _common.check_choice("--names", names, NAMES)
+    _options.check_choice("--names", names, NAMES)
     if names == "numbers":
-        _common.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
+        _options.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
         return None
     if numbers:
         raise UsageError("--names: terms of --field-type sparse_vector are numbers; leave the option out.")

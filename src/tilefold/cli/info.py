@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Asked, Count, Number, Text, UsageError, option
+from tilefold.cli._common import Asked, UsageError
+from tilefold.cli._options import Count, Number, Text, argument, flag, option
 
 if TYPE_CHECKING:
     from tilefold.bench.plan import Shape
@@ -40,14 +39,14 @@ ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "
 
 
 def info(
-    what: Annotated[Text, typer.Argument(help="plan: what a model needs; by default what is installed.")] = None,
-    model: Annotated[Text, option("plan: a folder or Hugging Face name.")] = None,
-    length: Annotated[Count, option("plan: tokens of a document; by default 256.", min=1)] = None,
-    query_length: Annotated[Count, option("plan: tokens of a query; by default 24.", min=1)] = None,
-    gpu_memory: Annotated[Number, option("plan: GiB of the GPU; by default 80.", min=0.1)] = None,
-    documents: Annotated[Count, option("plan: to encode; by default a million.", min=1)] = None,
-    terms: Annotated[Number, option("plan: of a document; by default 200.", min=1)] = None,
-    json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
+    what: Text = argument("plan: what a model needs; by default what is installed."),
+    model: Text = option("plan: a folder or Hugging Face name."),
+    length: Count = option("plan: tokens of a document; by default 256.", min=1),
+    query_length: Count = option("plan: tokens of a query; by default 24.", min=1),
+    gpu_memory: Number = option("plan: GiB of the GPU; by default 80.", min=0.1),
+    documents: Count = option("plan: to encode; by default a million.", min=1),
+    terms: Number = option("plan: of a document; by default 200.", min=1),
+    json: bool = flag("Print one JSON object.", "--json"),
 ) -> None:
     """Show versions, devices, the implementation that each operator would run, and the optional packages.
 

@@ -7,12 +7,11 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli import _common, _models, _options, _retrievers, _scores
+from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, required
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -35,32 +34,27 @@ SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score o
 
 
 def mine(
-    output: Annotated[Path, option("Parquet file to write; tilefold score adds teachers' scores.")],
-    data: Annotated[str, option(_common.DATA_HELP)] = "pydocs",
-    split: Annotated[str, option("Split whose queries get negatives.")] = "train",
-    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
-    run: Annotated[Place, option("A TREC run to draw from.")] = None,
-    index: Annotated[Place, option("Index to draw from, with the --model that made it; BM25 has none.")] = None,
-    vectors: Annotated[Place, option("Encoded documents to search exactly, with the --model that made them.")] = None,
-    model: Annotated[
-        Text, option("The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm.")
-    ] = None,
-    ranks: Annotated[
-        list[str] | None,
-        option(f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."),
-    ] = None,
-    per_query: Annotated[
-        list[int] | None, option(f"Negatives per query, by default {PER_QUERY}; one for each --ranks.")
-    ] = None,
-    margin: Annotated[Number, option(MARGIN_HELP)] = None,
-    max_score_share: Annotated[Number, option(SHARE_HELP)] = None,
-    seed: Annotated[int, option("Of the draws where ranks hold more than --per-query.", min=0)] = 0,
-    query_top_k: _retrievers.QUERY_TOP_K = None,
-    query_cut: _retrievers.QUERY_CUT = None,
-    heap_factor: _retrievers.HEAP_FACTOR = None,
-    other_model: _retrievers.OTHER_MODEL = False,
-    max_length: _retrievers.DENSE_LENGTH = None,
-    as_json: Annotated[bool, option("What was mined as JSON on stdout.", "--json")] = False,
+    output: Path = required("Parquet file to write; tilefold score adds teachers' scores."),
+    data: str = option(_common.DATA_HELP, default="pydocs"),
+    split: str = option("Split whose queries get negatives.", default="train"),
+    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
+    run: Place = option("A TREC run to draw from."),
+    index: Place = option("Index to draw from, with the --model that made it; BM25 has none."),
+    vectors: Place = option("Encoded documents to search exactly, with the --model that made them."),
+    model: Text = option("The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm."),
+    ranks: list[str] | None = option(
+        f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."
+    ),
+    per_query: list[int] | None = option(f"Negatives per query, by default {PER_QUERY}; one for each --ranks."),
+    margin: Number = option(MARGIN_HELP),
+    max_score_share: Number = option(SHARE_HELP),
+    seed: int = option("Of the draws where ranks hold more than --per-query.", default=0, min=0),
+    query_top_k: Count = _retrievers.QUERY_TOP_K,
+    query_cut: Count = _retrievers.QUERY_CUT,
+    heap_factor: Number = _retrievers.HEAP_FACTOR,
+    other_model: bool = _retrievers.OTHER_MODEL,
+    max_length: Count = _retrievers.DENSE_LENGTH,
+    as_json: bool = flag("What was mined as JSON on stdout.", "--json"),
 ) -> None:
     """Draw hard negatives for the judged queries of a split, into a Parquet file that training reads.
 
@@ -77,7 +71,7 @@ def mine(
             "give one of --run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model, or a "
             "dense --model."
         )
-    _common.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
+    _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
     _scores.check_writable(output, "--output")
     _models.find_models({"--model": model})
     collection, _ = _scores.load_splits(data, [split], drop_unknown)
@@ -109,7 +103,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
         parts = re.fullmatch(r"(\d+)-(\d+)", span)
         if parts is None:
             raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
-        with _common.as_options("ranks", count="--per-query"):
+        with _options.as_options("ranks", count="--per-query"):
             windows.append(Window(int(parts[1]), int(parts[2]), count))
     return windows
 
@@ -120,7 +114,7 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
 
     if margin is None and max_score_share is None:
         return None
-    with _common.as_options("margin", "max_score_share"):
+    with _options.as_options("margin", "max_score_share"):
         return FalseNegatives(margin, max_score_share)
 
 
@@ -190,29 +184,23 @@ _TEACHER_HELP = (
 
 
 def score(
-    mined: Annotated[Path, typer.Argument(help="Parquet file of tilefold mine, or one that was scored before.")],
-    output: Annotated[Path, option("Parquet file to write.")],
-    teacher: Annotated[list[str], option(_TEACHER_HELP)],
-    data: Annotated[str, option(_common.DATA_HELP)] = "pydocs",
-    split: Annotated[
-        Text, option("Split whose relevant documents are scored too; by default that of the file.")
-    ] = None,
-    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
-    normalization: Annotated[
-        str, option("Of each teacher's scores of a query before their mean: min_max, or none.")
-    ] = "min_max",
-    scale: Annotated[Number, option("Factor of the mean; by default 30, and 1 with --normalization none.")] = None,
-    like: Annotated[
-        Text, option("Map the mean to the mean and deviation of this --teacher, in place of --scale.")
-    ] = None,
-    margin: Annotated[Number, option(MARGIN_HELP + " By the ensemble's score.")] = None,
-    max_score_share: Annotated[Number, option(SHARE_HELP + " By the ensemble's score.")] = None,
-    batch_size: Annotated[int, option("Texts, or pairs of a cross-encoder, per batch.")] = 32,
-    max_length: Annotated[
-        Count, option("Tokens that a model reads of a text or pair; by default its own limit.")
-    ] = None,
-    resume: Annotated[bool, option("Keep what an interrupted run has scored.", "--resume/--fresh")] = True,
-    as_json: Annotated[bool, option("What was scored as JSON on stdout.", "--json")] = False,
+    mined: Path = argument("Parquet file of tilefold mine, or one that was scored before.", default=...),
+    output: Path = required("Parquet file to write."),
+    teacher: list[str] = required(_TEACHER_HELP),
+    data: str = option(_common.DATA_HELP, default="pydocs"),
+    split: Text = option("Split whose relevant documents are scored too; by default that of the file."),
+    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
+    normalization: str = option(
+        "Of each teacher's scores of a query before their mean: min_max, or none.", default="min_max"
+    ),
+    scale: Number = option("Factor of the mean; by default 30, and 1 with --normalization none."),
+    like: Text = option("Map the mean to the mean and deviation of this --teacher, in place of --scale."),
+    margin: Number = option(MARGIN_HELP + " By the ensemble's score."),
+    max_score_share: Number = option(SHARE_HELP + " By the ensemble's score."),
+    batch_size: int = option("Texts, or pairs of a cross-encoder, per batch.", default=32),
+    max_length: Count = option("Tokens that a model reads of a text or pair; by default its own limit."),
+    resume: bool = option("Keep what an interrupted run has scored.", "--resume/--fresh", default=True),
+    as_json: bool = flag("What was scored as JSON on stdout.", "--json"),
 ) -> None:
     """Score mined negatives and relevant documents with one teacher or several; training reads the result.
 
@@ -225,12 +213,12 @@ def score(
     if scale is not None and not 0 < scale < float("inf"):
         raise UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
     false_negatives = check_filter(margin, max_score_share)
-    _common.check_at_least_one(batch_size=batch_size, max_length=max_length)
+    _options.check_at_least_one(batch_size=batch_size, max_length=max_length)
     names = _names(teacher)
     _scores.check_writable(output, "--output")
     models = [name for name in teacher if name != BM25 and not _is_index(name)]
     if not models:
-        _common.refuse_useless(("batch_size", "max_length"), "with teachers that read words, of BM25")
+        _options.refuse_useless(("batch_size", "max_length"), "with teachers that read words, of BM25")
     for name in models:
         _models.find_model(name, "--teacher")
 

@@ -7,12 +7,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, Count, Place, Text, UsageError, note, option
+from tilefold.cli import _common, _models, _options, _retrievers, _scores
+from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option
 
 if TYPE_CHECKING:
     from tilefold.retrieval.searcher import Searcher
@@ -22,38 +23,36 @@ SHOWN_CHARACTERS = 80
 
 
 def search(
-    query: Annotated[
-        Text, typer.Argument(help="The query; - reads one per line from standard input; without it, a prompt.")
-    ] = None,
-    queries: Annotated[
-        Place, option("A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line.")
-    ] = None,
-    demo: Annotated[Path, option("Folder of tilefold demo, used without --index.")] = _common.DEMO_DIR,
-    index: Annotated[Place, option("Index to search, with the --model that made it; BM25 has none.")] = None,
-    model: Annotated[Text, option(_retrievers.MODEL_HELP)] = None,
-    data: Annotated[Text, option("The collection, to show titles.")] = None,
-    vectors: Annotated[Place, option("The encoded documents, to show which terms matched.")] = None,
-    k: Annotated[int, option("Documents to show.")] = 10,
-    query_top_k: _retrievers.QUERY_TOP_K = None,
-    query_cut: _retrievers.QUERY_CUT = None,
-    heap_factor: _retrievers.HEAP_FACTOR = None,
-    other_model: _retrievers.OTHER_MODEL = False,
-    rerank: _retrievers.RERANK = None,
-    rerank_model: _retrievers.RERANK_MODEL = None,
-    rerank_depth: Annotated[Count, option(_retrievers.RERANK_DEPTH_HELP + " By default 100.")] = None,
-    rerank_weight: _retrievers.RERANK_WEIGHT = None,
-    prf: _retrievers.PRF = None,
-    prf_depth: _retrievers.PRF_DEPTH = None,
-    prf_terms: _retrievers.PRF_TERMS = None,
-    prf_alpha: _retrievers.PRF_ALPHA = None,
-    prf_beta: _retrievers.PRF_BETA = None,
-    prf_gamma: _retrievers.PRF_GAMMA = None,
-    prf_bottom: _retrievers.PRF_BOTTOM = None,
-    prf_with: _retrievers.PRF_WITH = None,
-    prf_place: _retrievers.PRF_PLACE = None,
-    prf_weight: _retrievers.PRF_WEIGHT = None,
-    prf_normalization: _retrievers.PRF_NORMALIZATION = None,
-    as_json: Annotated[bool, option("The hits as JSON on stdout.", "--json")] = False,
+    query: Text = argument("The query; - reads one per line from standard input; without it, a prompt."),
+    queries: Place = option(
+        "A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line."
+    ),
+    demo: Path = option("Folder of tilefold demo, used without --index.", default=_common.DEMO_DIR),
+    index: Place = option("Index to search, with the --model that made it; BM25 has none."),
+    model: Text = option(_retrievers.MODEL_HELP),
+    data: Text = option("The collection, to show titles."),
+    vectors: Place = option("The encoded documents, to show which terms matched."),
+    k: int = option("Documents to show.", default=10),
+    query_top_k: Count = _retrievers.QUERY_TOP_K,
+    query_cut: Count = _retrievers.QUERY_CUT,
+    heap_factor: Number = _retrievers.HEAP_FACTOR,
+    other_model: bool = _retrievers.OTHER_MODEL,
+    rerank: Text = _retrievers.RERANK,
+    rerank_model: Text = _retrievers.RERANK_MODEL,
+    rerank_depth: Count = option(_retrievers.RERANK_DEPTH_HELP + " By default 100."),
+    rerank_weight: Number = _retrievers.RERANK_WEIGHT,
+    prf: Text = _retrievers.PRF,
+    prf_depth: Count = _retrievers.PRF_DEPTH,
+    prf_terms: Count = _retrievers.PRF_TERMS,
+    prf_alpha: Number = _retrievers.PRF_ALPHA,
+    prf_beta: Number = _retrievers.PRF_BETA,
+    prf_gamma: Number = _retrievers.PRF_GAMMA,
+    prf_bottom: Count = _retrievers.PRF_BOTTOM,
+    prf_with: Place = _retrievers.PRF_WITH,
+    prf_place: Text = _retrievers.PRF_PLACE,
+    prf_weight: Number = _retrievers.PRF_WEIGHT,
+    prf_normalization: Text = _retrievers.PRF_NORMALIZATION,
+    as_json: bool = flag("The hits as JSON on stdout.", "--json"),
 ) -> None:
     """Search an index; without options, the index of the demo.
 
@@ -63,7 +62,7 @@ def search(
     asked = locals()
     if query is not None and not query.strip():
         raise UsageError("query: expected some words, got an empty text.")
-    _common.check_at_least_one(k=k, query_top_k=query_top_k)
+    _options.check_at_least_one(k=k, query_top_k=query_top_k)
     if prf_with is not None and prf_with.is_file():
         raise UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
     feedback, mix = _retrievers.feedback_request(asked)
@@ -80,7 +79,7 @@ def search(
     request = SearchRequest(k, feedback, mix, None, reranking)
     single = query is not None and query != "-"
     for name, text in [("query", str(query))] if single else _many(query, queries):
-        with _common.as_options(documents="--data", tokens="--rerank"):
+        with _options.as_options(documents="--data", tokens="--rerank"):
             hits = searcher.search(text, request)
         if as_json and single:
             _common.print_json({"query": text, "hits": hits})

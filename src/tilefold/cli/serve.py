@@ -9,10 +9,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tilefold.cli import _common, _models, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, Place, Text, UsageError, note, option
+from tilefold.cli import _common, _models, _options, _retrievers, _scores
+from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._options import Count, Number, Place, Text, option
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
@@ -27,42 +28,38 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
-    model: Annotated[
-        Text, option("Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm.")
-    ] = None,
-    index: Annotated[Place, option("Index to search, with the --model that made it; BM25 needs none.")] = None,
-    data: Annotated[Text, option("The collection of --index, to show documents.")] = None,
-    vectors: Annotated[
-        Place, option("The encoded documents of --index, for explanations and feedback; kept in memory.")
-    ] = None,
-    bm25: Annotated[Place, option("BM25 index of the same collection, to fuse with.")] = None,
-    tokens: Annotated[Text, option("Token vectors or a multi-vector model that reranks (as search --rerank).")] = None,
-    tokens_model: Annotated[Text, option("Multi-vector model that made --tokens, where it has moved.")] = None,
-    name: Annotated[Text, option("Name of --index in addresses; by default that of its folder.")] = None,
-    query_top_k: _retrievers.QUERY_TOP_K = None,
-    query_cut: _retrievers.QUERY_CUT = None,
-    heap_factor: _retrievers.HEAP_FACTOR = None,
-    other_model: _retrievers.OTHER_MODEL = False,
-    host: Annotated[str, option("Interface to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, option("Port; 0 takes a free one.", min=0, max=65535)] = 8080,
-    default_side: Annotated[
-        str, option("How to encode inputs posted to the root routes: query or document.")
-    ] = "document",
-    api_key_file: Annotated[
-        Place, option(f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment.")
-    ] = None,
-    cors_allow_origin: Annotated[
-        list[str] | None, option("Site whose pages may ask this server in a browser; * for all; may be repeated.")
-    ] = None,
-    max_concurrent_requests: Annotated[
-        int, option("Inputs in work or waiting; the next gets a 429.")
-    ] = Limits.max_concurrent_requests,
-    max_batch_tokens: Annotated[int, option("Tokens of a batch, padding included.")] = Limits.max_batch_tokens,
-    max_client_batch_size: Annotated[int, option("Inputs of a request.")] = Limits.max_client_batch_size,
-    payload_limit: Annotated[int, option("Bytes of a body.")] = Limits.payload_limit,
-    auto_truncate: Annotated[
-        bool, option("Cut inputs that are too long, or refuse them.", "--auto-truncate/--no-auto-truncate")
-    ] = Limits.auto_truncate,
+    model: Text = option("Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm."),
+    index: Place = option("Index to search, with the --model that made it; BM25 needs none."),
+    data: Text = option("The collection of --index, to show documents."),
+    vectors: Place = option("The encoded documents of --index, for explanations and feedback; kept in memory."),
+    bm25: Place = option("BM25 index of the same collection, to fuse with."),
+    tokens: Text = option("Token vectors or a multi-vector model that reranks (as search --rerank)."),
+    tokens_model: Text = option("Multi-vector model that made --tokens, where it has moved."),
+    name: Text = option("Name of --index in addresses; by default that of its folder."),
+    query_top_k: Count = _retrievers.QUERY_TOP_K,
+    query_cut: Count = _retrievers.QUERY_CUT,
+    heap_factor: Number = _retrievers.HEAP_FACTOR,
+    other_model: bool = _retrievers.OTHER_MODEL,
+    host: str = option("Interface to listen on; 0.0.0.0 for all.", default="127.0.0.1"),
+    port: int = option("Port; 0 takes a free one.", default=8080, min=0, max=65535),
+    default_side: str = option(
+        "How to encode inputs posted to the root routes: query or document.", default="document"
+    ),
+    api_key_file: Place = option(f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment."),
+    cors_allow_origin: list[str] | None = option(
+        "Site whose pages may ask this server in a browser; * for all; may be repeated."
+    ),
+    max_concurrent_requests: int = option(
+        "Inputs in work or waiting; the next gets a 429.", default=Limits.max_concurrent_requests
+    ),
+    max_batch_tokens: int = option("Tokens of a batch, padding included.", default=Limits.max_batch_tokens),
+    max_client_batch_size: int = option("Inputs of a request.", default=Limits.max_client_batch_size),
+    payload_limit: int = option("Bytes of a body.", default=Limits.payload_limit),
+    auto_truncate: bool = option(
+        "Cut inputs that are too long, or refuse them.",
+        "--auto-truncate/--no-auto-truncate",
+        default=Limits.auto_truncate,
+    ),
 ) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
 
@@ -74,7 +71,7 @@ def serve(
     _check_packages()
     if default_side not in ("query", "document"):
         raise UsageError(f"--default-side: expected query or document, got {default_side!r}.")
-    _common.check_at_least_one(query_top_k=query_top_k)
+    _options.check_at_least_one(query_top_k=query_top_k)
     index_name, limits = _index_name(asked), _limits(asked)
     key, origins = _key(api_key_file), cors_allow_origin or []
     _check_origins(origins)
@@ -201,7 +198,7 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
         _scores.check_texts(f"--index {asked['index']}", index.provenance, collection, digest)
         parts["documents"] = collection.documents
     if encoder is None:
-        _common.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
+        _options.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
     else:
         parts["encoder"] = Served(encoder, "sparse", str(asked["model"]))
         parts["vectors"] = None if asked["vectors"] is None else read_vectors(asked["vectors"])
@@ -209,7 +206,7 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
         parts["late"], parts["store"] = _late(asked, texts=asked["data"] is not None)
     parts["words"] = None if asked["bm25"] is None else _words(asked["bm25"])
     names = {"vectors": f"--vectors: {asked['vectors']}", "second": f"--bm25: {asked['bm25']}", "tokens": "--tokens"}
-    with _common.as_options(**names, model="--tokens-model"):
+    with _options.as_options(**names, model="--tokens-model"):
         searchable = Searchable(name, index, **parts)
     return [model for model in (searchable.encoder, searchable.late) if model is not None], searchable
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from tilefold.cli import _common, _models
-from tilefold.cli._common import Asked, Count, Number, Place, Text, UsageError, note, option
+from tilefold.cli import _common, _models, _options
+from tilefold.cli._common import Asked, UsageError, note
+from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, required
 
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
@@ -30,54 +31,42 @@ _PARAMETERS = {
 
 
 def train(
-    output: Annotated[Path, option("Folder for the trained model.")],
-    recipe: Annotated[str, option("A name of tilefold recipes; colbert for one vector per token.")] = "splade",
-    data: Annotated[str, option(_common.DATA_HELP)] = "pydocs",
-    negatives: Annotated[Place, option("Mined negatives or teacher scores: Parquet of tilefold mine or score.")] = None,
-    model: Annotated[
-        Text, option("minilm (the usual default), a folder, or a Hugging Face name of a fitting model.")
-    ] = None,
-    steps: Annotated[
-        Count, option("Training steps; by default --epochs decides, 0 saves the model as it starts.")
-    ] = None,
-    epochs: Annotated[Number, option(f"Passes over the training pairs; {_OWN}.")] = None,
-    batch_size: Annotated[Count, option(f"Pairs per step; {_OWN}.")] = None,
-    learning_rate: Annotated[Number, option(f"Peak learning rate; {_OWN}.", "--lr")] = None,
-    regularizer: Annotated[Number, option("Sparse recipes: weight of the penalties, larger is sparser.")] = None,
-    fields: Annotated[
-        list[str] | None, option("Any field of the recipe, such as document.pooling=sum; may be repeated.", "--set")
-    ] = None,
-    dimension: Annotated[
-        Count, option("colbert: dimension of a vector; by default 128, 0 for the backbone's own.")
-    ] = None,
-    query_length: Annotated[Count, option("colbert: tokens per query; by default 32.")] = None,
-    expand_queries: Annotated[
-        bool, option("colbert: pad queries with mask tokens that are scored.", "--expand-queries")
-    ] = False,
-    keep_punctuation: Annotated[
-        bool, option("colbert: keep the vectors of punctuation in documents.", "--keep-punctuation")
-    ] = False,
-    group_by_length: Annotated[
-        bool, option("Sparse recipes: batches of documents of similar length.", "--group-by-length")
-    ] = False,
-    max_length: Annotated[Count, option(f"Maximum tokens per text; {_OWN}.")] = None,
-    train_max_length: Annotated[Count, option("The same while training; fewer are faster.")] = None,
-    attention: Annotated[Text, option("softmax or entmax; by default the model's own.")] = None,
-    alpha: Annotated[Number, option("alpha of entmax, from 1 (softmax) to 2; by default 1.5.")] = None,
-    anneal_alpha: Annotated[float, option("Share of the steps over which alpha rises from 1.")] = 0.0,
-    bf16: Annotated[bool | None, option("By default the faster one on this hardware.", "--bf16/--fp32")] = None,
-    fused: Annotated[
-        bool, option("Fused head (sparse) or similarity (colbert), or the stock one.", "--fused/--plain")
-    ] = True,
-    graphs: Annotated[bool, option("GPU: capture the encoder as CUDA graphs; see docs/cli.md.", "--graphs")] = False,
-    seed: Annotated[int, option("Equal seeds give equal models.")] = 0,
-    save_steps: Annotated[int, option("A checkpoint after so many steps.")] = 25,
-    save_minutes: Annotated[float, option("A checkpoint after this time at the latest.", min=0)] = 5.0,
-    drop_unknown: Annotated[bool, option(_common.DROP_UNKNOWN_HELP, "--drop-unknown")] = False,
-    resume: Annotated[bool, option("Resume an interrupted run.", "--resume/--fresh")] = True,
-    overwrite: Annotated[bool, option("Replace a finished model in --output.", "--overwrite")] = False,
-    verbose: Annotated[bool, option("Show the libraries' own logs.", "--verbose")] = False,
-    as_json: Annotated[bool, option("The result as JSON on stdout.", "--json")] = False,
+    output: Path = required("Folder for the trained model."),
+    recipe: str = option("A name of tilefold recipes; colbert for one vector per token.", default="splade"),
+    data: str = option(_common.DATA_HELP, default="pydocs"),
+    negatives: Place = option("Mined negatives or teacher scores: Parquet of tilefold mine or score."),
+    model: Text = option("minilm (the usual default), a folder, or a Hugging Face name of a fitting model."),
+    steps: Count = option("Training steps; by default --epochs decides, 0 saves the model as it starts."),
+    epochs: Number = option(f"Passes over the training pairs; {_OWN}."),
+    batch_size: Count = option(f"Pairs per step; {_OWN}."),
+    learning_rate: Number = option(f"Peak learning rate; {_OWN}.", "--lr"),
+    regularizer: Number = option("Sparse recipes: weight of the penalties, larger is sparser."),
+    fields: list[str] | None = option(
+        "Any field of the recipe, such as document.pooling=sum; may be repeated.", "--set"
+    ),
+    dimension: Count = option("colbert: dimension of a vector; by default 128, 0 for the backbone's own."),
+    query_length: Count = option("colbert: tokens per query; by default 32."),
+    expand_queries: bool = flag("colbert: pad queries with mask tokens that are scored.", "--expand-queries"),
+    keep_punctuation: bool = flag("colbert: keep the vectors of punctuation in documents.", "--keep-punctuation"),
+    group_by_length: bool = flag("Sparse recipes: batches of documents of similar length.", "--group-by-length"),
+    max_length: Count = option(f"Maximum tokens per text; {_OWN}."),
+    train_max_length: Count = option("The same while training; fewer are faster."),
+    attention: Text = option("softmax or entmax; by default the model's own."),
+    alpha: Number = option("alpha of entmax, from 1 (softmax) to 2; by default 1.5."),
+    anneal_alpha: float = option("Share of the steps over which alpha rises from 1.", default=0.0),
+    bf16: bool | None = option("By default the faster one on this hardware.", "--bf16/--fp32"),
+    fused: bool = option(
+        "Fused head (sparse) or similarity (colbert), or the stock one.", "--fused/--plain", default=True
+    ),
+    graphs: bool = flag("GPU: capture the encoder as CUDA graphs; see docs/cli.md.", "--graphs"),
+    seed: int = option("Equal seeds give equal models.", default=0),
+    save_steps: int = option("A checkpoint after so many steps.", default=25),
+    save_minutes: float = option("A checkpoint after this time at the latest.", default=5.0, min=0),
+    drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
+    resume: bool = option("Resume an interrupted run.", "--resume/--fresh", default=True),
+    overwrite: bool = flag("Replace a finished model in --output.", "--overwrite"),
+    verbose: bool = flag("Show the libraries' own logs.", "--verbose"),
+    as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Train a model by the recipe of a published system (tilefold recipes lists them), saved for sentence-transformers.
 
@@ -96,7 +85,7 @@ def train(
     for found in result.truncated:
         tell_truncated("training text", found["texts"], found)
     for text in result.warnings:
-        note(f"warning: {_common.in_options(text)}")
+        note(f"warning: {_options.in_options(text)}")
     how = "already trained" if result.reused else f"trained {result.steps} steps in {result.seconds:.0f} s"
     if result.resumed_from and not result.reused:
         how = f"trained {result.steps} steps, those after step {result.resumed_from} in {result.seconds:.0f} s"
@@ -137,14 +126,14 @@ def _configure(name: str, asked: Asked) -> Any:
     """The recipe `name` with the options for its fields, those of some recipes only, and --set."""
     from tilefold.recipes.catalogue import RECIPES, get_recipe
 
-    _common.check_choice("--recipe", name, RECIPES)
+    _options.check_choice("--recipe", name, RECIPES)
     values = {field: asked[field] for field in _FIELDS.split()}
     values |= {"base_model": asked["model"], "max_steps": asked["steps"], "graphs": asked["graphs"] or None}
-    _common.options.update({field: _common.options[option] for field, option in _PARAMETERS.items() if option})
+    _options.options.update({field: _options.options[option] for field, option in _PARAMETERS.items() if option})
     late = _is_late(RECIPES[name].recipe)
     whose = "the sparse recipes" if late else "--recipe colbert"
-    _common.refuse(_SPARSE if late else _COLBERT, f"belongs to {whose}: leave it out for {name}")
-    own = {option: asked[option] for option in (*_SPARSE, *_COLBERT) if option in _common.given}
+    _options.refuse(_SPARSE if late else _COLBERT, f"belongs to {whose}: leave it out for {name}")
+    own = {option: asked[option] for option in (*_SPARSE, *_COLBERT) if option in _options.given}
     try:
         recipe = get_recipe(name, **_common.known(values))
         return type(recipe).from_dict(_changed(recipe.to_dict(), own, asked["fields"] or []))
@@ -164,7 +153,7 @@ def _changed(recipe: dict[str, Any], own: Mapping[str, Any], fields: list[str]) 
             recipe[name] = value or None if name == "dimension" else value
     places = [text.partition("=")[0] for text in fields]
     for place in places:
-        also = _common.given.get(_PARAMETERS.get(place, place))
+        also = _options.given.get(_PARAMETERS.get(place, place))
         if also is not None or places.count(place) > 1:
             both = f" (--set and {also})" if also else ""
             raise UsageError(f"--set: {place}: expected once, got it twice{both}: leave one out.")
@@ -203,13 +192,13 @@ def _set(recipe: dict[str, Any], text: str) -> None:
 
 
 def recipes(
-    name: Annotated[Text, typer.Argument(help="Only this one, with its settings.")] = None,
-    as_json: Annotated[bool, option("All settings as JSON on stdout.", "--json")] = False,
+    name: Text = argument("Only this one, with its settings."),
+    as_json: bool = flag("All settings as JSON on stdout.", "--json"),
 ) -> None:
     """List the published systems that can be trained by name, what they need, and what their papers report."""
     from tilefold.recipes.catalogue import RECIPES
 
-    _common.check_choice("recipe", name, RECIPES)
+    _options.check_choice("recipe", name, RECIPES)
     chosen = [entry for entry in RECIPES.values() if name in (None, entry.name)]
     if as_json:
         _common.print_json(chosen[0].to_dict() if name else [entry.to_dict() for entry in chosen])

@@ -1,16 +1,25 @@
-"""Options before the command's name, how every command reads its own, and the table of those that go together."""
+"""Options: their declaration, the table of those that go together, and errors that name them; those of the program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from typer.core import TyperCommand
 
 from tilefold._version import __version__
-from tilefold.cli import _common
+from tilefold.cli._common import CommandError, UsageError, note
 
+# types of options that may be left out
+Text: TypeAlias = str | None
+Count: TypeAlias = int | None
+Number: TypeAlias = float | None
+Place: TypeAlias = Path | None
 # options of what a command works on: of two, one would be left out
 INPUTS = frozenset(
     {"bm25", "data", "delete", "demo", "index", "model", "negatives", "queries", "run", "tokens", "vectors"}
@@ -112,6 +121,81 @@ RULES: dict[str, _Rules] = {
 }  # fmt: skip
 
 
+def option(help: str, *flags: str, default: object = None, **bounds: float) -> Any:
+    """An option of a command, under its parameter's name unless `flags` are given, with ``min=`` and ``max=``."""
+    return typer.Option(default, *flags, help=help, **bounds)  # type: ignore[arg-type]
+
+
+required = functools.partial(option, default=...)
+flag = functools.partial(option, default=False)
+
+
+def argument(help: str, default: object = None) -> Any:
+    """An argument of a command without an option's name."""
+    return typer.Argument(default, help=help)
+
+
+def check_at_least_one(**options: int | None) -> None:
+    """Raise an error for a count below 1; the option is the name with dashes."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
+
+
+arguments: list[str] = []  # of the command that runs
+options: dict[str, str] = {}  # parameter -> option of the command that runs
+given: dict[str, str] = {}  # those of them that are on the command line
+
+
+def refuse(names: Iterable[str], why: str) -> None:
+    """Raise an error for parameters whose options were given where they do nothing."""
+    for name in names:
+        if name in given:
+            raise UsageError(f"{given[name]} {why}.")
+
+
+def refuse_useless(names: Iterable[str], where: str) -> None:
+    """Raise an error for parameters whose options were given and do nothing, such as ``"with --steps 0"``."""
+    refuse(names, f"does nothing {where}: leave it out")
+
+
+def in_options(message: str) -> str:
+    """`message` with options of this command for arguments of Python: at its start, or spelled with an underscore."""
+
+    def option(match: re.Match[str]) -> str:
+        return options.get(match[0], match[0])
+
+    message = re.sub(r"^\w+(?=:| must)", option, message)
+    return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)
+
+
+def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None:
+    """Raise an error for a value that is not one of those `allowed`."""
+    if value is not None and value not in (allowed := tuple(allowed)):
+        raise UsageError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}.")
+
+
+@contextmanager
+def as_options(*same: str, **names: str) -> Iterator[None]:
+    """Errors of library functions with options for their arguments, ``--prf-depth: ...`` for ``depth: ...``.
+
+    `same` are arguments that are called like a parameter of the command. What files hold is a failure, a value that
+    cannot be is an error of usage. A name with a colon, such as ``--bm25: FOLDER``, is the beginning of the sentence.
+    """
+    from tilefold.retrieval.errors import DataError
+
+    try:
+        yield
+    except ValueError as error:
+        argument, _, rest = str(error).partition(":")
+        known = {name: options[name] for name in same} | names
+        if not all(name in known for name in argument.split(", ")):
+            raise
+        option = ", ".join(known[name] for name in argument.split(", "))
+        kind = CommandError if isinstance(error, DataError) else UsageError
+        raise kind(f"{option}{'' if ':' in option else ':'}{rest}") from error
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tilefold {__version__}")
@@ -122,7 +206,7 @@ def check_rules(command: str | None, values: Mapping[str, Any]) -> None:
     """Refuse options that the table has for a command, with these values of its parameters."""
     for options, where, why in RULES.get(command or "", ()):
         if all(any(_holds(each, values) for each in part.split("|")) for part in where.split()):
-            _common.refuse(options.split(), why.format_map(values))
+            refuse(options.split(), why.format_map(values))
 
 
 def _holds(condition: str, values: Mapping[str, Any]) -> bool:
@@ -137,18 +221,18 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments that are left, as click returns them."""
-        _common.given.clear()
-        _common.options.clear()
+        given.clear()
+        options.clear()
         _, _, found = self.make_parser(ctx).parse_args(args=list(args))
         spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in self.params}
-        _common.options.update({name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"})
+        options.update({name: text.partition("/")[0] for name, text in spelled.items() if text[:2] == "--"})
         for parameter in (each for each in found if each.name in spelled):  # --help is click's own
             option = spelled[parameter.name]
-            if parameter.name in _common.given and not getattr(parameter, "multiple", False):
+            if parameter.name in given and not getattr(parameter, "multiple", False):
                 if parameter.name in INPUTS:
-                    raise _common.UsageError(f"{option}: expected once, got it twice: leave one out.")
-                _common.note(f"{option} was given twice: the last one counts.")
-            _common.given[parameter.name] = option
+                    raise UsageError(f"{option}: expected once, got it twice: leave one out.")
+                note(f"{option} was given twice: the last one counts.")
+            given[parameter.name] = option
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -161,6 +245,6 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    debug: Annotated[bool, _common.option("Show the whole traceback of an error.", "--debug")] = False,
+    debug: bool = flag("Show the whole traceback of an error.", "--debug"),
 ) -> None:
     """Train, encode, index, search and evaluate neural retrievers. Start with: tilefold demo"""
