@@ -65,7 +65,7 @@ def without_a_gpu() -> None:
     implementations.INTERPRETER_FAULTS = {}
     keys.triton_interpreted = lambda: True
     private.torch._C._cuda_getCurrentRawStream = abs
-    private._tma_map = tma_map
+    private._tma_encoder = lambda descriptor, description: lambda address: (address, None)  # its matrix's
     torch.cuda.current_device = lambda: 0
     memory.sm_count = lambda device: 132
     operators.may_look = lambda first: False  # the host looks at values on the CPU only
@@ -78,11 +78,6 @@ def without_a_gpu() -> None:
         compiled(arguments, self._constants),
         tuple(self._constants.values()),
     )
-
-
-def tma_map(descriptor: Any, description: object) -> cuda_driver.Map:
-    """A descriptor that is its matrix."""
-    return cuda_driver.Map(lambda address: (address, None), (*descriptor.shape, *descriptor.strides))
 
 
 def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNamespace:

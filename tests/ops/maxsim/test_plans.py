@@ -107,14 +107,14 @@ def test_gradients_of_a_mean_that_a_plan_divides(pairing: str) -> None:
 def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Target) -> None:
     if target.impl != "triton":
         pytest.skip("a kernel's test")
-    from tilefold.ops._shared._triton.launch import Step
+    from tilefold.ops._shared._triton.launch import launch
     from tilefold.ops.maxsim._triton.norms import row_query_kernel
 
     cu = torch.tensor(offsets, dtype=torch.int32, device=target.device)
     found = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)
     count = cu.numel() - 1
     numbers = (offsets[-1], count, count.bit_length())
-    Step(row_query_kernel, (-(-offsets[-1] // 256), 1, 1), numbers, {"BLOCK": 256})(False, cu, found)
+    launch(row_query_kernel, (-(-offsets[-1] // 256), 1, 1), (cu, found, *numbers), {"BLOCK": 256})
     every_row = torch.arange(offsets[-1], dtype=torch.int32, device=target.device)
     expected = torch.searchsorted(cu[1:].contiguous(), every_row, right=True).clamp_(max=cu.numel() - 2)
     assert torch.equal(found.long(), expected)

@@ -24,9 +24,10 @@ from tests.kernels import triton_interpreted
 from tests.refusals import refused
 from tilefold.ops._shared import fallback, internals
 from tilefold.ops._shared._triton import cuda_driver
-from tilefold.ops._shared._triton.cuda_driver import POINTER, Map, driver_launch
+from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, driver_launch
 from tilefold.ops._shared._triton.launch import Launcher, Step
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
+from tilefold.ops._shared.plan import Launch
 
 compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
@@ -92,7 +93,7 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
     driver.count = len(cuda_driver.parameters(kernel.asm["ptx"]))
     x, out = torch.ones(64), torch.ones(64)
     numbers = (-7, 1 << 40, 0.25)
-    launch_at = internals.bind(kernel, (5, 6, 1), [x, out, None, *numbers], (*numbers, 64), ())
+    launch_at = internals.bind(kernel, (5, 6, 1), (x, out, None, *numbers, 64), ())
     assert launch_at is not None
     launch_at((x.data_ptr(), out.data_ptr(), None))
     assert driver.pointers() == [x.data_ptr(), out.data_ptr()]
@@ -124,10 +125,11 @@ def test_a_map_is_encoded_once_for_each_address_and_followed_by_shape_and_stride
         encoded.append(address)
         return 1000 + address, None
 
-    monkeypatch.setattr(internals, "_tma_map", lambda descriptor, description: Map(encode, (64, 48, 48, 1)))
+    monkeypatch.setattr(internals, "_tma_encoder", lambda descriptor, description: encode)
+    matrix = SimpleNamespace(shape=(64, 48), strides=(48, 1))
     out = torch.ones(64)
     tma = (internals.Tma(64, 48, lambda matrix: matrix),)
-    launch_at = internals.bind(kernel, (1, 1, 1), [object(), out, 9], (9, 64), tma)
+    launch_at = internals.bind(kernel, (1, 1, 1), (matrix, out, 9, 64), tma)
     assert launch_at is not None
     for address in (16, 32, 16, 32):
         launch_at((address, out.data_ptr()))
@@ -171,12 +173,12 @@ def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pyte
     }  # fmt: skip
     descriptor = TensorDescriptor(matrix, [64, 48], [48, 1], [64, 32])
     monkeypatch.setattr(matrix, "data_ptr", lambda: id(here))
-    found = internals._tma_map(descriptor, description)
-    assert found.numbers == (64, 48, 48, 1)
-    address, owner = found.encode(id(here))
+    encode = internals._tma_encoder(descriptor, description)
+    assert encode is not None
+    address, owner = encode(id(here))
     assert owner is not None and ctypes.c_uint64.from_address(address).value == id(here)
     assert id(here) in filled[-1] and filled[-1][2:] == filled[0][2:]
-    assert internals._tma_map(descriptor, None) is None
+    assert internals._tma_encoder(descriptor, None) is None
 
 
 def unbound(asm: dict[str, str], **special: bool) -> Any:
@@ -196,12 +198,25 @@ def test_a_changed_release_is_said_once_and_what_only_triton_launches_is_not_bou
         fallback.FallbackWarning, match="past Triton .* parameter 1 of kernel is .u64, and 1.5 was given"
     ) as said:
         for _ in range(2):
-            assert internals.bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), (1.5,), ()) is None
+            assert internals.bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), ()) is None
     assert len(said) == 1
     kernel = unbound({"ptx": PTX})
-    assert internals.bind(kernel, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is not None
+    assert internals.bind(kernel, (1, 1, 1), (torch.ones(4), 9), ()) is not None
     for other in (unbound({"amdgcn": ""}), unbound({"ptx": PTX}, launch_cooperative_grid=True)):  # only by Triton
-        assert internals.bind(other, (1, 1, 1), (torch.ones(4), 9), (9,), ()) is None
+        assert internals.bind(other, (1, 1, 1), (torch.ones(4), 9), ()) is None
+
+
+def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, arguments: launched.append(arguments))
+    described = internals.Tma(2, 3, lambda matrix: ("described", matrix))
+    x, y = torch.ones(6), torch.ones(2, dtype=torch.bool)
+    Step(Launch(_scale_kernel, (1, 1, 1), "y x x nothing", (9,), {}, {"x": described}))(True, y, x, x, None)
+    ((mask, (name, matrix), again, nothing, number),) = launched
+    assert name == "described" and matrix.shape == (2, 3) and matrix.data_ptr() == x.data_ptr()
+    assert again is x and nothing is None and number == 9 and mask.dtype == torch.uint8
 
 
 def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +227,7 @@ def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.Mon
         return unbound({"ptx": PTX}), ()
 
     monkeypatch.setattr(Launcher, "__call__", call)
-    step, x, y = Step(_scale_kernel, (1, 1, 1), (9,), {}), torch.ones(4), torch.ones(4)
+    step, x, y = Step(Launch(_scale_kernel, (1, 1, 1), "x", (9,), {})), torch.ones(4), torch.ones(4)
     for same, tensor, bound in ((True, x, 0), (False, y, 0), (True, x, 0), (True, y, 1), (False, x, 0)):
         launched.clear()
         driver.seen.clear()
@@ -229,14 +244,14 @@ FIXED = "kernel", SimpleNamespace(function=7), PTX, (1, 1, 1), (32, 0)
 
 def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch)
-    driver_launch(*FIXED, [POINTER, 3], [0], abs)
-    for arguments, places in (
-        ([POINTER, POINTER], [0, 1]), ([POINTER], [0]), ([POINTER, 3, 4, 5, 6], [0]),
-        ([Map(lambda address: (address, None), (1,)), 3], [0]), ([POINTER, 0.5], [0]),
+    driver_launch(*FIXED, [Pointer(0), 3], abs)
+    for arguments in (
+        [Pointer(0), Pointer(1)], [Pointer(0)], [Pointer(0), 3, 4, 5, 6], [Map(0, lambda address: (address, None)), 3],
+        [Pointer(0), 0.5],
     ):  # fmt: skip
-        refused(ValueError, "kernel", driver_launch, *FIXED, arguments, places, abs)
+        refused(ValueError, "kernel", driver_launch, *FIXED, arguments, abs)
     more = PTX.replace(")", ", .param .u64 e)")  # of which the first three are no scratch
-    refused(ValueError, "kernel", driver_launch, "kernel", FIXED[1], more, (1, 1, 1), (32, 0), [POINTER, 3], [0], abs)
+    refused(ValueError, "kernel", driver_launch, "kernel", FIXED[1], more, (1, 1, 1), (32, 0), [Pointer(0), 3], abs)
 
 
 def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
@@ -245,7 +260,7 @@ def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
     Driver(monkeypatch)
     compiled = type("Compiled", (), {"function": 7})()
     alive = weakref.ref(compiled)
-    launch = driver_launch("kernel", compiled, *FIXED[2:], [POINTER, 3], [0], abs)
+    launch = driver_launch("kernel", compiled, *FIXED[2:], [Pointer(0), 3], abs)
     del compiled
     gc.collect()
     assert alive() is not None
@@ -260,7 +275,7 @@ def test_a_thread_without_a_context_enters_it_and_an_error_is_raised_with_its_na
     driver, entered = Driver(monkeypatch, errors=[201, 0, 719]), list[int]()
     monkeypatch.setattr(cuda_driver, "enter_context", entered.append)
     monkeypatch.setattr(cuda_driver, "error_text", lambda error: f"text of {error}")
-    launch = driver_launch(*FIXED, [POINTER, 3], [0], abs)
+    launch = driver_launch(*FIXED, [Pointer(0), 3], abs)
     launch((64,))
     assert entered == [3] and len(driver.seen) == 2
     refused(RuntimeError, r"kernel could not be launched: CUDA error 719 \(text of 719\)", launch, (64,))
@@ -279,7 +294,7 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 
     Driver(monkeypatch)
     monkeypatch.setattr(cuda_driver, "_launch_function", lambda: check)
-    launch = driver_launch(*FIXED, [POINTER, 3], [0], abs)
+    launch = driver_launch(*FIXED, [Pointer(0), 3], abs)
 
     def work(address: int) -> None:
         for expected.address in range(address, address + 2000):
@@ -296,11 +311,12 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 def test_the_driver_launches_what_triton_launched_before() -> None:
     x, other = torch.randn(64, 32, device="cuda"), torch.randn(64, 32, device="cuda")
-    tma: tuple[internals.Tma, ...] = ()
+    tma: dict[str, internals.Tma] = {}
     if torch.cuda.get_device_capability() >= (9, 0):
-        tma = (internals.Tma(64, 32, lambda m: TensorDescriptor(m, list(m.shape), list(m.stride()), [64, 32])),)
-    plain = Step(_scale_kernel, (1, 1, 1), (64, 1, 0.5), {"BLOCK": 64, "num_warps": 4})
-    described = Step(_described_kernel, (1, 1, 1), (3,), {"BLOCK": 64, "num_warps": 4}, tma) if tma else None
+        tma["x"] = internals.Tma(64, 32, lambda m: TensorDescriptor(m, list(m.shape), list(m.stride()), [64, 32]))
+    constants, grid = {"BLOCK": 64, "num_warps": 4}, (1, 1, 1)
+    plain = Step(Launch(_scale_kernel, grid, "x out absent", (64, 1, 0.5), constants))
+    described = Step(Launch(_described_kernel, grid, "x out", (3,), constants, tma)) if tma else None
     for source in (x, other, x, other):
         out = torch.full((64,), float("nan"), device="cuda")
         plain(True, source, out, None)

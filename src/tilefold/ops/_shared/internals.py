@@ -19,6 +19,7 @@ from tilefold.ops._shared.fallback import give_up
 
 Addresses = tuple["int | None", ...]
 LaunchAt = Callable[[Addresses], None]
+Encode = Callable[[int], tuple[int, object]]  # from a matrix's address to that of its TMA map, and what owns the map
 Grid = tuple[int, int, int]
 TMA_MAP_BYTES = 128
 TMA_MAP_OFFSET = 128  # bytes, of the map in the object that Triton keeps it in
@@ -116,61 +117,49 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def bind(
-    compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
-) -> LaunchAt | None:
+def bind(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | None]) -> LaunchAt | None:
     """Bind a kernel to the CUDA driver, for addresses aligned alike; ``None`` where only Triton's call can launch it.
 
-    ``arguments`` are those of a launch that succeeded, ``tail`` what follows the tensors among them; ``tma`` says by
-    argument how a tensor is described; those after the last one are plain pointers.
+    ``values`` are those of a launch that succeeded, constants too; ``tma`` says by argument how a tensor is described;
+    those after the last one are plain pointers.
     """
     try:
-        return _driver_launch(compiled, grid, arguments, tail, tma)
+        return _bound(compiled, grid, values, tma)
     except Exception as error:  # the next release may have changed what this reads
         why, instead = f"{type(error).__name__}: {error}", "Triton's own call does: the same results, more host time."
         give_up("repeating launches past Triton", torch.device("cuda", torch.cuda.current_device()), why, instead)
         return None
 
 
-def _driver_launch(
-    compiled: Any, grid: Grid, arguments: Sequence[Any], tail: tuple[Any, ...], tma: Sequence[Tma | None]
-) -> LaunchAt | None:
+def _bound(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | None]) -> LaunchAt | None:
     metadata = compiled.metadata
     special = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     ptx = compiled.asm.get("ptx")  # which ROCm has not
     if not ptx or getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
         return None  # Triton does more for this kernel
-    from tilefold.ops._shared._triton.cuda_driver import POINTER, driver_launch
+    from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, driver_launch
 
-    types = [str(kind) for kind in compiled.src.signature.values()]
     descriptions = iter(getattr(metadata, "tensordesc_meta", None) or ())
-    parameters: list[Any] = []
-    places: list[int] = []
-    values = (*arguments[: len(types) - len(tail)], *tail)
-    for place, (kind, value, by) in enumerate(zip_longest(types, values, tma[: len(types)])):
-        if kind == "constexpr":
-            continue
+    arguments: list[Any] = []
+    kinds = map(str, compiled.src.signature.values())
+    for place, (kind, value, by) in enumerate(zip_longest(kinds, values, tma)):
         if by is not None:
-            found = _tma_map(value, next(descriptions, None))
-            if found is None:
+            encode = _tma_encoder(value, next(descriptions, None))
+            if encode is None:
                 return None
-            parameters.append(found)
-        else:
-            parameters.append(POINTER if kind.startswith("*") else value)
-        if by is not None or kind.startswith("*"):
-            places.append(place)
+            arguments += (Map(place, encode), *value.shape, *value.strides)
+        elif kind != "constexpr":
+            arguments.append(Pointer(place) if kind.startswith("*") else value)
     block, stream = (32 * metadata.num_warps, metadata.shared), torch._C._cuda_getCurrentRawStream
     try:
-        return driver_launch(metadata.name, compiled, ptx, grid, block, parameters, places, stream)
+        return driver_launch(metadata.name, compiled, ptx, grid, block, arguments, stream)
     except (OSError, AttributeError):  # no libcuda, a driver before CUDA 11.8
         return None
 
 
-def _tma_map(descriptor: Any, description: dict[str, Any] | None) -> Any:
-    """Map of the descriptor's parameters for other addresses; ``None`` where the kernel reads it by pointers."""
+def _tma_encoder(descriptor: Any, description: dict[str, Any] | None) -> Encode | None:
+    """Function that encodes the descriptor for other addresses; ``None`` where the kernel reads it by pointers."""
     from triton.backends.nvidia import driver
-
-    from tilefold.ops._shared._triton.cuda_driver import Map
 
     if not description:
         return None
@@ -190,7 +179,7 @@ def _tma_map(descriptor: Any, description: dict[str, Any] | None) -> Any:
     at, _owner = encode(address)
     if ctypes.c_uint64.from_address(at).value != address:  # with which a map begins
         raise ValueError("a TMA map does not begin with the address of its matrix")
-    return Map(encode, (*descriptor.shape, *descriptor.strides))
+    return encode
 
 
 def flash_attention_varlen(

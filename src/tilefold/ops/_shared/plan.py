@@ -66,7 +66,7 @@ class TorchStep(NamedTuple):
     """``makes = function(*tensors)`` by torch, by names, of which one that exists then stands for the new tensor."""
 
     makes: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor | None]
     tensors: str
 
 

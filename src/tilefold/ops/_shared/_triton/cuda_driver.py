@@ -8,28 +8,30 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Encode, Grid, LaunchAt
+from tilefold.ops._shared.plan import taker
+
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^\[,\n]*(?:\[(\d+)\])?")
 INVALID_CONTEXT = 201
 MAX_MAPS = 64  # kept per argument; blocks of a vocabulary lie at addresses of their own
+_ENTERED = threading.local()  # its ``devices`` are those whose context has been current in this thread
 
-Addresses = tuple["int | None", ...]
-Encode = Callable[[int], tuple[int, object]]  # from a matrix's address to that of its 128 bytes, and what owns them
+
+class Pointer(NamedTuple):
+    """A kernel argument that is an address, by its place among all addresses."""
+
+    place: int
 
 
 class Map(NamedTuple):
-    """A kernel argument that is a TMA descriptor: the parameters are its 128 bytes, then shape and strides."""
+    """A kernel argument that is a TMA map, by the place of its matrix's address."""
 
+    place: int
     encode: Encode
-    numbers: tuple[int, ...]
-
-
-POINTER = object()  # a kernel argument that is the address of a tensor
-Argument = Any  # POINTER, a Map, or a number
 
 
 class _Config(ctypes.Structure):
@@ -43,88 +45,61 @@ class _Config(ctypes.Structure):
     )
 
 
-class _Entered(threading.local):
-    """The devices whose context has been current in this thread."""
-
-    def __init__(self) -> None:
-        self.devices: set[int] = set()
-
-
-_ENTERED = _Entered()
-
-
 def enter_context(index: int) -> None:
     """Make the context of device ``index``, the current one, that of this thread too: TMA descriptors need one."""
-    if index not in _ENTERED.devices:
+    entered = vars(_ENTERED).setdefault("devices", set())
+    if index not in entered:
         # a launch: nothing waits for it, and a stream that is being captured may hold it
         torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", index))
-        _ENTERED.devices.add(index)
-
-
-class _Memory:
-    """The parameters of a launch as the kernel declares them: pointers come first, then numbers; maps lie elsewhere."""
-
-    def __init__(
-        self, name: str, declared: list[tuple[str, int]], arguments: Sequence[Argument], places: Sequence[int]
-    ) -> None:
-        kinds: list[Argument] = []
-        for argument in arguments:
-            kinds += (argument, *argument.numbers) if isinstance(argument, Map) else (argument,)
-        more = [size for _, size in declared[len(kinds) :]]
-        if len(kinds) > len(declared) or more not in ([], [8], [8, 8]):  # addresses of scratch, which it does not use
-            raise ValueError(f"{name} declares {declared}, and {len(kinds)} parameters were given")
-        kinds += [0] * (len(declared) - len(kinds))
-        given, fixed, offsets = iter(places), b"", dict[int, int]()
-        self.pointers: list[int] = []  # their places among the addresses of a launch
-        self.maps: list[tuple[int, int, Encode]] = []  # number in the table, place of the address
-        first = 8 * sum(kind is POINTER for kind in kinds)  # byte of the numbers
-        for number, (kind, (letter, size)) in enumerate(zip(kinds, declared, strict=True)):
-            wanted = 8 if kind is POINTER else 128 if isinstance(kind, Map) else min(size, 8)
-            if size != wanted or (isinstance(kind, float) and letter != "f"):
-                given_was = "a pointer" if kind is POINTER else "a map" if isinstance(kind, Map) else kind
-                raise ValueError(f"parameter {number} of {name} is .{letter}{8 * size}, and {given_was} was given")
-            if kind is POINTER:
-                offsets[number] = 8 * len(self.pointers)
-                self.pointers.append(next(given))
-            elif isinstance(kind, Map):
-                self.maps.append((number, next(given), kind.encode))
-            else:
-                offsets[number] = first + len(fixed)
-                fixed += _number(kind, letter, size).ljust(8, b"\0")
-        self.buffer = ctypes.create_string_buffer(bytes(first) + fixed, max(first + len(fixed), 8))
-        self.table = (ctypes.c_void_p * len(declared))()
-        for number, offset in offsets.items():
-            self.table[number] = ctypes.addressof(self.buffer) + offset
+        entered.add(index)
 
 
 def driver_launch(
     name: str,
     compiled: Any,
     ptx: str,
-    grid: tuple[int, int, int],
+    grid: Grid,
     block: tuple[int, int],
-    arguments: Sequence[Argument],
-    places: Sequence[int],
+    arguments: Sequence[Pointer | Map | float],
     stream: Callable[[int], int],
-) -> Callable[[Addresses], None]:
+) -> LaunchAt:
     """Return a function that repeats a launch with tensors at other addresses, aligned alike, on the current stream.
 
-    ``arguments`` are those of the kernel that were not compiled in, ``places`` those of the address of each POINTER and
-    Map among all addresses, ``block`` threads and bytes of dynamic shared memory. ``compiled`` is kept: from Triton 3.8
-    on its last reference unloads the kernel. ``ValueError`` if the PTX declares other parameters.
+    ``arguments`` are those of the kernel that were not compiled in, ``block`` threads and bytes of dynamic shared
+    memory. ``compiled`` is kept: from Triton 3.8 on its last reference unloads the kernel. ``ValueError`` if the PTX
+    declares other parameters.
     """
-    memory, index = _Memory(name, parameters(ptx), arguments, places), torch.cuda.current_device()
+    declared, index = parameters(ptx), torch.cuda.current_device()
+    more = [8 - size for _, size in declared[len(arguments) :]]  # zeros: addresses of scratch, which it does not use
+    if len(arguments) > len(declared) or more not in ([], [0], [0, 0]):
+        raise ValueError(f"{name} declares {declared}, and {len(arguments)} parameters were given")
+    table = (ctypes.c_void_p * len(declared))()  # where the driver finds each parameter
+    pointers = (ctypes.c_uint64 * len(declared))()
+    places: list[int] = []
+    maps: list[tuple[int, int, dict[int, tuple[int, object]], Encode]] = []
+    numbers: list[ctypes.c_int64 | ctypes.c_float | ctypes.c_double] = []
+    for number, (argument, (letter, size)) in enumerate(zip((*arguments, *more), declared, strict=True)):
+        plain = not isinstance(argument, (Pointer, Map))
+        wanted = min(size, 8) if plain else 8 if isinstance(argument, Pointer) else TMA_MAP_BYTES
+        if size != wanted or (isinstance(argument, float) and letter != "f"):
+            raise ValueError(f"parameter {number} of {name} is .{letter}{8 * size}, and {argument} was given")
+        if isinstance(argument, Pointer):
+            table[number] = ctypes.addressof(pointers) + 8 * len(places)
+            places.append(argument.place)
+        elif isinstance(argument, Map):
+            maps.append((number, argument.place, {}, argument.encode))
+        else:
+            numbers.append(_number(argument, letter, size))
+            table[number] = ctypes.addressof(numbers[-1])
     config = _Config(*grid, block[0], 1, 1, block[1], None, None, 0)
     call, handle = _launch_function(), ctypes.c_void_p(compiled.function)
-    config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, memory.table))
-    buffer, table, pick = memory.buffer, memory.table, _picker(memory.pointers)
-    pack = struct.Struct(f"{len(memory.pointers)}Q").pack_into
-    maps = [(number, place, dict[int, tuple[int, object]](), encode) for number, place, encode in memory.maps]
+    config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, table))
+    pack, pick = struct.Struct(f"{len(places)}Q").pack_into, taker(places)
     lock = threading.Lock()  # config and parameters are one launch's until the driver has copied them
 
-    def launch(addresses: Addresses, _kept: object = compiled) -> None:
+    def launch(addresses: Addresses, _kept: object = (compiled, numbers)) -> None:
         with lock:
-            pack(buffer, 0, *pick(addresses))
+            pack(pointers, 0, *pick(addresses))
             for number, place, known, encode in maps:
                 address: Any = addresses[place]
                 table[number] = (known.get(address) or _encoded(address, known, encode, index))[0]
@@ -152,16 +127,10 @@ def error_text(error: int) -> str:
     return (text.value or b"unknown").decode()
 
 
-def _number(value: float, letter: str, size: int) -> bytes:
+def _number(value: float, letter: str, size: int) -> ctypes.c_int64 | ctypes.c_float | ctypes.c_double:
     if letter == "f":
-        return struct.pack("f" if size == 4 else "d", value)
-    return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-
-
-def _picker(places: list[int]) -> Callable[[Addresses], tuple[Any, ...]]:
-    if len(places) > 1:
-        return itemgetter(*places)
-    return (lambda addresses: (addresses[places[0]],)) if places else lambda addresses: ()
+        return ctypes.c_float(value) if size == 4 else ctypes.c_double(value)
+    return ctypes.c_int64(int(value))  # whose first bytes are those of a narrower one
 
 
 def _encoded(address: int, known: dict[int, tuple[int, object]], encode: Encode, index: int) -> tuple[int, object]:
@@ -177,8 +146,6 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@functools.cache
 def _launch_function() -> Callable[..., int]:
-    function = _library().cuLaunchKernelEx
-    function.restype = ctypes.c_int
+    function: Callable[..., int] = _library().cuLaunchKernelEx
     return function

@@ -16,10 +16,10 @@ from triton.errors import TritonError
 
 from tilefold.ops._shared._triton.cuda_driver import enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
-from tilefold.ops._shared._triton.tensors import Piece
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Grid, LaunchAt, Tma, bind, specialized
+from tilefold.ops._shared.internals import Grid, LaunchAt, bind, specialized
+from tilefold.ops._shared.plan import Launch
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
@@ -178,7 +178,7 @@ def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[
 
 
 class Step:
-    """A launch but for its tensors, which come first among a kernel's arguments; then numbers, then constants.
+    """A launch but for its tensors.
 
     In ``step(same, *tensors)``, ``same`` says that all begin at multiples of 16 bytes, for which kernels are compiled,
     and that nobody listens to launches. What is repeated is bound; shapes that never come back need not pay for that.
@@ -186,19 +186,18 @@ class Step:
 
     __slots__ = ("_grid", "_launcher", "_numbers", "_runs", "_tma", "bound_at")
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: Grid,
-        numbers: tuple[int | float, ...],
-        constants: dict[str, Any],
-        tma: tuple[Tma | None, ...] = (),
-    ) -> None:
-        self._launcher, self._grid, self._numbers, self._tma = launcher(kernel, constants), grid, numbers, tma
+    def __init__(self, planned: Launch) -> None:
+        self._launcher, self._grid, self._numbers = (
+            launcher(planned.kernel, planned.constants),
+            planned.grid,
+            planned.numbers,
+        )
+        names = planned.tensors.split() if planned.tma else []
+        self._tma = [planned.tma.get(name) if names.index(name) == place else None for place, name in enumerate(names)]
         self.bound_at: LaunchAt | None = None
         self._runs = 0
 
-    def __call__(self, same: bool, *tensors: Tensor | Piece | None) -> None:
+    def __call__(self, same: bool, *tensors: Tensor | None) -> None:
         if same and self.bound_at is not None:
             self.bound_at(tuple([None if x is None else x.data_ptr() for x in tensors]))
             return
@@ -207,13 +206,12 @@ class Step:
         if same and found is not None:
             self._runs += 1
             if self._runs == 2:
-                self.bound_at = bind(found[0], self._grid, arguments, (*self._numbers, *found[1]), self._tma)
+                self.bound_at = bind(found[0], self._grid, (*arguments, *found[1]), self._tma)
 
-    def _described(self, given: Sequence[Tensor | Piece | None]) -> Sequence[object]:
+    def _described(self, tensors: Sequence[Tensor | None]) -> Sequence[object]:
         """Tensors for Triton; a bound launch reads addresses, of which bool's are those of bytes."""
-        tensors = [tensor.tensor() if isinstance(tensor, Piece) else tensor for tensor in given]
         return [
             tensor.view(torch.uint8) if tma is None and tensor is not None and tensor.dtype == torch.bool
             else tensor if tma is None or tensor is None else tma.of(tensor)
-            for tensor, tma in zip_longest(tensors, self._tma[: len(tensors)])
+            for tensor, tma in zip_longest(tensors, self._tma)
         ]  # fmt: skip
