@@ -28,7 +28,7 @@ from tilefold.retrieval import (
 )
 from tilefold.retrieval.encoding import model_fingerprint
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.tokens import read_token_manifest
+from tilefold.retrieval.tokens import TokenManifest
 
 TEXTS = {
     "d0": "a cat sleeps",
@@ -68,7 +68,7 @@ class Way:
         return encode(self.model, texts, folder, **options)
 
     def manifest(self, folder: Path) -> Any:
-        return read_manifest(folder) if self.sparse else read_token_manifest(folder)
+        return read_manifest(folder) if self.sparse else TokenManifest.read(folder)
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
         """Id -> numbers, in the order of the folder."""

@@ -7,35 +7,35 @@ import json
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tilefold._files import write_json
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
 CHECKSUM = "checksum"  # of the other members of a JSON object, in it
+Json = dict[str, Any]  # a JSON object
 
 
-def require(module: str, package: str, purpose: str, extra: str = "retrieval") -> Any:
+def require(module: str, package: str, purpose: str, extra: str = "retrieval") -> ModuleType:
     """Import an optional `module`, or say which `package` to install and why it is needed."""
     try:
         return import_module(module)
     except ImportError as error:
-        raise MissingPackageError(
-            f"{purpose} needs the package {package}, which could not be imported ({error}). "
-            f"Install it with `pip install {package}` or `pip install 'tilefold[{extra}]'`."
-        ) from error
+        remedy = f"Install it with `pip install {package}` or `pip install 'tilefold[{extra}]'`."
+        raise MissingPackageError(f"{purpose} needs {package}, which cannot be imported ({error}). {remedy}") from error
 
 
-def write_json_object(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
+def write_json_object(path: Path, value: Mapping[str, object], *, durable: bool = False) -> None:
     """Write a JSON object with a checksum of itself, which :func:`read_json_object` compares."""
     write_json(path, {**value, CHECKSUM: _checksum(value)}, durable=durable)
 
 
-def _checksum(value: Mapping[str, Any]) -> str:
+def _checksum(value: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
+def read_json_object(path: Path, remedy: str) -> Json:
     """The JSON object in `path`, whose checksum is compared and left out; else an error that ends in `remedy`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -47,14 +47,12 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}. {remedy}")
     checksum = value.pop(CHECKSUM, None)
     if checksum is not None and checksum != _checksum(value):
-        raise DataError(
-            f"{path}: damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy} "
-            f"After an edit of your own, remove its {CHECKSUM!r}."
-        )
+        said = f"damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy}"
+        raise DataError(f"{path}: {said} After an edit of your own, remove its {CHECKSUM!r}.")
     return value
 
 
-def json_line(value: Any) -> str:
+def json_line(value: object) -> str:
     """`value` as a line of JSON in UTF-8; escapes are used only where a text has half a surrogate pair."""
     line = json.dumps(value, ensure_ascii=False)
     return (line if is_unicode(line) else json.dumps(value)) + "\n"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
+from typing import ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
 from tilefold._files import (
     LOCK,
@@ -21,7 +22,7 @@ from tilefold._files import (
     write_json,
 )
 from tilefold.pipeline.truncated import Truncation
-from tilefold.retrieval._files import read_json_object, write_json_object
+from tilefold.retrieval._files import Json, read_json_object, write_json_object
 from tilefold.retrieval.errors import DataError
 
 MANIFEST_NAME = "manifest.json"
@@ -30,10 +31,15 @@ SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
 TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 _OF_CUTS = {"count": int, "max_length": int | None}
+_OF_TOKENS = ("n_tokens", "layout")
 
 
+@dataclass(kw_only=True)
 class Manifest:
-    """The manifest of a folder of vectors; each kind lists these fields with its own, in the order of the file."""
+    """The manifest of a folder of vectors, with the fields that all kinds have, in the order of the file.
+
+    Those of a kind stand before them.
+    """
 
     LAYOUT: ClassVar[str]
     WHAT: ClassVar[str]  # is in a folder of this kind
@@ -41,15 +47,17 @@ class Manifest:
     IDENTITY: ClassVar[tuple[str, ...]]  # fields that make a folder this one, beside its settings
     TOTALS: ClassVar[dict[str, str]] = {"n_documents": "rows"}  # fields that sum up those of the shards
 
-    kind: str
-    n_texts: int | None
-    n_documents: int
-    shards: list[dict[str, Any]]
-    settings: dict[str, Any]
-    failed: dict[str, str]
-    partial: dict[str, Any]
-    truncated: dict[str, int | None]
-    complete: bool
+    n_documents: int = 0
+    n_tokens: int | None = None  # this and `layout` of token vectors alone
+    shards: list[Json] = field(default_factory=list)
+    settings: Json = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    partial: Json = field(default_factory=dict)
+    truncated: dict[str, int | None] = field(default_factory=dict)
+    complete: bool = False
+    n_texts: int | None = None
+    layout: str | None = None
+    schema_version: int = SCHEMA_VERSION
 
     @classmethod
     def read(cls: type[M], folder: Path) -> M:
@@ -65,7 +73,7 @@ class Manifest:
         version = value.get("schema_version")
         if version != SCHEMA_VERSION:
             raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
-        types = {name: type_ for name, type_ in get_type_hints(cls).items() if name.islower()}
+        types = {name: kind for name, kind in get_type_hints(cls).items() if name.islower()}
         try:
             manifest = cls(**{name: item for name, item in value.items() if name in types})
         except TypeError as error:
@@ -79,10 +87,16 @@ class Manifest:
             raise refused(f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed")
         return manifest
 
-    def wrong(self, types: Mapping[str, Any]) -> list[str]:
+    def to_dict(self) -> Json:
+        """The JSON object in the file."""
+        values, shared = asdict(self), [item.name for item in fields(Manifest)]
+        ordered = sorted(values, key=lambda name: name in shared)
+        return {name: values[name] for name in ordered if values[name] is not None or name not in _OF_TOKENS}
+
+    def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
         """Fields that are not of these `types`, or whose parts are not what they must be."""
         plain = {
-            name: type_ if isinstance(type_, UnionType) else get_origin(type_) or type_ for name, type_ in types.items()
+            name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind for name, kind in types.items()
         }
         if wrong := [name for name, type_ in plain.items() if not isinstance(getattr(self, name), type_)]:
             return wrong
@@ -120,7 +134,7 @@ class Receipt:
 
     key: str  # of the folder that it was written for
     size: int  # of the file in bytes
-    shard: dict[str, Any]  # what the manifest is to say of it
+    shard: Json  # what the manifest is to say of it
     failed: dict[str, str]  # id -> reason
 
     @staticmethod
@@ -142,13 +156,11 @@ def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet
     """Raise ``DataError`` where all texts of a shard failed: of a large one, or of all where `nothing_yet` has rows."""
     if failed and not rows and (len(failed) >= TOO_MANY or nothing_yet):
         name, why = next(iter(failed.items()))
-        raise DataError(
-            f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why}). "
-            "Check the model; earlier shards are kept."
-        )
+        said = f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({why})"
+        raise DataError(f"{said}. Check the model; earlier shards are kept.")
 
 
-class ShardWriter(Generic[M, V]):
+class ShardWriter(ABC, Generic[M, V]):
     """Write a folder shard by shard; one process at a time may use it.
 
     Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
@@ -173,11 +185,8 @@ class ShardWriter(Generic[M, V]):
         if earlier is not None and resume:
             changed = differences(self.identified(earlier), self.identified(manifest), "before", "now")
             if changed:
-                raise DataError(
-                    f"{self.path}: holds vectors with other settings ({changed}). "
-                    "Go on with the former ones, choose another folder, or write them again with resume=False (with "
-                    "--fresh on the command line)."
-                )
+                remedy = "Go on with the former ones, choose another folder, or take resume=False (--fresh)."
+                raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
             manifest = earlier
         self.manifest = manifest
         shards = f"part-*.{self.suffix}"
@@ -194,18 +203,14 @@ class ShardWriter(Generic[M, V]):
         """The manifest on disk, which another process may have written."""
         return self._kind.read(self.path)
 
-    def _check(self, vectors: V) -> None:
-        """Raise an error for vectors that do not belong into this folder."""
-        raise NotImplementedError
-
-    def _counts(self, vectors: V) -> dict[str, int]:
-        raise NotImplementedError
-
-    def _store(self, vectors: V, path: Path) -> None:
-        raise NotImplementedError
-
-    def _read(self, path: Path) -> V:
-        raise NotImplementedError
+    @abstractmethod
+    def _check(self, vectors: V) -> None: ...  # an error for vectors that do not belong into this folder
+    @abstractmethod
+    def _counts(self, vectors: V) -> dict[str, int]: ...
+    @abstractmethod
+    def _store(self, vectors: V, path: Path) -> None: ...
+    @abstractmethod
+    def _read(self, path: Path) -> V: ...
 
     def _earlier(self) -> M | None:
         if self.path.is_file():
@@ -213,13 +218,11 @@ class ShardWriter(Generic[M, V]):
         if (self.path / MANIFEST_NAME).exists():
             return self.listed()
         if self.path.exists() and any(not entry.name.endswith((".tmp", LOCK)) for entry in self.path.iterdir()):
-            raise FileExistsError(
-                f"{self.path}: expected a new folder or one with vectors, got one with other files. "
-                "Choose another path; nothing was overwritten."
-            )
+            expected = "expected a new folder or one with vectors, got one with other files"
+            raise FileExistsError(f"{self.path}: {expected}. Choose another path; nothing was overwritten.")
         return None
 
-    def identified(self, manifest: M) -> dict[str, Any]:
+    def identified(self, manifest: M) -> Json:
         """Settings that make a folder this one, by name."""
         return {name: getattr(manifest, name) for name in self._kind.IDENTITY} | manifest.settings
 
@@ -295,7 +298,7 @@ class ShardWriter(Generic[M, V]):
             del self.manifest.failed[name]
         self.list_shard(number, self.store_shard(number, vectors, cut), failed)
 
-    def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> dict[str, Any]:
+    def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> Json:
         """Write the file of shard `number`, of which `cut` says how many texts were cut; its entry for the manifest."""
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
@@ -308,7 +311,7 @@ class ShardWriter(Generic[M, V]):
         size = (self.path / stored["file"]).stat().st_size
         write_json(Receipt.file_of(self.path, number), asdict(Receipt(self.key, size, stored, dict(failed))))
 
-    def list_shard(self, number: int, stored: Mapping[str, Any], failed: Mapping[str, str] | None = None) -> None:
+    def list_shard(self, number: int, stored: Json, failed: Mapping[str, str] | None = None) -> None:
         """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
@@ -327,23 +330,15 @@ class ShardWriter(Generic[M, V]):
 
     def _check_next(self, number: int) -> None:
         if not 0 <= number <= len(self.manifest.shards):
-            raise ValueError(
-                f"number: expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
-                "Shards are written in order."
-            )
+            following = f"at most {len(self.manifest.shards)}, the next shard"
+            raise ValueError(f"number: expected {following}, got {number}. Shards are written in order.")
 
     def finish(self, n_texts: int | None = None) -> M:
-        """Mark the folder as complete: `n_texts` were given, each of which must have a row or a reason why not.
-
-        Raises:
-            DataError: they are not as many.
-        """
+        """Mark the folder as complete; ``DataError`` unless each of `n_texts` has a row or a reason why not."""
         rows, errors = self.manifest.n_documents, len(self.manifest.failed)
         if n_texts is not None and rows + errors != n_texts:
-            raise DataError(
-                f"{self.path}: expected {n_texts} texts, got {rows} rows and {errors} errors. "
-                "Write the vectors again with resume=False (with --fresh on the command line)."
-            )
+            got = f"{rows} rows and {errors} errors. Write the vectors again with resume=False (--fresh)"
+            raise DataError(f"{self.path}: expected {n_texts} texts, got {got}.")
         self.manifest.n_texts = n_texts
         self.manifest.complete = True
         self._save()
@@ -351,15 +346,15 @@ class ShardWriter(Generic[M, V]):
         return self.manifest
 
     def _save(self) -> None:
-        write_json_object(self.path / MANIFEST_NAME, asdict(self.manifest))  # type: ignore[call-overload]
+        write_json_object(self.path / MANIFEST_NAME, self.manifest.to_dict())
 
 
-def _cut(found: Truncation | None) -> dict[str, Any]:
+def _cut(found: Truncation | None) -> Json:
     """Manifest entry of texts that were cut; nothing where they were not counted."""
     return {} if found is None else {"truncated": {"count": found.count, "max_length": found.max_length}}
 
 
-def _truncation(*entries: Mapping[str, Any]) -> Truncation | None:
+def _truncation(*entries: Json) -> Truncation | None:
     """Number of texts that were cut, by manifest entries of shards; None where one was written without counting."""
     found = Truncation()
     for entry in entries:
@@ -369,7 +364,7 @@ def _truncation(*entries: Mapping[str, Any]) -> Truncation | None:
     return found
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, second: str) -> str:
+def differences(one: Json, other: Json, first: str, second: str) -> str:
     """Settings in which two folders differ, in words; empty where in none."""
     digests = {"texts_sha256": "other texts", "model_fingerprint": "another model, or other weights"}
     return "; ".join(
@@ -379,11 +374,11 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], first: str, se
     )
 
 
-def _has(value: Any, types: Mapping[str, Any]) -> bool:
+def _has(value: object, types: Mapping[str, type | UnionType]) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), type_) for name, type_ in types.items())
 
 
-def _counts_cuts(value: Any) -> bool:
+def _counts_cuts(value: Json) -> bool:
     """Whether it says how many texts were cut, or, empty, that they were not counted."""
     return value == {} or (_has(value, _OF_CUTS) and len(value) == len(_OF_CUTS))
 
@@ -391,13 +386,11 @@ def _counts_cuts(value: Any) -> bool:
 def check_whole(folder: Path, manifest: Manifest) -> None:
     """Raise ``DataError`` unless the writer of `folder` has finished."""
     if not manifest.complete:
-        raise DataError(
-            f"{folder}: expected complete vectors, got {len(manifest.shards)} shard(s) of an unfinished run. "
-            "Run the same `tilefold encode` again to resume it."
-        )
+        got = f"{len(manifest.shards)} shard(s) of an unfinished run. Run the same `tilefold encode` again to resume it"
+        raise DataError(f"{folder}: expected complete vectors, got {got}.")
 
 
-def shard_file(folder: Path, shard: Mapping[str, Any], *, verify: bool = True) -> Path:
+def shard_file(folder: Path, shard: Json, *, verify: bool = True) -> Path:
     """The file of a listed shard, checked against its checksum."""
     name = str(shard["file"])
     file = folder / name

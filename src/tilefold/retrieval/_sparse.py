@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,13 @@ from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_offsets, no_weight, outside
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
+
+if TYPE_CHECKING:
+    import torch
+
+Longs = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass
@@ -30,14 +36,14 @@ class SparseVectors:
         provenance: the model and the texts that the vectors were made from, as far as they are known.
 
     Raises:
-        DataError: shapes that do not fit, an index out of range or twice in a row, a weight that is NaN,
-            infinite or negative, an empty or repeated id. The message names the row.
+        DataError: shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite or
+            negative, an empty or repeated id. The message names the row.
     """
 
     ids: list[str]
-    indptr: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int32]
-    data: npt.NDArray[np.float32]
+    indptr: Longs
+    indices: Ints
+    data: Floats
     vocab_size: int
     fingerprint: str | None = None
     provenance: Provenance = field(default_factory=Provenance)
@@ -63,16 +69,12 @@ class SparseVectors:
             raise DataError(f"indices and data: expected two flat arrays of one length, got {got}.")
         check_offsets(self.indptr, nnz)
         if (at := outside(self.indices, self.vocab_size)) is not None:
-            raise DataError(
-                f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[at]} "
-                f"for {self._owner(at)}. Were the vectors made with another vocabulary?"
-            )
+            got = f"{self.indices[at]} for {self._owner(at)}. Were the vectors made with another vocabulary?"
+            raise DataError(f"indices: expected terms in [0, {self.vocab_size}), got {got}")
         if (at := no_weight(self.data)) is not None:
             bad = int((~np.isfinite(self.data) | (self.data < 0)).sum())
-            raise DataError(
-                f"data: expected finite weights of at least 0, got {self.data[at]} for {self._owner(at)} "
-                f"({bad} in all). Check the model's output and its activation."
-            )
+            got = f"{self.data[at]} for {self._owner(at)} ({bad} in all). Check the model's output and its activation"
+            raise DataError(f"data: expected finite weights of at least 0, got {got}.")
 
     def _sort_rows(self) -> None:
         rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
@@ -105,7 +107,7 @@ class SparseVectors:
 
     @classmethod
     def from_torch(
-        cls, ids: Sequence[str], matrix: Any, fingerprint: str | None = None, min_weight: float = 0.0
+        cls, ids: Sequence[str], matrix: torch.Tensor, fingerprint: str | None = None, min_weight: float = 0.0
     ) -> SparseVectors:
         """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
 
@@ -113,7 +115,8 @@ class SparseVectors:
         Entries that are 0, or positive and not above `min_weight`, are dropped; NaN and negative entries are
         kept so that they are reported.
         """
-        torch = import_module("torch")
+        import torch
+
         if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or matrix.shape[0] != len(ids):
             got = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
             raise DataError(f"matrix: expected a tensor [{len(ids)}, V] for {len(ids)} ids, got {got}.")
@@ -124,7 +127,7 @@ class SparseVectors:
             rows = torch.repeat_interleave(torch.arange(len(ids), device=matrix.device), counts)
             columns, values = matrix.col_indices(), matrix.values()
         else:
-            sparse = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix.to_sparse_coo()
+            sparse = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix.to_sparse()
             rows, columns = sparse.indices().unbind(0)
             values = sparse.values()
         keep = (values > min_weight) | (values < 0) | values.isnan()
@@ -152,7 +155,7 @@ class SparseVectors:
             Provenance.shared(part.provenance for part in parts),
         )
 
-    def take(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> SparseVectors:
+    def take(self, rows: Sequence[int] | Longs) -> SparseVectors:
         """The given rows, in the given order, as vectors of their own."""
         chosen = np.asarray(rows, dtype=np.int64)
         starts, lengths = self.indptr[chosen], np.diff(self.indptr)[chosen]
@@ -173,7 +176,7 @@ class SparseVectors:
     def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
         return replace(self, indptr=offsets_of(keep)[self.indptr], indices=self.indices[keep], data=self.data[keep])
 
-    def row(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    def row(self, i: int) -> tuple[Ints, Floats]:
         """Terms and weights of row `i`."""
         low, high = int(self.indptr[i]), int(self.indptr[i + 1])
         return self.indices[low:high], self.data[low:high]
@@ -182,9 +185,16 @@ class SparseVectors:
         return len(self.ids)
 
 
-def check_same_vocabulary(
-    left: SparseVectors | Any, right: SparseVectors | Any, left_name: str, right_name: str
-) -> None:
+class HasVocabulary(Protocol):
+    """Vectors, a manifest of some, or an index."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def fingerprint(self) -> str | None: ...
+
+
+def check_same_vocabulary(left: HasVocabulary, right: HasVocabulary, left_name: str, right_name: str) -> None:
     """Raise VocabularyMismatchError unless sizes are equal, and fingerprints too where both are known."""
     if left.vocab_size != right.vocab_size:
         expected, got = f"with {left.vocab_size} terms", f"with {right.vocab_size}"
@@ -193,13 +203,11 @@ def check_same_vocabulary(
         got = f"of the same size (fingerprint {right.fingerprint[:12]})"
     else:
         return
-    raise VocabularyMismatchError(
-        f"{right_name}: expected the vocabulary of {left_name} {expected}, got one {got}. "
-        "Encode both with the same model."
-    )
+    wanted = f"expected the vocabulary of {left_name} {expected}, got one {got}"
+    raise VocabularyMismatchError(f"{right_name}: {wanted}. Encode both with the same model.")
 
 
-def _as_int32(indices: Any) -> npt.NDArray[np.int32]:
+def _as_int32(indices: npt.ArrayLike) -> Ints:
     array = np.asarray(indices)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"indices: expected integers, got {array.dtype}.")

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from types import ModuleType, UnionType
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,14 +17,7 @@ from torch import Tensor
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.retrieval._checks import check_offsets, no_weight
 from tilefold.retrieval._files import require
-from tilefold.retrieval._shards import (
-    REMEDY,
-    SCHEMA_VERSION,
-    Manifest,
-    ShardWriter,
-    check_whole,
-    shard_file,
-)
+from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
 from tilefold.retrieval._sparse import check_ids
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance
@@ -63,10 +57,9 @@ class TokenVectors:
         check_offsets(offsets.cpu().numpy(), values.size(0), "offsets")
         if (self.scales is not None) != (values.dtype == torch.int8):
             raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
-        if self.scales is not None and (
-            self.scales.dtype != torch.float32 or tuple(self.scales.shape) != (values.size(0),)
-        ):
-            raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(self.scales)}.")
+        scales, wanted = self.scales, (values.size(0),)
+        if scales is not None and (scales.dtype != torch.float32 or tuple(scales.shape) != wanted):
+            raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(scales)}.")
 
     @classmethod
     def pack(cls, ids: Sequence[str], vectors: Sequence[Tensor], dimension: int, storage: str) -> TokenVectors:
@@ -124,12 +117,11 @@ class TokenVectors:
         scales = [part.scales for part in parts if part.scales is not None]
         with torch.autocast("cpu", enabled=False):  # numpy, because torch lacks the operation for fp16 on the CPU
             values = torch.cat([part.values for part in parts])
-        return cls(
+        names, offsets = (
             [name for part in parts for name in part.ids],
             torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-            values,
-            torch.cat(scales) if scales else None,
         )
+        return cls(names, offsets, values, torch.cat(scales) if scales else None)
 
 
 def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str, numbers: Tensor) -> None:
@@ -181,24 +173,15 @@ class TokenManifest(Manifest):
     model_fingerprint: str | None = None
     model_source: str | None = None
     kind: str = "document"
-    n_documents: int = 0
-    n_tokens: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    partial: dict[str, Any] = field(default_factory=dict)
-    truncated: dict[str, int | None] = field(default_factory=dict)
-    complete: bool = False
-    n_texts: int | None = None
-    layout: str = "tokens"
-    schema_version: int = SCHEMA_VERSION
+    n_tokens: int = field(default=0, kw_only=True)
+    layout: str = field(default="tokens", kw_only=True)
 
     @property
     def provenance(self) -> Provenance:
         """Model and texts, as far as they are known."""
         return Provenance(self.model_fingerprint, self.settings.get("texts_sha256"))
 
-    def wrong(self, types: Mapping[str, Any]) -> list[str]:
+    def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
         """See :meth:`Manifest.wrong`."""
         return super().wrong(types) or ([] if self.storage in STORAGES else ["storage"])
 
@@ -218,10 +201,8 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     def _check(self, vectors: TokenVectors) -> None:
         expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
         if (vectors.dimension, vectors.values.dtype) != expected:
-            raise DataError(
-                f"vectors: expected D={expected[0]} in {expected[1]} as in the folder, got "
-                f"{vectors.values.dtype} {list(vectors.values.shape)}."
-            )
+            wanted = f"D={expected[0]} in {expected[1]} as in the folder"
+            raise DataError(f"vectors: expected {wanted}, got {_described(vectors.values)}.")
 
     def _counts(self, vectors: TokenVectors) -> dict[str, int]:
         return {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
@@ -236,11 +217,6 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
 
     def _read(self, path: Path) -> TokenVectors:
         return _read_shard(path)
-
-
-def read_token_manifest(path: str | Path) -> TokenManifest:
-    """The manifest of the folder `path`, complete or not; as :func:`tilefold.retrieval.read_manifest`."""
-    return TokenManifest.read(Path(path))
 
 
 class TokenStore:
@@ -304,12 +280,12 @@ def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
     Errors are those of :func:`tilefold.retrieval.read_vectors`.
     """
     folder = Path(path)
-    manifest = read_token_manifest(folder)
+    manifest = TokenManifest.read(folder)
     check_whole(folder, manifest)
     return TokenStore(folder, manifest, verify=verify)
 
 
-def _safetensors() -> Any:
+def _safetensors() -> ModuleType:
     require("safetensors.torch", "safetensors", "Storing token vectors")
     return require("safetensors", "safetensors", "Storing token vectors")
 

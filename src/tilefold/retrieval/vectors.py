@@ -4,41 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
 from tilefold._files import atomic_file
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._files import json_line, require
-from tilefold.retrieval._shards import (
-    REMEDY,
-    SCHEMA_VERSION,
-    Manifest,
-    ShardWriter,
-    check_whole,
-    shard_file,
-)
-from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
+from tilefold.retrieval._files import Json, json_line, require
+from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
+from tilefold.retrieval._sparse import Floats, Ints, Longs, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 
-__all__ = [
-    "SparseVectorWriter",
-    "SparseVectors",
-    "VectorManifest",
-    "check_same_vocabulary",
-    "export_jsonl",
-    "iter_shards",
-    "read_manifest",
-    "read_rows",
-    "read_vectors",
-    "vocabulary_fingerprint",
-    "write_vectors",
-]
+__all__ = ["SparseVectorWriter", "SparseVectors", "VectorManifest", "check_same_vocabulary", "export_jsonl"]
+__all__ += ["iter_shards", "read_manifest", "read_rows", "read_vectors", "vocabulary_fingerprint", "write_vectors"]
 
 
 @dataclass
@@ -72,45 +54,29 @@ class VectorManifest(Manifest):
     fingerprint: str | None
     model_name: str | None
     kind: str = "document"
-    n_documents: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    partial: dict[str, Any] = field(default_factory=dict)
-    truncated: dict[str, int | None] = field(default_factory=dict)
-    complete: bool = False
-    n_texts: int | None = None
-    schema_version: int = SCHEMA_VERSION
 
     @property
     def provenance(self) -> Provenance:
         """Model and texts, as far as the settings name them."""
         return Provenance.from_dict(self.settings)
 
-    def vectors(self, ids: list[str], indptr: Any, indices: Any, weights: Any) -> SparseVectors:
+    def vectors(self, ids: list[str], indptr: Longs, indices: Ints, weights: Floats) -> SparseVectors:
         """CSR arrays as vectors of this folder's vocabulary, model and texts."""
         return SparseVectors(ids, indptr, indices, weights, self.vocab_size, self.fingerprint, self.provenance)
 
     def no_vectors(self) -> SparseVectors:
         """The vectors of a folder without rows."""
-        return self.vectors([], [0], [], [])
+        return self.vectors([], np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
-    """Write vectors shard by shard; one process at a time may use a folder.
+    """Write vectors shard by shard into the folder `path`; one process at a time may use it.
 
     Shards and manifest are replaced atomically and a shard counts only once the manifest lists it, so that an
-    interrupted writer can be resumed.
-
-    Args:
-        path: the folder, made when missing.
-        vocab_size, fingerprint, model_name, kind, settings: see :class:`VectorManifest`.
-        resume: keep the shards of an earlier writer with the same settings. With False, they are discarded.
-        lists: with False, files of shards are made for a writer in another process, which lists them.
-
-    Raises:
-        FileExistsError: `path` holds files but no manifest, so it is not a folder of vectors.
-        DataError: ``resume=True`` and the earlier vectors have other settings.
+    interrupted writer can be resumed: `resume` keeps the shards of an earlier one, else they are discarded. With
+    ``lists=False``, shards are made for a writer in another process, which lists them. The others are fields of
+    :class:`VectorManifest`. ``FileExistsError`` for a folder with other files, ``DataError`` where it goes on with
+    other settings.
     """
 
     suffix = "parquet"
@@ -123,7 +89,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         fingerprint: str | None = None,
         model_name: str | None = None,
         kind: str = "document",
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         resume: bool = False,
         lists: bool = True,
     ) -> None:
@@ -138,7 +104,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         return {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
 
     def _store(self, vectors: SparseVectors, path: Path) -> None:
-        pa, pq = _arrow()
+        pa, parquet = _arrow()
         if vectors.indices.size > np.iinfo(np.int32).max:
             raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
         offsets = pa.array(vectors.indptr.astype(np.int32))
@@ -149,7 +115,9 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         }
         # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no float twice
         encodings = {"indices.list.element": "DELTA_BINARY_PACKED", "weights.list.element": "BYTE_STREAM_SPLIT"}
-        pq.write_table(pa.table(columns), path, compression="zstd", use_dictionary=False, column_encoding=encodings)
+        parquet.write_table(
+            pa.table(columns), path, compression="zstd", use_dictionary=False, column_encoding=encodings
+        )
 
     def _read(self, path: Path) -> SparseVectors:
         return _read_parquet(path, self.manifest)
@@ -161,11 +129,9 @@ def read_manifest(path: str | Path) -> VectorManifest:
 
 
 def read_vectors(path: str | Path) -> SparseVectors:
-    """Read a folder of vectors into memory.
+    """Read a folder of vectors into memory; ``FileNotFoundError`` where a file is missing.
 
-    Raises:
-        FileNotFoundError: no manifest or a listed shard is missing.
-        DataError: the writer did not finish, or a shard is damaged or holds bad vectors; names the file.
+    ``DataError`` names the folder of a writer that did not finish, or a shard that is damaged or holds bad vectors.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -198,7 +164,7 @@ def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Ite
         yield _read_shard(folder, shard, manifest)
 
 
-def _read_shard(folder: Path, shard: Mapping[str, Any], manifest: VectorManifest) -> SparseVectors:
+def _read_shard(folder: Path, shard: Json, manifest: VectorManifest) -> SparseVectors:
     file = shard_file(folder, shard)
     vectors = _read_parquet(file, manifest)
     if len(vectors) != shard["rows"]:
@@ -241,21 +207,16 @@ def export_jsonl(
     """Write one line ``{"id", "contents", "vector": {token: weight}}`` per vector, as Anserini and Pyserini read it.
 
     Args:
-        tokens: token of each index; the index itself, as text, when None.
+        tokens: token of each index; the index itself, as text, when None. ``VocabularyMismatchError`` for an index
+            without one, ``DataError`` for two terms of a vector with one text, which a JSON object cannot hold.
         contents: id -> text for the ``contents`` field, which is empty otherwise.
-        scale: weights become ``round(weight * scale)``, for engines that index integer impacts (100 is
-            usual); terms that round to 0 are dropped. Floats are written when None.
-
-    Raises:
-        VocabularyMismatchError: a weight at an index for which there is no token.
-        DataError: two terms of one vector have the same token text, and a JSON object cannot hold both.
+        scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is usual); terms that
+            round to 0 are dropped. Floats are written when None.
     """
     highest = int(vectors.indices.max()) if vectors.indices.size else -1
     if tokens is not None and highest >= len(tokens):
-        raise VocabularyMismatchError(
-            f"tokens: expected a token for every index up to {highest}, got {len(tokens)} tokens. "
-            "Pass the vocabulary of the model that made the vectors."
-        )
+        got = f"{len(tokens)} tokens. Pass the vocabulary of the model that made the vectors"
+        raise VocabularyMismatchError(f"tokens: expected a token for every index up to {highest}, got {got}.")
     with atomic_file(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for i, row_id in enumerate(vectors.ids):
             terms, weights = vectors.row(i)
@@ -269,10 +230,9 @@ def export_jsonl(
             stream.write(json_line(line))
 
 
-def _arrow() -> tuple[Any, Any]:
+def _arrow() -> tuple[ModuleType, ModuleType]:
     """``pyarrow`` and ``pyarrow.parquet``, or an error that says how to install them."""
-    pa, pq = (require(name, "pyarrow", "Storing vectors") for name in ("pyarrow", "pyarrow.parquet"))
-    return pa, pq
+    return require("pyarrow", "pyarrow", "Storing vectors"), require("pyarrow.parquet", "pyarrow", "Storing vectors")
 
 
 @contextmanager
