@@ -19,8 +19,9 @@ import torch.distributed as dist
 from tilefold._files import LOCK, InUseError, hold_folder, scratch_folder
 from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import IN_FLIGHT
-from tilefold.retrieval._shards import Receipt, check_some, differences
-from tilefold.retrieval._streamed import WAITING_SHARDS, Job, Shard, V, encode_shards
+from tilefold.retrieval._files import Json
+from tilefold.retrieval._shards import M, Receipt, V, check_some, differences
+from tilefold.retrieval._streamed import WAITING_SHARDS, Job, Shard, encode_shards
 from tilefold.retrieval.errors import DataError, RankError
 
 # that a rank has taken and not yet encoded: few at the end of the work, but more than a stream holds back of one batch
@@ -46,7 +47,7 @@ class Meeting:
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._looked = 0.0  # when it was seen that the others live
 
-    def say(self, name: str, value: Any) -> None:
+    def say(self, name: str, value: object) -> None:
         self._store.set(name, json.dumps(value))
 
     def said(self, *names: str) -> bool:
@@ -141,16 +142,14 @@ def _homes(group: dist.ProcessGroup, home: Path) -> list[Path]:
     try:
         with _come_in_time():
             dist.monitored_barrier(cpu, timeout=timedelta(seconds=MEET_SECONDS), wait_all_ranks=True)
-        places: list[Any] = [None] * dist.get_world_size(cpu)
+        places = [("", "")] * dist.get_world_size(cpu)
         dist.all_gather_object(places, (_machine(), str(home)), group=cpu)
     finally:
         if own:
             dist.destroy_process_group(cpu)
     if len({machine for machine, _ in places}) > 1:
-        raise RankError(
-            "group: expected ranks of one machine, got several machines. Give each machine a part of the texts, or "
-            "encode with an engine that is made for it."
-        )
+        remedy = "Give each machine a part of the texts, or encode with an engine that is made for it."
+        raise RankError(f"group: expected ranks of one machine, got several machines. {remedy}")
     return [Path(path) for _, path in places]
 
 
@@ -170,10 +169,9 @@ def _come_in_time() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankError(
-            f"group: expected a call on every rank of the process group within {MEET_SECONDS:.0f} s, and some did not "
-            f"come ({' '.join(str(error).split())[:200]}). Call it on all ranks, or with group=None on one alone."
-        ) from error
+        said = f"within {MEET_SECONDS:.0f} s, and some did not come ({' '.join(str(error).split())[:200]})"
+        remedy = "Call it on all ranks, or with group=None on one alone."
+        raise RankError(f"group: expected a call on every rank of the process group {said}. {remedy}") from error
 
 
 def _machine() -> str:
@@ -184,14 +182,14 @@ def _machine() -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-class RankShards(Generic[V]):
+class RankShards(Generic[M, V]):
     """Shards of one rank of a process group; only whole ones are kept, and only the first rank reports.
 
     Each rank takes the next shard when it is ready for one, so none waits while there is one, whatever their lengths,
     and leaves it with a receipt. The first rank holds the folder, and lists shards in their order.
     """
 
-    def __init__(self, job: Job[V], ranks: Meeting) -> None:
+    def __init__(self, job: Job[M, V], ranks: Meeting) -> None:
         self.job, self.ranks = job, ranks
         self.chunks = job.chunks()
         self.writer: Any = None  # a ShardWriter, once it is open
@@ -200,7 +198,7 @@ class RankShards(Generic[V]):
         self._agreed = False
         self._places = threading.Semaphore(OPEN_SHARDS)
 
-    def lead(self) -> Any:
+    def lead(self) -> M:
         """Encode, list what all ranks leave, and report; the complete manifest."""
         late = self.job.opens_late()
         if not late:
@@ -216,15 +214,16 @@ class RankShards(Generic[V]):
             self._step()
             time.sleep(POLL_SECONDS)
         self._step()
-        manifest = self.writer.finish(len(self.job.texts))
+        manifest: M = self.writer.finish(len(self.job.texts))
         self.ranks.say("over", True)
         return manifest
 
-    def help(self) -> Any:
+    def help(self) -> M:
         """Encode; the complete manifest, once the first rank has listed all."""
         self._encode(self._join)
         self.ranks.heard("over")
-        return self.writer.listed()
+        manifest: M = self.writer.listed()
+        return manifest
 
     def _encode(self, open_late: Callable[[], None] | None) -> None:
         shards = self._taken()
@@ -248,8 +247,8 @@ class RankShards(Generic[V]):
         if self.ranks.heard("open") != mine:
             self.ranks.heard("over")  # the first rank says what differs
 
-    def _identity(self) -> dict[str, Any]:
-        identity: dict[str, Any] = json.loads(json.dumps(self.writer.identified(self.writer.manifest)))
+    def _identity(self) -> Json:
+        identity: Json = json.loads(json.dumps(self.writer.identified(self.writer.manifest)))
         return identity
 
     def _taken(self) -> Iterator[Shard[V] | None]:
@@ -308,13 +307,9 @@ class RankShards(Generic[V]):
         if self._agreed or not self.ranks.said(*(f"identity of {rank}" for rank in others)):
             return self._agreed
         for rank in others:
-            changed = differences(
-                self._identity(), self.ranks.heard(f"identity of {rank}"), "on rank 0", f"on rank {rank}"
-            )
-            if changed:
-                raise DataError(
-                    f"rank {rank} encodes something else ({changed}). Give all ranks of the group the same model, "
-                    "texts and settings, or group=None to a rank on its own."
-                )
+            other = self.ranks.heard(f"identity of {rank}")
+            if changed := differences(self._identity(), other, "on rank 0", f"on rank {rank}"):
+                remedy = "Give all ranks of the group the same model, texts and settings, or group=None to one alone."
+                raise DataError(f"rank {rank} encodes something else ({changed}). {remedy}")
         self._agreed = True
         return True

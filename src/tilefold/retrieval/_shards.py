@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -114,6 +114,9 @@ class Vectors(Protocol):
     ids: list[str]
 
     def __len__(self) -> int: ...
+    def take(self: V, rows: Sequence[int]) -> V: ...
+    @classmethod
+    def concatenate(cls: type[V], parts: Sequence[V]) -> V: ...
 
 
 V = TypeVar("V", bound=Vectors)

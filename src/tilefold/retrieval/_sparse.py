@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -137,9 +137,8 @@ class SparseVectors:
         return cls(list(ids), *arrays, int(matrix.shape[1]), fingerprint)
 
     @classmethod
-    def concatenate(cls, parts: Iterable[SparseVectors]) -> SparseVectors:
+    def concatenate(cls, parts: Sequence[SparseVectors]) -> SparseVectors:
         """All rows of `parts`, at least one of them and all of one vocabulary, in order."""
-        parts = list(parts)
         if not parts:
             raise ValueError("parts: expected at least one set of vectors, got an empty list.")
         for number, part in enumerate(parts[1:], start=1):

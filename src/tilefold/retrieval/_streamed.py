@@ -16,14 +16,16 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple
+
+from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
-from tilefold.pipeline.rows import Batch, Begun, Window, WindowEnd, halved, say_unused_batch_tokens
+from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, halved, say_unused_batch_tokens
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._files import check_text_ids
-from tilefold.retrieval._shards import Part, ShardWriter, Vectors, check_some
+from tilefold.retrieval._shards import M, Part, ShardWriter, V, check_some
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.truncation import cut_texts
 
@@ -31,20 +33,11 @@ WAITING_SHARDS = 2  # that are encoded and not written
 PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
 Kind = Literal["document", "query"]
-V = TypeVar("V", bound=Vectors)
-Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]
+Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]  # items
 
 
 class Output(NamedTuple):
-    """Destination of vectors, and save intervals.
-
-    Attributes:
-        folder: where they are written.
-        shard_size: texts of a shard.
-        save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
-        progress: called with the texts done and the texts in all.
-        resume: keep what an earlier run wrote.
-    """
+    """Folder of vectors, and how it is written, in the words of :func:`tilefold.retrieval.encode_collection`."""
 
     folder: Path
     shard_size: int = 1024
@@ -68,7 +61,7 @@ class Output(NamedTuple):
 IN_MEMORY = Output(Path())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Encoding(ABC):
     """Options of encoding texts, apart from the model; can be sent to other processes.
 
@@ -92,12 +85,14 @@ class Encoding(ABC):
                 raise ValueError(f"{name}: expected at least 1, got {value}.")
 
     @abstractmethod
-    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> Job[Any]:
+    def job(
+        self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
+    ) -> Job[Any, Any]:
         """The work of a sentence-transformers `model`, which is looked at, so that a wrong one is an error."""
 
 
 @dataclass
-class Job(ABC, Generic[V]):
+class Job(ABC, Generic[M, V]):
     """A model and what it is to make of texts: vectors in memory, or a folder of them."""
 
     fused: ClassVar[str]  # attribute of an accelerated model that has a stream
@@ -106,7 +101,7 @@ class Job(ABC, Generic[V]):
     how: Encoding
     model: Model
     size: int  # of a vector
-    texts: Mapping[str, Any]  # id -> text
+    texts: Mapping[str, object]  # id -> text
     output: Output = IN_MEMORY
     texts_sha256: Callable[[], str] = str  # called when the folder is opened
 
@@ -122,15 +117,15 @@ class Job(ABC, Generic[V]):
             say_unused_batch_tokens()
 
     @abstractmethod
-    def run(self, texts: list[str]) -> Any:
+    def run(self, texts: list[str]) -> Tensor | list[Tensor]:
         """Rows of some texts of similar length, longest first, by a model that is not accelerated."""
 
-    def plain(self, windows: Iterator[Window | None]) -> Generator[Any, None, None]:
+    def plain(self, windows: Iterator[Window | None]) -> Generator[Item, None, None]:
         """Batches of all texts without threads, as :class:`tilefold.pipeline.rows.Item` says."""
         yield Begun()
         size, seen = self.how.batch_size or PLAIN_TEXTS, Truncation()
 
-        def attempt(part: list[int]) -> Any:
+        def attempt(part: list[int]) -> Tensor | list[Tensor]:
             nonlocal seen
             with watching() as seen:
                 return self.run([texts[place] for place in part])
@@ -158,7 +153,7 @@ class Job(ABC, Generic[V]):
         """Digest of the model, which takes a while."""
 
     @abstractmethod
-    def open_writer(self, lists: bool) -> ShardWriter[Any, Any]:
+    def open_writer(self, lists: bool) -> ShardWriter[M, V]:
         """The writer of the folder, which `lists` shards, or leaves them to another one."""
 
     def chunks(self) -> list[list[str]]:
@@ -196,7 +191,7 @@ class Shard(Generic[V]):
 
     number: int
     ids: list[str]
-    texts: Mapping[str, Any]  # id -> text, of these and perhaps of others
+    texts: Mapping[str, object]  # id -> text, of these and perhaps of others
     strings: list[str] = field(default_factory=list)  # ids of those that can be encoded at all
     done: list[V] = field(default_factory=list)  # in batches
     failed: dict[str, str] = field(default_factory=dict)  # id -> reason
@@ -232,9 +227,9 @@ class Shard(Generic[V]):
         """Its texts for a stream of a model."""
         known = {name for vectors in self.done for name in vectors.ids} | self.failed.keys()
         skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
-        return Window([self.texts[name] for name in self.strings], skip, functools.partial(cut_texts, model))
+        return Window([str(self.texts[name]) for name in self.strings], skip, functools.partial(cut_texts, model))
 
-    def take(self, batch: Batch, job: Job[V]) -> None:
+    def take(self, batch: Batch, job: Job[Any, V]) -> None:
         """A batch of the stream; what fails of it, such as NaN in a row, loses no other text."""
         self.cut.add(0, batch.cut, batch.max_length)
         names = [self.strings[place] for place in batch.places]
@@ -248,19 +243,18 @@ class Shard(Generic[V]):
             else:
                 self.done.append(outcome)
 
-    def assembled(self, job: Job[V]) -> tuple[V, dict[str, str]]:
+    def assembled(self, job: Job[Any, V]) -> tuple[V, dict[str, str]]:
         """All vectors in the order of the texts, and the failed ones."""
         failed = {name: self.failed[name] for name in self.ids if name in self.failed}
         if not self.done:
             return job.nothing(), failed
-        whole: Any = self.part()
+        whole = self.part()
         row_of = {name: row for row, name in enumerate(whole.ids)}
         return whole.take([row_of[name] for name in self.ids if name in row_of]), failed
 
     def part(self) -> V:
         """All vectors in the order in which they were made; there are some."""
-        whole: V = type(self.done[0]).concatenate(self.done)  # type: ignore[attr-defined]
-        return whole
+        return type(self.done[0]).concatenate(self.done)
 
     def written(self) -> None:
         """Forget the vectors, which are on disk."""
@@ -273,7 +267,7 @@ def reason(error: Exception) -> str:
 
 
 def encode_shards(
-    job: Job[V],
+    job: Job[Any, V],
     shards: Iterable[Shard[V] | None],
     write: Callable[[Shard[V]], None],
     behind: Behind,
@@ -294,7 +288,7 @@ def encode_shards(
 
     with closing(job.stream(windows())) as items:
         next(items)  # the stream has begun
-        first: list[Any] = []
+        first: list[Batch | WindowEnd] = []
         if open_late is not None:
             _ = job.fingerprint  # while the first texts are tokenised: it reads the model, which waits for the device
             first = list(islice(items, 1))
@@ -311,17 +305,17 @@ def encode_shards(
         behind.drain()
 
 
-class FolderShards(Generic[V]):
+class FolderShards(Generic[M, V]):
     """Shards of one process, which lists them and keeps a part of the one that it is at."""
 
-    def __init__(self, job: Job[V]) -> None:
+    def __init__(self, job: Job[M, V]) -> None:
         self.job, self.save_seconds = job, 60 * job.output.save_minutes
         self.total = len(job.texts)
         self.writer: Any = None  # a ShardWriter, once it is open
         self.left: deque[Shard[V]] = deque()  # the first was not seen to be written
         self.finished = self.reported = 0
 
-    def run(self) -> Any:
+    def run(self) -> M:
         """Encode and write; the complete manifest."""
         late = self.job.opens_late()
         self.writer = None if late else self.job.open_writer(True)
@@ -344,7 +338,8 @@ class FolderShards(Generic[V]):
             self._keep_part(at_the_end=True)
             raise
         self._report()
-        return self.writer.finish(self.total)
+        manifest: M = self.writer.finish(self.total)
+        return manifest
 
     def _begin(self) -> None:
         self.writer = self.writer or self.job.open_writer(True)

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tilefold._process_group import ranks_of
 from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
+from tilefold.retrieval._files import Json
 from tilefold.retrieval._meeting import RankShards, meeting
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval._streamed import Encoding, FolderShards, Job, Kind, Output
@@ -42,29 +45,23 @@ def encode_collection(
     special_tokens: bool = True,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
-    group: Any = "world",
+    group: object = "world",
 ) -> VectorManifest:
     """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
-    A shard holds `shard_size` consecutive texts and is encoded in batches of similar length. It is written
-    atomically, and what is done of it is kept every `save_minutes`, so that a crash costs at most that. A text that
-    cannot be encoded (not a string, an error or NaN in the model) is left out and listed with the reason in
-    ``manifest.failed``; the others are not lost.
-
-    With an accelerated model, tokenising, encoding and writing run at the same time: texts are tokenised by a thread
-    that works ahead, encoded in batches of equal numbers of tokens, without padding where the model allows, and shards
-    are assembled and written by a third thread. Rows are those of the plain model up to the order in which sums are
-    evaluated: in 16 bits, bits of a row may depend on the texts it was encoded with.
+    A text that cannot be encoded (not a string, an error or NaN in the model) is left out and listed with the reason in
+    ``manifest.failed``; the others are not lost. With an accelerated model, threads tokenise and write while it encodes
+    batches of equal numbers of tokens, without padding where the model allows. Rows are those of the plain model up to
+    the order in which sums are evaluated: in 16 bits, bits of a row may depend on the texts it was encoded with.
 
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
         texts: id -> text, in a fixed order.
         output_dir: the folder; see :mod:`tilefold.retrieval.vectors`.
-        kind: ``"document"`` uses the model's document prompt and route, ``"query"`` those of queries.
-        batch_size: texts encoded at a time, at most; by default 32 of a plain model, and of an accelerated one as many
-            as `batch_tokens` allows.
+        kind: ``"document"`` or ``"query"``: the model's prompt and route.
+        batch_size: texts encoded at a time, at most; 32 of a plain model, else as many as `batch_tokens` allows.
         batch_tokens: tokens that an accelerated model encodes at a time; by default what suits the device.
-        shard_size: texts per shard.
+        shard_size: consecutive texts of a shard, which is written atomically.
         save_minutes: after this time, and on Ctrl-C, what is done of a shard is kept.
         top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
         min_weight: terms are kept above this weight.
@@ -74,9 +71,8 @@ def encode_collection(
             earlier vectors are discarded.
         group: the ranks of ``torch.distributed`` that share the work: a process group, ``"world"`` for all of them, if
             there are any, or None for this process alone. Every rank calls with the same arguments and gets the same
-            manifest; the folder holds the bytes that one process writes, and any number of ranks may go on with it. A
-            rank takes the next shard when it is ready for one, so shards should be many more than ranks. Only whole
-            shards are kept, and only the first rank calls `progress`.
+            manifest; the folder holds the bytes that one process writes. A rank takes the next shard when it is ready
+            for one, so shards should be many more than ranks; only whole ones are kept. The first calls `progress`.
 
     Returns:
         The complete manifest.
@@ -89,14 +85,7 @@ def encode_collection(
         InUseError: another process writes there.
         RankError: another rank of the group failed or ended, or some did not come within five minutes.
     """
-    encoding = SparseEncoding(
-        kind=kind,
-        batch_size=batch_size,
-        batch_tokens=batch_tokens,
-        top_k=top_k,
-        min_weight=min_weight,
-        special_tokens=special_tokens,
-    )
+    encoding = SparseEncoding(kind, batch_size, batch_tokens, top_k, min_weight, special_tokens)
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
     manifest: VectorManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
@@ -105,10 +94,7 @@ def encode_collection(
 def encode_to_folder(
     encoding: Encoding, model: Model, texts: Mapping[str, str], output: Output, group: object = None
 ) -> Any:
-    """Encode texts with a model of this process, or with those of all ranks of a group; the complete manifest.
-
-    Arguments and errors are those of :func:`tilefold.retrieval.encode_collection`.
-    """
+    """The complete manifest of texts that were encoded as :func:`encode_collection` says, with its errors."""
     encoding.check()
     output.check()
     if not texts:
@@ -122,7 +108,7 @@ def encode_to_folder(
         return shards.lead() if found.rank == 0 else shards.help()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SparseEncoding(Encoding):
     """Sparse vectors of a ``SparseEncoder``; the fields are those of :func:`encode_collection`."""
 
@@ -143,7 +129,7 @@ class SparseEncoding(Encoding):
         return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, texts_sha256)
 
 
-class SparseJob(Job[SparseVectors]):
+class SparseJob(Job[VectorManifest, SparseVectors]):
     """Texts that become sparse vectors."""
 
     fused, options = "encode_sparse_batch", ("top_k", "min_weight")
@@ -151,13 +137,13 @@ class SparseJob(Job[SparseVectors]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vocabulary = vocabulary_fingerprint(_tokenizer(self.model))
-        self.dropped = [] if self.how.special_tokens else list(_tokenizer(self.model).all_special_ids)
+        self.vocabulary = vocabulary_fingerprint(getattr(self.model, "tokenizer", None))
+        self.dropped = [] if self.how.special_tokens else list(self.model.tokenizer.all_special_ids)
 
-    def run(self, texts: list[str]) -> Any:
+    def run(self, texts: list[str]) -> Tensor:
         return encode_batch(self.model, texts, self.how.kind, self.how.top_k, self.how.min_weight)
 
-    def vectors(self, names: list[str], rows: Any) -> SparseVectors:
+    def vectors(self, names: list[str], rows: SparseRows | Tensor) -> SparseVectors:
         if isinstance(rows, SparseRows):
             indptr = offsets_of(rows.counts.numpy())
             weights = rows.values.float().numpy()
@@ -184,16 +170,9 @@ class SparseJob(Job[SparseVectors]):
             "min_weight": how.min_weight,
             **({} if how.special_tokens else {"special_tokens": False}),
         }
-        return SparseVectorWriter(
-            output.folder,
-            vocab_size=self.size,
-            fingerprint=self.vocabulary,
-            model_name=model_name(self.model),
-            kind=how.kind,
-            settings=settings,
-            resume=output.resume,
-            lists=lists,
-        )
+        of_model: Json = {"vocab_size": self.size, "fingerprint": self.vocabulary, "model_name": model_name(self.model)}
+        options: Json = {"kind": how.kind, "settings": settings, "resume": output.resume, "lists": lists}
+        return SparseVectorWriter(output.folder, **of_model, **options)
 
 
 def encode_queries(
@@ -206,9 +185,7 @@ def encode_queries(
 ) -> SparseVectors:
     """Encode id -> query text into memory with the model's query prompt and route.
 
-    Raises:
-        ValueError: a wrong argument, or no query.
-        DataError: a query cannot be encoded; the message names it.
+    No query or a wrong argument is a ``ValueError``, a query that cannot be encoded a ``DataError`` that names it.
     """
     encoding = SparseEncoding(kind="query", batch_size=batch_size, top_k=top_k, min_weight=min_weight)
     encoding.check()
@@ -235,10 +212,6 @@ def model_fingerprint(model: Model) -> str:
     return digest.hexdigest()
 
 
-def _tokenizer(model: Model) -> Any:
-    return getattr(model, "tokenizer", None)
-
-
 def _vocab_size(model: Model, kind: Kind) -> int:
     """Length of the model's vectors: of its fused head, else found by encoding one word."""
     known = getattr(getattr(model, "encode_sparse_batch", None), "vocab_size", None)
@@ -246,38 +219,24 @@ def _vocab_size(model: Model, kind: Kind) -> int:
         return known
     vectors = encode_batch(model, ["a"], kind)
     if vectors.ndim != 2:
-        raise ValueError(
-            f"model: expected a SparseEncoder, got {type(model).__name__}, whose vectors for one text have "
-            f"shape {tuple(vectors.shape)} and not [1, V]."
-        )
+        got = f"{type(model).__name__}, whose vectors for one text have shape {tuple(vectors.shape)} and not [1, V]"
+        raise ValueError(f"model: expected a SparseEncoder, got {got}.")
     return int(vectors.shape[1])
 
 
 def encode_batch(
     model: Model, texts: Sequence[str], kind: Kind, top_k: int | None = None, min_weight: float = 0.0
-) -> Any:
-    """One batch of texts, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one.
+) -> Tensor:
+    """The texts of one forward pass, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one.
 
-    Args:
-        model: a ``SparseEncoder``; ``accelerate`` gave it ``encode_sparse_batch``, or did not.
-        texts: encoded in one forward pass.
-        kind: the model's prompt and route.
-        top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
-        min_weight: terms are kept above this weight, by an accelerated model.
+    `top_k` and, with an accelerated model, `min_weight` are as in :func:`encode_collection`.
     """
-    batch = cut_texts(model, texts)
-    encode_sparse_batch = getattr(model, "encode_sparse_batch", None)
-    if encode_sparse_batch is not None:
-        return encode_sparse_batch(batch, task=kind, top_k=top_k, min_weight=min_weight)
+    batch, made = cut_texts(model, texts), {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
+    encode: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
+    if encode is not None:
+        return encode(batch, task=kind, top_k=top_k, min_weight=min_weight)
     encode = model.encode_document if kind == "document" else model.encode_query
-    return encode(
-        batch,
-        batch_size=len(batch),
-        show_progress_bar=False,
-        convert_to_tensor=True,
-        convert_to_sparse_tensor=False,
-        max_active_dims=top_k,
-    )
+    return encode(batch, batch_size=len(batch), show_progress_bar=False, max_active_dims=top_k, **made)
 
 
 def model_name(model: Model) -> str | None:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
-from tilefold.retrieval._files import require
-from tilefold.retrieval._shards import Receipt, ShardWriter, check_some, differences
+from tilefold.retrieval._files import Json, require
+from tilefold.retrieval._shards import M, Receipt, ShardWriter, V, check_some, differences
 from tilefold.retrieval._streamed import WAITING_SHARDS, Encoding, Job, Output, Shard, encode_shards, reason
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.text_ranges import HeldTexts, Range, StoredTexts, Texts
@@ -77,7 +79,7 @@ class Pool:
 
 
 def encode_on_ray(
-    load: Callable[[], Any],
+    load: Callable[[], Model],
     texts: Mapping[str, str] | str | Path | Texts,
     output_dir: str | Path,
     encoding: Encoding,
@@ -90,17 +92,14 @@ def encode_on_ray(
     """Encode texts into a folder that all machines of a Ray cluster share, resuming an earlier run of any engine.
 
     Shards, manifest and failed texts are those of :func:`tilefold.retrieval.encode_collection`, with the same bytes
-    where workers have the same kind of device, the same releases, and on a CPU as many threads. Every text has a row or
-    a reason in ``manifest.failed``, and ``manifest.n_texts`` is their sum. A task is some shards, told as ranges of
-    rows with a digest: a worker reads and encodes them, and leaves each in the folder with a receipt. If it is killed,
-    the task is given to another one, and a command goes on from the receipts of one that was killed.
+    where workers have the same kind of device, the same releases, and on a CPU as many threads. A task is some shards,
+    told as ranges of rows with a digest: a worker reads and encodes them, and leaves each in the folder with a receipt.
+    If it is killed, another one gets the task, and a command goes on from the receipts of one that was killed.
 
     Args:
-        load: makes the model, called once in each worker, and once here; a function that workers can import, or that
-            can be pickled.
+        load: makes the model, once in each worker and once here; a function that workers can import, or a pickled one.
         texts: id -> text in a fixed order, which are sent to the workers; or a file, folder or saved dataset as
-            :func:`tilefold.retrieval.load_documents` reads, which all machines must see and which is read row by row:
-            of each document only 8 bytes are kept in memory.
+            :func:`tilefold.retrieval.load_documents` reads, which all machines must see and which is read row by row.
         output_dir: the folder, at the same path on all machines.
         encoding: ``SparseEncoding`` or ``TokenEncoding``.
         cluster: where workers run; by default the machine alone.
@@ -140,10 +139,10 @@ def encode_on_ray(
     return writer.finish(survey.count)
 
 
-def _written(ray: Any, pool: Pool, work: Work, missing: list[Range]) -> Iterator[list[int]]:
+def _written(ray: ModuleType, pool: Pool, work: Work, missing: list[Range]) -> Iterator[list[int]]:
     """Numbers of shards as they are written, some at a time."""
     size = max(1, min(SHARDS_PER_TASK, len(missing) // (2 * pool.most)))
-    tasks: list[dict[str, Any]] = [{"ranges": missing[start : start + size]} for start in range(0, len(missing), size)]
+    tasks = [{"ranges": missing[start : start + size]} for start in range(0, len(missing), size)]
     with _quiet_data(ray):
         rows = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
             Worker,
@@ -160,13 +159,11 @@ def _written(ray: Any, pool: Pool, work: Work, missing: list[Range]) -> Iterator
                     raise DataError(f"a worker could not go on: {problem} What was written is kept.")
                 yield [int(number) for number in batch["number"]]
         except ray.exceptions.RayError as error:
-            raise ClusterError(
-                f"Ray: the workers were lost ({' '.join(str(error).split())[:300]}). What was written is kept: run the "
-                "same command again."
-            ) from error
+            said = f"the workers were lost ({' '.join(str(error).split())[:300]})"
+            raise ClusterError(f"Ray: {said}. What was written is kept: run the same command again.") from error
 
 
-def _receive(writer: ShardWriter[Any, Any], numbers: list[int]) -> None:
+def _receive(writer: ShardWriter[M, V], numbers: list[int]) -> None:
     left = set(numbers)
 
     def all_there() -> bool:
@@ -174,10 +171,8 @@ def _receive(writer: ShardWriter[Any, Any], numbers: list[int]) -> None:
         return not left
 
     if not appears(all_there):
-        raise DataError(
-            f"{writer.path}: shard {min(left)} was written by a worker, and is not there where the command runs. "
-            "Choose an output folder that all machines share."
-        )
+        said = f"shard {min(left)} was written by a worker, and is not there where the command runs"
+        raise DataError(f"{writer.path}: {said}. Choose an output folder that all machines share.")
 
 
 @contextmanager
@@ -198,7 +193,7 @@ def _remove_notes(folder: Path) -> None:
 
 
 @contextmanager
-def _connected(cluster: RayCluster) -> Iterator[object]:
+def _connected(cluster: RayCluster) -> Iterator[ModuleType]:
     """``ray``, connected; what was started is ended."""
     purpose = "Encoding on several machines"
     require("ray.data", "ray[data]", purpose, extra="ray")
@@ -211,17 +206,14 @@ def _connected(cluster: RayCluster) -> Iterator[object]:
         _check_reachable(address, cluster.patience)
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == HERE:
-        options["include_dashboard"] = False
+    options = {"include_dashboard": False} if address == HERE else {}
     began = time.monotonic()
     try:
-        ray.init(address=address, **options)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(
-            f"Ray: no cluster could be used at {address} after {time.monotonic() - began:.0f} s "
-            f"({' '.join(str(error).split())}). Is it running there, in the same release of Ray and Python?"
-        ) from error
+        said = f"at {address} after {time.monotonic() - began:.0f} s ({' '.join(str(error).split())})"
+        remedy = "Is it running there, in the same release of Ray and Python?"
+        raise ClusterError(f"Ray: no cluster could be used {said}. {remedy}") from error
     try:
         yield ray
     finally:
@@ -231,10 +223,8 @@ def _connected(cluster: RayCluster) -> Iterator[object]:
 def _check_reachable(address: str, patience: float) -> None:
     host, colon, port = address.rpartition(":")
     if "://" in address:
-        raise ValueError(
-            f"address: expected host:port, 'auto' or 'local', got {address!r}. Ray's client cannot run Ray Data well: "
-            "run the command on a machine of the cluster, or with `ray job submit`."
-        )
+        remedy = "Ray's client is not for Ray Data: run it on a machine of the cluster, or with `ray job submit`."
+        raise ValueError(f"address: expected host:port, 'auto' or 'local', got {address!r}. {remedy}")
     if not colon or not host or not port.isdigit():
         raise ValueError(f"address: expected host:port, 'auto' or 'local', got {address!r}.")
     began, problem = time.monotonic(), ""
@@ -245,13 +235,11 @@ def _check_reachable(address: str, patience: float) -> None:
         except OSError as error:
             problem = str(error)
             time.sleep(min(1.0, patience / 10))
-    raise ClusterError(
-        f"Ray: no answer from {address} after {time.monotonic() - began:.0f} s ({problem}). "
-        "Start the cluster (ray start --head), or mend the address."
-    )
+    said = f"after {time.monotonic() - began:.0f} s ({problem})"
+    raise ClusterError(f"Ray: no answer from {address} {said}. Start it (ray start --head), or mend the address.")
 
 
-def _pool_of(ray: Any, cluster: RayCluster) -> Pool:
+def _pool_of(ray: ModuleType, cluster: RayCluster) -> Pool:
     """The workers that `cluster` asks for; :class:`ClusterError` where there is no room for one."""
     has = ray.cluster_resources()
     cores, gpus = int(has.get("CPU", 0)), float(has.get("GPU", 0))
@@ -262,16 +250,14 @@ def _pool_of(ray: Any, cluster: RayCluster) -> Pool:
     if of_gpus:
         room = min(room, int(gpus / of_gpus))
     if not room:
-        raise ClusterError(
-            f"Ray: expected a cluster with room for a worker of {of_cores} cores and {of_gpus:g} GPUs, got "
-            f"{cores} cores and {gpus:g} GPUs in all. Ask for fewer with worker_cpus or worker_gpus."
-        )
+        wanted, got = f"a worker of {of_cores} cores and {of_gpus:g} GPUs", f"{cores} cores and {gpus:g} GPUs in all"
+        raise ClusterError(f"Ray: expected room for {wanted}, got {got}. Lower worker_cpus or worker_gpus.")
     most = cluster.workers or room
     return Pool(min(room, most), most, of_cores, of_gpus)
 
 
 @contextmanager
-def _quiet_data(ray: Any) -> Iterator[None]:
+def _quiet_data(ray: ModuleType) -> Iterator[None]:
     """Ray Data without its bars and notes."""
     context, logger = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
     before = context.enable_progress_bars, context.print_on_execution_start, logger.level
@@ -289,9 +275,9 @@ class Work:
     """The work that all workers of a command share."""
 
     encoding: Encoding
-    load: Callable[[], Any]  # makes the model
+    load: Callable[[], Model]  # makes the model
     output: Output  # at the same path everywhere
-    identity: dict[str, Any]  # of the folder, as the command knows it
+    identity: Json  # of the folder, as the command knows it
     beacon: str  # name of a file that the command has put into the folder
     threads: int  # of torch on a CPU
 
@@ -310,23 +296,19 @@ class Worker:
     def _load(self) -> None:
         work = self.work
         if not appears((work.output.folder / work.beacon).is_file):
-            raise FileNotFoundError(
-                f"{work.output.folder}: is not the folder of the command on the machine {socket.gethostname()}. "
-                "Choose an output folder that all machines share."
-            )
+            said = f"is not the folder of the command on the machine {socket.gethostname()}"
+            raise FileNotFoundError(f"{work.output.folder}: {said}. Choose an output folder that all machines share.")
         torch.set_num_threads(work.threads)
         digest = str(work.identity.get("texts_sha256"))
-        self.job: Job[Any] = work.encoding.job(work.load(), {}, work.output, lambda: digest)
+        self.job: Job[Any, Any] = work.encoding.job(work.load(), {}, work.output, lambda: digest)
         self.writer = self.job.open_writer(False)
         mine = self.writer.identified(self.writer.manifest)
         changed = differences(work.identity, mine, "in the command", "here")
         if changed:
-            raise ValueError(
-                f"the machine {socket.gethostname()} would encode something else ({changed}). Give all machines the "
-                "same folder, or the same release, of the model."
-            )
+            said = f"the machine {socket.gethostname()} would encode something else ({changed})"
+            raise ValueError(f"{said}. Give all machines the same folder, or the same release, of the model.")
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
+    def __call__(self, batch: Mapping[str, Sequence[Sequence[Range]]]) -> dict[str, list[Any]]:
         """Write the shards of a task; rows of a number and a problem, which is empty where the shard is written."""
         (ranges,) = batch["ranges"]
         problem = self.problem
@@ -365,10 +347,8 @@ class Worker:
         count = int(file.read_text()) if file.is_file() else 0
         if count >= TRIES:
             ids = list(first.read())
-            raise RuntimeError(
-                f"shards {first.number} to {missing[-1].number} have ended {count} workers. The text that does it is "
-                f"probably one of {ids[0]!r} to {ids[-1]!r}: take it out, or give workers more memory."
-            )
+            cause = f"A text of {ids[0]!r} to {ids[-1]!r} probably does it: take it out, or give workers more memory."
+            raise RuntimeError(f"shards {first.number} to {missing[-1].number} have ended {count} workers. {cause}")
         file.write_text(str(count + 1))
         return file
 

@@ -8,13 +8,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
+from tilefold.retrieval._checks import check_choice
+from tilefold.retrieval._files import Json
 from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
 from tilefold.retrieval.encoding import encode_to_folder, model_fingerprint, model_name
 from tilefold.retrieval.tokens import STORAGES, TokenManifest, TokenVectors, TokenVectorWriter, check_finite
@@ -37,12 +38,11 @@ def encode_tokens(
     source: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
-    group: Any = "world",
+    group: object = "world",
 ) -> TokenManifest:
-    """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
+    """Encode `texts` into a folder of token vectors as :func:`tilefold.retrieval.encode_collection` does sparse ones.
 
-    Shards, failed texts, resuming, ranks and errors are those of :func:`tilefold.retrieval.encode_collection`, and so
-    are the arguments that are not named here; with an accelerated model, so are the threads and batches.
+    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the same.
 
     Args:
         model: a ``MultiVectorEncoder``.
@@ -51,15 +51,13 @@ def encode_tokens(
             1/127 of the token's largest entry.
         source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
     """
-    encoding = TokenEncoding(
-        kind=kind, batch_size=batch_size, batch_tokens=batch_tokens, storage=storage, source=source
-    )
+    encoding = TokenEncoding(kind, batch_size, batch_tokens, storage, source)
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
     manifest: TokenManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TokenEncoding(Encoding):
     """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`."""
 
@@ -69,15 +67,14 @@ class TokenEncoding(Encoding):
     def check(self) -> None:
         """Raise ``ValueError`` for a value that it cannot have."""
         super().check()
-        if self.storage not in STORAGES:
-            raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {self.storage!r}.")
+        check_choice("storage", self.storage, STORAGES)
 
     def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> TokenJob:
         """See :meth:`Encoding.job`."""
         return TokenJob(self, model, token_dimension(model, self.kind), texts, output, texts_sha256)
 
 
-class TokenJob(Job[TokenVectors]):
+class TokenJob(Job[TokenManifest, TokenVectors]):
     """Texts that become token vectors."""
 
     fused, options = "encode_token_batch", ("storage",)
@@ -86,7 +83,7 @@ class TokenJob(Job[TokenVectors]):
     def run(self, texts: list[str]) -> list[Tensor]:
         return _run(self.model, texts, self.how.kind)
 
-    def vectors(self, names: list[str], rows: Any) -> TokenVectors:
+    def vectors(self, names: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
         storage = self.how.storage
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(names, rows, self.size, storage)
@@ -114,9 +111,7 @@ def encode_texts(
 ) -> TokenVectors:
     """Encode id -> text into memory: queries (``kind="query"``), or the documents of a few candidates.
 
-    Raises:
-        ValueError: a wrong argument, or no text.
-        DataError: a text cannot be encoded; the message names it.
+    No text or a wrong argument is a ``ValueError``, a text that cannot be encoded a ``DataError`` that names it.
     """
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
     encoding.check()
@@ -132,7 +127,7 @@ def token_model_fingerprint(model: Model) -> str:
     """
     digest = hashlib.sha256(model_fingerprint(model).encode())
     for module in model.children():
-        settings: dict[str, Any] = getattr(module, "get_config_dict", dict)()
+        settings: Json = getattr(module, "get_config_dict", dict)()
         named = {"type": type(module).__name__, **{key: repr(value) for key, value in settings.items()}}
         digest.update(json.dumps(named, sort_keys=True).encode())
     return digest.hexdigest()
@@ -144,10 +139,8 @@ def token_dimension(model: Model, kind: Kind) -> int:
         raise ValueError(f"model: expected a MultiVectorEncoder, got {type(model).__name__}.")
     (vectors,) = _run(model, ["a"], kind)
     if not isinstance(vectors, Tensor) or vectors.dim() != 2:
-        raise ValueError(
-            f"model: expected a MultiVectorEncoder, got {type(model).__name__}, whose vectors for one text are not a "
-            "tensor [tokens, D]."
-        )
+        got = f"{type(model).__name__}, whose vectors for one text are not a tensor [tokens, D]"
+        raise ValueError(f"model: expected a MultiVectorEncoder, got {got}.")
     return int(vectors.size(1))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import QuantizedTokens, quantize_tokens
-from tilefold.retrieval._checks import check_offsets, no_weight
+from tilefold.retrieval._checks import check_choice, check_offsets, no_weight
 from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
 from tilefold.retrieval._sparse import check_ids
@@ -67,8 +67,7 @@ class TokenVectors:
 
         ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite in `storage`.
         """
-        if storage not in STORAGES:
-            raise ValueError(f"storage: expected one of {', '.join(STORAGES)}, got {storage!r}.")
+        check_choice("storage", storage, STORAGES)
         for name, rows in zip(ids, vectors, strict=True):
             if rows.dim() != 2 or rows.size(1) != dimension:
                 raise DataError(f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.")
