@@ -24,7 +24,7 @@ from tests.kernels import triton_interpreted
 from tests.refusals import refused
 from tilefold.ops._shared import fallback, internals
 from tilefold.ops._shared._triton import cuda_driver
-from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, driver_launch
+from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, bind, driver_launch
 from tilefold.ops._shared._triton.launch import Launcher, Step
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
 from tilefold.ops._shared.plan import Launch
@@ -93,7 +93,7 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
     driver.count = len(cuda_driver.parameters(kernel.asm["ptx"]))
     x, out = torch.ones(64), torch.ones(64)
     numbers = (-7, 1 << 40, 0.25)
-    launch_at = internals.bind(kernel, (5, 6, 1), (x, out, None, *numbers, 64), ())
+    launch_at = bind(kernel, (5, 6, 1), (x, out, None, *numbers, 64), ())
     assert launch_at is not None
     launch_at((x.data_ptr(), out.data_ptr(), None))
     assert driver.pointers() == [x.data_ptr(), out.data_ptr()]
@@ -125,11 +125,11 @@ def test_a_map_is_encoded_once_for_each_address_and_followed_by_shape_and_stride
         encoded.append(address)
         return 1000 + address, None
 
-    monkeypatch.setattr(internals, "_tma_encoder", lambda descriptor, description: encode)
+    monkeypatch.setattr(cuda_driver, "tma_encoder", lambda descriptor, description: encode)
     matrix = SimpleNamespace(shape=(64, 48), strides=(48, 1))
     out = torch.ones(64)
     tma = (internals.Tma(64, 48, lambda matrix: matrix),)
-    launch_at = internals.bind(kernel, (1, 1, 1), (matrix, out, 9, 64), tma)
+    launch_at = bind(kernel, (1, 1, 1), (matrix, out, 9, 64), tma)
     assert launch_at is not None
     for address in (16, 32, 16, 32):
         launch_at((address, out.data_ptr()))
@@ -173,12 +173,12 @@ def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pyte
     }  # fmt: skip
     descriptor = TensorDescriptor(matrix, [64, 48], [48, 1], [64, 32])
     monkeypatch.setattr(matrix, "data_ptr", lambda: id(here))
-    encode = internals._tma_encoder(descriptor, description)
+    encode = internals.tma_encoder(descriptor, description)
     assert encode is not None
     address, owner = encode(id(here))
     assert owner is not None and ctypes.c_uint64.from_address(address).value == id(here)
     assert id(here) in filled[-1] and filled[-1][2:] == filled[0][2:]
-    assert internals._tma_encoder(descriptor, None) is None
+    assert internals.tma_encoder(descriptor, None) is None
 
 
 def unbound(asm: dict[str, str], **special: bool) -> Any:
@@ -198,12 +198,12 @@ def test_a_changed_release_is_said_once_and_what_only_triton_launches_is_not_bou
         fallback.FallbackWarning, match="past Triton .* parameter 1 of kernel is .u64, and 1.5 was given"
     ) as said:
         for _ in range(2):
-            assert internals.bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), ()) is None
+            assert bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), ()) is None
     assert len(said) == 1
     kernel = unbound({"ptx": PTX})
-    assert internals.bind(kernel, (1, 1, 1), (torch.ones(4), 9), ()) is not None
+    assert bind(kernel, (1, 1, 1), (torch.ones(4), 9), ()) is not None
     for other in (unbound({"amdgcn": ""}), unbound({"ptx": PTX}, launch_cooperative_grid=True)):  # only by Triton
-        assert internals.bind(other, (1, 1, 1), (torch.ones(4), 9), ()) is None
+        assert bind(other, (1, 1, 1), (torch.ones(4), 9), ()) is None
 
 
 def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tensor(
@@ -239,28 +239,29 @@ def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.Mon
 
 
 PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
-FIXED = "kernel", SimpleNamespace(function=7), PTX, (1, 1, 1), (32, 0)
+METADATA = SimpleNamespace(name="kernel", num_warps=1, shared=0)
+FIXED = SimpleNamespace(function=7, metadata=METADATA), PTX, (1, 1, 1)
 
 
 def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch)
-    driver_launch(*FIXED, [Pointer(0), 3], abs)
+    driver_launch(*FIXED, [Pointer(0), 3])
     for arguments in (
         [Pointer(0), Pointer(1)], [Pointer(0)], [Pointer(0), 3, 4, 5, 6], [Map(0, lambda address: (address, None)), 3],
         [Pointer(0), 0.5],
     ):  # fmt: skip
-        refused(ValueError, "kernel", driver_launch, *FIXED, arguments, abs)
+        refused(ValueError, "kernel", driver_launch, *FIXED, arguments)
     more = PTX.replace(")", ", .param .u64 e)")  # of which the first three are no scratch
-    refused(ValueError, "kernel", driver_launch, "kernel", FIXED[1], more, (1, 1, 1), (32, 0), [Pointer(0), 3], abs)
+    refused(ValueError, "kernel", driver_launch, FIXED[0], more, (1, 1, 1), [Pointer(0), 3])
 
 
 def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Driver(monkeypatch)
-    compiled = type("Compiled", (), {"function": 7})()
+    compiled = type("Compiled", (), {"function": 7, "metadata": METADATA})()
     alive = weakref.ref(compiled)
-    launch = driver_launch("kernel", compiled, *FIXED[2:], [Pointer(0), 3], abs)
+    launch = driver_launch(compiled, *FIXED[1:], [Pointer(0), 3])
     del compiled
     gc.collect()
     assert alive() is not None
@@ -275,7 +276,7 @@ def test_a_thread_without_a_context_enters_it_and_an_error_is_raised_with_its_na
     driver, entered = Driver(monkeypatch, errors=[201, 0, 719]), list[int]()
     monkeypatch.setattr(cuda_driver, "enter_context", entered.append)
     monkeypatch.setattr(cuda_driver, "error_text", lambda error: f"text of {error}")
-    launch = driver_launch(*FIXED, [Pointer(0), 3], abs)
+    launch = driver_launch(*FIXED, [Pointer(0), 3])
     launch((64,))
     assert entered == [3] and len(driver.seen) == 2
     refused(RuntimeError, r"kernel could not be launched: CUDA error 719 \(text of 719\)", launch, (64,))
@@ -294,7 +295,7 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 
     Driver(monkeypatch)
     monkeypatch.setattr(cuda_driver, "_launch_function", lambda: check)
-    launch = driver_launch(*FIXED, [Pointer(0), 3], abs)
+    launch = driver_launch(*FIXED, [Pointer(0), 3])
 
     def work(address: int) -> None:
         for expected.address in range(address, address + 2000):

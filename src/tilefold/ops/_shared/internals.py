@@ -7,15 +7,12 @@ import functools
 import inspect
 import platform
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-
-from tilefold.ops._shared.fallback import give_up
 
 Addresses = tuple["int | None", ...]
 LaunchAt = Callable[[Addresses], None]
@@ -117,47 +114,23 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def bind(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | None]) -> LaunchAt | None:
-    """Bind a kernel to the CUDA driver, for addresses aligned alike; ``None`` where only Triton's call can launch it.
-
-    ``values`` are those of a launch that succeeded, constants too; ``tma`` says by argument how a tensor is described;
-    those after the last one are plain pointers.
-    """
-    try:
-        return _bound(compiled, grid, values, tma)
-    except Exception as error:  # the next release may have changed what this reads
-        why, instead = f"{type(error).__name__}: {error}", "Triton's own call does: the same results, more host time."
-        give_up("repeating launches past Triton", torch.device("cuda", torch.cuda.current_device()), why, instead)
-        return None
-
-
-def _bound(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | None]) -> LaunchAt | None:
+def launch_facts(compiled: Any) -> tuple[str, list[str], Sequence[Any]] | None:
+    """PTX, kinds of arguments and descriptions of TMA maps; ``None`` of a kernel that only Triton's call launches."""
     metadata = compiled.metadata
     special = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     ptx = compiled.asm.get("ptx")  # which ROCm has not
     if not ptx or getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
         return None  # Triton does more for this kernel
-    from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, driver_launch
-
-    descriptions = iter(getattr(metadata, "tensordesc_meta", None) or ())
-    arguments: list[Any] = []
-    kinds = map(str, compiled.src.signature.values())
-    for place, (kind, value, by) in enumerate(zip_longest(kinds, values, tma)):
-        if by is not None:
-            encode = _tma_encoder(value, next(descriptions, None))
-            if encode is None:
-                return None
-            arguments += (Map(place, encode), *value.shape, *value.strides)
-        elif kind != "constexpr":
-            arguments.append(Pointer(place) if kind.startswith("*") else value)
-    block, stream = (32 * metadata.num_warps, metadata.shared), torch._C._cuda_getCurrentRawStream
-    try:
-        return driver_launch(metadata.name, compiled, ptx, grid, block, arguments, stream)
-    except (OSError, AttributeError):  # no libcuda, a driver before CUDA 11.8
-        return None
+    return ptx, [*map(str, compiled.src.signature.values())], getattr(metadata, "tensordesc_meta", None) or ()
 
 
-def _tma_encoder(descriptor: Any, description: dict[str, Any] | None) -> Encode | None:
+def stream_reader() -> Callable[[int], int]:
+    """The function from a device's index to the handle of its current stream."""
+    reader: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+    return reader
+
+
+def tma_encoder(descriptor: Any, description: dict[str, Any] | None) -> Encode | None:
     """Function that encodes the descriptor for other addresses; ``None`` where the kernel reads it by pointers."""
     from triton.backends.nvidia import driver
 

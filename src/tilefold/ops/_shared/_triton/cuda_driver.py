@@ -8,11 +8,23 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
-from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Encode, Grid, LaunchAt
+from tilefold.ops._shared.fallback import give_up
+from tilefold.ops._shared.internals import (
+    TMA_MAP_BYTES,
+    Addresses,
+    Encode,
+    Grid,
+    LaunchAt,
+    Tma,
+    launch_facts,
+    stream_reader,
+    tma_encoder,
+)
 from tilefold.ops._shared.plan import taker
 
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^\[,\n]*(?:\[(\d+)\])?")
@@ -54,22 +66,47 @@ def enter_context(index: int) -> None:
         entered.add(index)
 
 
-def driver_launch(
-    name: str,
-    compiled: Any,
-    ptx: str,
-    grid: Grid,
-    block: tuple[int, int],
-    arguments: Sequence[Pointer | Map | float],
-    stream: Callable[[int], int],
-) -> LaunchAt:
+def bind(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | None]) -> LaunchAt | None:
+    """Bind a kernel, for addresses aligned alike; ``None`` where only Triton's call can launch it.
+
+    ``values`` are those of a launch that succeeded, constants too; ``tma`` says by argument how a tensor is described;
+    those after the last one are plain pointers.
+    """
+    try:
+        facts = launch_facts(compiled)
+        arguments = None if facts is None else _arguments(facts[1], values, tma, facts[2])
+        return None if facts is None or arguments is None else driver_launch(compiled, facts[0], grid, arguments)
+    except Exception as error:  # the next release may have changed what this reads
+        why, instead = f"{type(error).__name__}: {error}", "Triton's own call does: the same results, more host time."
+        give_up("repeating launches past Triton", torch.device("cuda", torch.cuda.current_device()), why, instead)
+        return None
+
+
+def _arguments(
+    kinds: list[str], values: Sequence[Any], tma: Sequence[Tma | None], described: Sequence[Any]
+) -> list[Pointer | Map | float] | None:
+    """Arguments that were not compiled in; ``None`` where the kernel reads a described matrix by pointers."""
+    descriptions, found = iter(described), list[Any]()
+    for place, (kind, value, by) in enumerate(zip_longest(kinds, values, tma)):
+        if kind == "constexpr":
+            continue
+        if by is None:
+            found.append(Pointer(place) if kind.startswith("*") else value)
+            continue
+        encode = tma_encoder(value, next(descriptions, None))
+        if encode is None:
+            return None
+        found += (Map(place, encode), *value.shape, *value.strides)
+    return found
+
+
+def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Pointer | Map | float]) -> LaunchAt | None:
     """Return a function that repeats a launch with tensors at other addresses, aligned alike, on the current stream.
 
-    ``arguments`` are those of the kernel that were not compiled in, ``block`` threads and bytes of dynamic shared
-    memory. ``compiled`` is kept: from Triton 3.8 on its last reference unloads the kernel. ``ValueError`` if the PTX
-    declares other parameters.
+    ``compiled`` is kept: from Triton 3.8 on its last reference unloads the kernel. ``ValueError`` if the PTX declares
+    other parameters; ``None`` without libcuda, or with a driver before CUDA 11.8.
     """
-    declared, index = parameters(ptx), torch.cuda.current_device()
+    name, declared, index = compiled.metadata.name, parameters(ptx), torch.cuda.current_device()
     more = [8 - size for _, size in declared[len(arguments) :]]  # zeros: addresses of scratch, which it does not use
     if len(arguments) > len(declared) or more not in ([], [0], [0, 0]):
         raise ValueError(f"{name} declares {declared}, and {len(arguments)} parameters were given")
@@ -91,8 +128,12 @@ def driver_launch(
         else:
             numbers.append(_number(argument, letter, size))
             table[number] = ctypes.addressof(numbers[-1])
-    config = _Config(*grid, block[0], 1, 1, block[1], None, None, 0)
-    call, handle = _launch_function(), ctypes.c_void_p(compiled.function)
+    config = _Config(*grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared, None, None, 0)
+    stream, handle = stream_reader(), ctypes.c_void_p(compiled.function)
+    try:
+        call = _launch_function()
+    except (OSError, AttributeError):
+        return None
     config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, table))
     pack, pick = struct.Struct(f"{len(places)}Q").pack_into, taker(places)
     lock = threading.Lock()  # config and parameters are one launch's until the driver has copied them

@@ -14,11 +14,11 @@ from torch import Tensor
 from triton import JITFunction
 from triton.errors import TritonError
 
-from tilefold.ops._shared._triton.cuda_driver import enter_context
+from tilefold.ops._shared._triton.cuda_driver import bind, enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Grid, LaunchAt, bind, specialized
+from tilefold.ops._shared.internals import Grid, LaunchAt, specialized
 from tilefold.ops._shared.plan import Launch
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
