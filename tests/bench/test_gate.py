@@ -15,7 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.cli.program import run_cli
-from tilefold.bench import gate, lsr_head, results, runner
+from tilefold.bench import lsr_head, results, runner
+from tilefold.bench import spec as parts
 from tilefold.bench.runner import BenchRow, RunOptions, run_case, verdicts
 from tilefold.bench.spec import BenchCase, BenchSpec, Ceilings, Implementation, Inputs, Runnable, get_spec, operators
 from tilefold.bench.timing import TimeBudget
@@ -111,9 +112,9 @@ def test_a_head_that_ignores_padding_is_caught() -> None:
 
 
 def test_a_gate_that_checked_nothing_does_not_pass() -> None:
-    assert not gate.GateResult({}, gate.Budget(1, 1)).passed
-    assert not gate.GateResult({"out": float("nan")}, gate.Budget(1, 1)).passed
-    assert gate.GateResult({"out": 0.5, "dweight": 0.5}, gate.Budget(1, 1)).passed
+    assert not parts.GateResult({}, parts.Budget(1, 1)).passed
+    assert not parts.GateResult({"out": float("nan")}, parts.Budget(1, 1)).passed
+    assert parts.GateResult({"out": 0.5, "dweight": 0.5}, parts.Budget(1, 1)).passed
 
 
 HEADS = [("lsr_head", variant, ("tilefold", "reference")) for variant in ("dense", "2pct", "ragged", "ragged-2pct")]
@@ -268,7 +269,7 @@ def test_the_command_prints_a_table_writes_the_csv_and_exits_with_one_where_a_ga
     assert set(rows) == {"tilefold", "eager", "gemm", "gemm-full"}
     assert float(rows["tilefold"]["forward_backward_p50_ms"]) > 0
     assert float(rows["tilefold"]["forward_backward_peak_mib"]) == 2.0
-    monkeypatch.setattr(gate, "BUDGETS", {"float32": gate.Budget(forward=0.0, gradient=0.0)})
+    monkeypatch.setattr(parts, "BUDGETS", {"float32": parts.Budget(forward=0.0, gradient=0.0)})
     assert run_cli(*command, tmp_path / "wrong", "--seconds", "0.001", "--impl", "tilefold") == 1
     (row,) = csv_of(tmp_path / "wrong").values()
     assert "FAILED" in capsys.readouterr().out

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tilefold.bench import spec
-from tilefold.bench.gate import Gate, Part
 from tilefold.ops.entmax import chosen_impl, entmax
 
 ALPHA = 1.5
@@ -33,12 +32,12 @@ def _ends(rows: Tensor) -> Tensor:
     return torch.cat([rows[:_ROWS], rows[-_ROWS:]])
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     """The first and last rows and their gradients in fp64."""
     leaf = _ends(inputs.leaves[0].detach()).double().requires_grad_()
     p = _probabilities(leaf, "reference")
     (dx,) = torch.autograd.grad(p, leaf, _ends(inputs.grad_output).double())
-    return Gate(inputs, case.dtype, {"out": Part(_ends, p.detach())}, {"dx": Part(_ends, dx)})
+    return spec.Gate(inputs, case.dtype, {"out": spec.Part(_ends, p.detach())}, {"dx": spec.Part(_ends, dx)})
 
 
 class _SortedEntmax15(torch.autograd.Function):
@@ -66,12 +65,8 @@ class _SortedEntmax15(torch.autograd.Function):
         return dx.to(dp.dtype)
 
 
-def _ours(impl: str) -> spec.Build:
-    return lambda inputs: inputs.bind(lambda x: _probabilities(x, impl), chosen_impl(inputs.leaves[0], impl))
-
-
 IMPLEMENTATIONS = (
-    *spec.ours(_ours, tiled_on=("cuda",)),
+    *spec.ours(_probabilities, chosen_impl, tiled_on=("cuda",)),
     spec.Implementation("sort", spec.bound(_SortedEntmax15.apply), "baseline"),
     spec.Implementation("softmax", spec.bound(lambda x: x.softmax(dim=-1)), "bare"),
 )
@@ -84,8 +79,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(3.0 * x.numel(), operand * (2 if phase == "forward" else 5))
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     entries = case.dims["R"] * case.dims["N"]
     return entries * (2 * spec.DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0))
 
@@ -108,5 +102,5 @@ CASES = (
 )
 
 SPEC = spec.BenchSpec(
-    "entmax", CASES, IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, needs_bytes
+    "entmax", CASES, IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, _needs_bytes
 )

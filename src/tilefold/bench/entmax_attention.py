@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold import testing
 from tilefold.bench import spec
-from tilefold.bench.gate import Budget, Gate, Part
 from tilefold.ops.entmax_attention import chosen_impl, entmax_attention
 from tilefold.testing.entmax_attention import entmax_attention_inputs
 
@@ -54,7 +53,7 @@ def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Ten
     return dq
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     """The last queries of the first head, and, where that is all of them, its dk and dv, in fp64.
 
     Keys that are nearly alike cancel in dq, so that the roundings of any kernel with 16-bit products show. Where these
@@ -77,12 +76,12 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
     unavoidable = testing.relative_error(_rounded_dq(head, dtype, causal), dq[0, 0])
     gradient = max(testing.budget(dtype, "gradient_bound"), _GATE_MARGIN * unavoidable)
     gradients = {
-        "dq": Part(lambda t: t[:1, :1, first:], dq),
-        "dk": None if first else Part(lambda t: t[:1, :1], dk),
-        "dv": None if first else Part(lambda t: t[:1, :1], dv),
+        "dq": spec.Part(lambda t: t[:1, :1, first:], dq),
+        "dk": None if first else spec.Part(lambda t: t[:1, :1], dk),
+        "dv": None if first else spec.Part(lambda t: t[:1, :1], dv),
     }
-    outputs = {"out": Part(lambda t: t[:1, :1, first:], out.detach())}
-    return Gate(inputs, case.dtype, outputs, gradients, Budget(testing.budget(dtype, "gradient"), gradient))
+    outputs = {"out": spec.Part(lambda t: t[:1, :1, first:], out.detach())}
+    return spec.Gate(inputs, case.dtype, outputs, gradients, spec.Budget(testing.budget(dtype, "gradient"), gradient))
 
 
 def _sdpa(backend: SDPBackend) -> spec.Build:
@@ -127,21 +126,15 @@ def _adasplash(function: str, **options: Any) -> spec.Build:
     return build
 
 
-def _ours(impl: str) -> spec.Build:
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out = entmax_attention(q, k, v, alpha=ALPHA, causal=causal, impl=impl)
-        return out if isinstance(out, Tensor) else out[0]
-
-    return lambda inputs: inputs.bind(attend, chosen_impl(inputs.leaves[0], impl))
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, impl: str) -> Tensor:
+    out = entmax_attention(q, k, v, alpha=ALPHA, causal=causal, impl=impl)
+    return out if isinstance(out, Tensor) else out[0]
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(_ours),
-    spec.Implementation(
-        "tilefold-graph", lambda inputs: spec.captured(_ours("triton")(inputs)), "ours", default_on=("cuda",)
-    ),
+    *spec.ours(_attend, chosen_impl, graph=True),
     spec.Implementation("softmax-fa2", _sdpa(SDPBackend.FLASH_ATTENTION), "bare"),
-    spec.Implementation("softmax-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), "bare", default_on=("cuda",)),
+    spec.on_gpu("softmax-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION), "bare"),
     spec.Implementation("softmax-flex", _flex, "bare", default_on=("cuda",), slow=True),
     *spec.peer(
         "adasplash",
@@ -164,8 +157,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(2.0 * dim * pairs, nbytes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     dense = 8 * batch * heads * n * n if impl == "reference" else 0
     return dense + 5 * batch * heads * n * dim * spec.DTYPES[case.dtype].itemsize
@@ -191,5 +183,5 @@ CASES = (
 
 PROBE = {"B": 1, "H": 1, "N": 32}  # too small to matter
 SPEC = spec.BenchSpec(
-    "entmax_attention", CASES, IMPLEMENTATIONS, "softmax-fa2", make_inputs, make_gate, PROBE, work, needs_bytes
+    "entmax_attention", CASES, IMPLEMENTATIONS, "softmax-fa2", make_inputs, make_gate, PROBE, work, _needs_bytes
 )

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from tilefold.bench import spec
-from tilefold.bench.gate import Gate, Part
 from tilefold.ops.lsr_head import chosen_impl, lsr_head
 
 _SPARSE_ACTIVE = 0.02  # share of positive scores that "2pct" aims at, that of a trained SPLADE model
@@ -54,7 +53,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
     return spec.Inputs(leaves, (mask,), grad_output, int(mask.sum()), active)
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     """Some vocabulary entries over all sequences, and two sequences over the whole vocabulary, in fp64.
 
     The gradient becomes zero where two logits, or a logit and zero, differ by less than the order of evaluation does.
@@ -73,15 +72,15 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
         part, gradients = _reference(inputs, few, chunk)
         scores.append(part)
         dhidden += gradients[0]
-    return Gate(
+    return spec.Gate(
         inputs,
         case.dtype,
         {
-            "out[:, v]": Part(lambda t: t[:, columns], out),
-            "out[b, :]": Part(lambda t: t[few], torch.cat(scores, dim=1)),
+            "out[:, v]": spec.Part(lambda t: t[:, columns], out),
+            "out[b, :]": spec.Part(lambda t: t[few], torch.cat(scores, dim=1)),
         },
-        {"dhidden": Part(lambda t: t[few], dhidden)}
-        | {f"d{name}": Part(lambda t: t[columns], d) for name, d in (("weight", dweight), ("bias", dbias))},
+        {"dhidden": spec.Part(lambda t: t[few], dhidden)}
+        | {f"d{name}": spec.Part(lambda t: t[columns], d) for name, d in (("weight", dweight), ("bias", dbias))},
     )
 
 
@@ -157,20 +156,15 @@ def _gemm(chunk_bytes: float) -> spec.Build:
     return build
 
 
-def _ours(impl: str) -> spec.Build:
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-        return lsr_head(hidden, weight, bias, attention_mask=attention_mask, impl=impl)
-
-    return lambda inputs: inputs.bind(head, chosen_impl(inputs.leaves[0], impl))
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor, impl: str) -> Tensor:
+    return lsr_head(hidden, weight, bias, attention_mask=attention_mask, impl=impl)
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(_ours),
+    *spec.ours(_head, chosen_impl),
     spec.Implementation("eager", spec.bound(stock_head), "baseline"),
-    spec.Implementation("compile", spec.bound(spec.compiled(stock_head), "torch.compile"), "baseline", ("cuda",)),
-    spec.Implementation(
-        "compile-max-first", spec.bound(spec.compiled(max_first_head), "torch.compile"), "baseline", ("cuda",)
-    ),
+    spec.on_gpu("compile", spec.bound(spec.compiled(stock_head), "torch.compile"), "baseline"),
+    spec.on_gpu("compile-max-first", spec.bound(spec.compiled(max_first_head), "torch.compile"), "baseline"),
     spec.Implementation("gemm", _gemm(GEMM_CHUNK_BYTES), "bare"),
     spec.Implementation("gemm-full", _gemm(float("inf")), "bare"),
 )
@@ -190,8 +184,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(flops, nbytes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     B, S, D, V = (case.dims[name] for name in "BSDV")
     item = spec.DTYPES[case.dtype].itemsize
     copies = {"eager": 3, "compile": 2, "compile-max-first": 2, "reference": 4, "gemm-full": 1}
@@ -224,20 +217,20 @@ REQUIREMENTS = (
     spec.Requirement(
         CPU_TRAIN.name,
         "forward takes at most 1.15x the time of the bare matrix product",
-        ("tilefold", "forward_p50_ms"),
-        ("gemm-full", "forward_p50_ms"),
+        "forward_p50_ms",
+        "gemm-full",
         1.15,
     ),
     spec.Requirement(
         CPU_TRAIN.name,
         "peak memory of forward + backward is at least 8x below eager",
-        ("tilefold", "forward_backward_peak_mib"),
-        ("eager", "forward_backward_peak_mib"),
+        "forward_backward_peak_mib",
+        "eager",
         1 / 8,
     ),
 )
 
 PROBE = {"B": 2, "S": 8, "D": 32, "V": 96}  # too small to matter
 SPEC = spec.BenchSpec(
-    "lsr_head", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, needs_bytes, REQUIREMENTS
+    "lsr_head", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes, REQUIREMENTS
 )

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from tilefold import testing
 from tilefold.bench import spec
-from tilefold.bench.gate import BUDGETS, Budget, Gate, GateResult, Part
 from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
 _PACKED_SHARE = 1 / 6  # shortest document of a packed case as a share of the longest; lengths are evenly spread
 DOCUMENTS = 4  # documents that are checked against every query, beside two queries against every document
 CHUNK_BYTES = 2**27  # fp64 similarities held at a time
 AMBIGUOUS = 2e-6  # fp32 evaluation order moves a similarity of unit vectors by less than this
-QUANTIZED_BUDGET = Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
+QUANTIZED_BUDGET = spec.Budget(forward=spec.BUDGETS["float32"].forward, gradient=0.0)
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
@@ -59,24 +58,24 @@ def _tokens(inputs: spec.Inputs, document: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MaxSimGate(Gate):
+class MaxSimGate(spec.Gate):
     """A gate that compares scores of int8 and fp8 documents with what the rounded numbers stand for."""
 
     documents: tuple[int, ...] = ()
 
-    def check(self, runnable: spec.Runnable, kind: str) -> GateResult:
+    def check(self, runnable: spec.Runnable, kind: str) -> spec.GateResult:
         """Compare slices; quantised documents have no gradient."""
         stored = runnable.label.partition(",")[0]
         if stored not in ("int8", "fp8"):
             return super().check(runnable, kind)
         out, worst = runnable.forward(), 0.0
         if out is None or not bool(out.isfinite().all()):
-            return GateResult({"out[:, d]": float("inf")}, QUANTIZED_BUDGET)
+            return spec.GateResult({"out[:, d]": float("inf")}, QUANTIZED_BUDGET)
         for document in self.documents:
             tokens = quantize_tokens(_tokens(self.inputs, document)[None], dtype=stored)
             truth = maxsim(self.inputs.leaves[0].detach(), tokens, impl="reference")
             worst = max(worst, testing.relative_error(out[:, document : document + 1], truth))
-        return GateResult({"out[:, d]": worst}, QUANTIZED_BUDGET)
+        return spec.GateResult({"out[:, d]": worst}, QUANTIZED_BUDGET)
 
 
 @torch.no_grad()
@@ -109,11 +108,12 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
         inputs,
         case.dtype,
         {
-            "out[q, :]": Part(lambda t: t[few], scores),
-            "out[:, d]": Part(lambda t: t[:, chosen], torch.stack(columns, dim=1)),
+            "out[q, :]": spec.Part(lambda t: t[few], scores),
+            "out[:, d]": spec.Part(lambda t: t[:, chosen], torch.stack(columns, dim=1)),
         },
-        {"dqueries": Part(lambda t: t[few], dqueries), "ddocuments": Part(taken, torch.cat(parts))},
-        ours=Budget(BUDGETS["float32"].forward, BUDGETS[case.dtype].gradient),  # scores are fp32 whatever the input
+        {"dqueries": spec.Part(lambda t: t[few], dqueries), "ddocuments": spec.Part(taken, torch.cat(parts))},
+        # scores are fp32 whatever the input
+        ours=spec.Budget(spec.BUDGETS["float32"].forward, spec.BUDGETS[case.dtype].gradient),
         documents=tuple(chosen),
     )
 
@@ -199,11 +199,8 @@ def _late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
     return inputs.bind(packed, "maxsim_varlen")
 
 
-def _ours(impl: str) -> spec.Build:
-    def score(queries: Tensor, documents: Tensor, offsets: Tensor | None) -> Tensor:
-        return maxsim(queries, documents, cu_seqlens_d=offsets, impl=impl)
-
-    return lambda inputs: inputs.bind(score, chosen_impl(inputs.leaves[0], impl))
+def _score(queries: Tensor, documents: Tensor, offsets: Tensor | None, impl: str) -> Tensor:
+    return maxsim(queries, documents, cu_seqlens_d=offsets, impl=impl)
 
 
 def _quantized(dtype: str) -> spec.Build:
@@ -215,21 +212,14 @@ def _quantized(dtype: str) -> spec.Build:
     return build
 
 
-_ON_GPU: dict[str, spec.Build] = {
-    "tilefold-graph": lambda inputs: spec.captured(_ours("triton")(inputs)),
-    "tilefold-int8": _quantized("int8"),
-    "tilefold-int8-graph": lambda inputs: spec.captured(_quantized("int8")(inputs)),
-    "tilefold-fp8": _quantized("fp8"),
-}
 IMPLEMENTATIONS = (
-    *spec.ours(_ours),
-    *(spec.Implementation(name, build, "ours", default_on=("cuda",)) for name, build in _ON_GPU.items()),
+    *spec.ours(_score, chosen_impl, graph=True),
+    spec.on_gpu("tilefold-int8", _quantized("int8")),
+    spec.on_gpu("tilefold-int8-graph", lambda inputs: spec.captured(_quantized("int8")(inputs))),
+    spec.on_gpu("tilefold-fp8", _quantized("fp8")),
     spec.Implementation("eager", lambda inputs: inputs.bind(_stock(inputs), "torch"), "baseline"),
-    spec.Implementation(
-        "compile",
-        lambda inputs: inputs.bind(torch.compile(_stock(inputs), dynamic=False), "torch.compile"),
-        "baseline",
-        default_on=("cuda",),
+    spec.on_gpu(
+        "compile", lambda inputs: inputs.bind(torch.compile(_stock(inputs), dynamic=False), "torch.compile"), "baseline"
     ),
     *spec.peer("flash_maxsim", {"flash-maxsim": _flash_maxsim}),
     *spec.peer("late_interaction_kernels", {"late-interaction-kernels": _late_interaction_kernels}),
@@ -248,8 +238,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(flops, 3 * tokens + 2 * scores + 2 * 2.0 * rows * case.dims["Nd"])
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """A low estimate of the extra memory of ``impl``, in bytes."""
+def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     d = case.dims
     item = spec.DTYPES[case.dtype].itemsize
     similarities = d["Nq"] * d["Lq"] * d["Nd"] * d["Ld"] * item
@@ -281,4 +270,4 @@ CASES = (
 )
 
 PROBE = {"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16}  # too small to matter
-SPEC = spec.BenchSpec("maxsim", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, needs_bytes)
+SPEC = spec.BenchSpec("maxsim", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -83,16 +83,10 @@ def driver_version() -> str:
 
 def _output(command: list[str], cwd: Path | None = None) -> str:
     """Output of a program, or ``""`` where it is not there or fails."""
-    program = shutil.which(command[0])
-    if program is None:
-        return ""
-    try:
-        done = subprocess.run(  # noqa: S603
-            [program, *command[1:]], cwd=cwd, capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
+        return done.stdout.strip()
+    return ""
 
 
 @functools.cache
@@ -112,22 +106,11 @@ def commit() -> tuple[str, str]:
 def collect(device: torch.device) -> Provenance:
     """Read the provenance of a run on ``device``."""
     on_gpu = device.type == "cuda"
-    head, dirty = commit()
-    return Provenance(
-        device=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
-        device_count=torch.cuda.device_count() if on_gpu else 1,
-        driver=driver_version() if on_gpu else "",
-        cuda=(torch.version.cuda or "") if on_gpu else "",
-        cpu=cpu_name(),
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        triton=package_version("triton"),
-        python=platform.python_version(),
-        tilefold=__version__,
-        commit=head,
-        dirty=dirty,
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    )
+    name, count = (torch.cuda.get_device_name(device), torch.cuda.device_count()) if on_gpu else (cpu_name(), 1)
+    driver, cuda = (driver_version(), torch.version.cuda or "") if on_gpu else ("", "")
+    versions = (torch.__version__, package_version("triton"), platform.python_version(), __version__)
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Provenance(name, count, driver, cuda, cpu_name(), torch.get_num_threads(), *versions, *commit(), date)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -299,11 +282,11 @@ def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         requirement = verdict.requirement
         word = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
-        sides = ((requirement.left, verdict.left), (requirement.right, verdict.right))
-        left, right = (f"{impl} {short_number(value)}" for (impl, _), value in sides)
-        unit = "MiB" if requirement.left[1].endswith("_mib") else "ms"
+        unit = "MiB" if requirement.quantity.endswith("_mib") else "ms"
+        left, right = (f"{short_number(value)} {unit}" for value in (verdict.left, verdict.right))
+        share = verdict.left / verdict.right if verdict.left is not None and verdict.right else math.nan
         console.print(
-            f"{word}: {requirement.claim} at {requirement.case}: {left} {unit}, {right} {unit}, "
-            f"ratio {verdict.ratio:.3g} (limit {requirement.limit:.3g})",
+            f"{word}: {requirement.claim} at {requirement.case}: tilefold {left}, {requirement.other} {right}, "
+            f"ratio {share:.3g} (limit {requirement.limit:.3g})",
             markup=False,
         )

@@ -6,18 +6,18 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from tilefold.bench import timing
-from tilefold.bench.gate import Gate
 from tilefold.bench.spec import (
     PHASES,
     BenchCase,
     BenchSpec,
     Ceilings,
+    Gate,
     Implementation,
     NotApplicable,
     Phase,
@@ -79,6 +79,7 @@ class RunOptions:
     memory: bool = True  # measure peak memory too, on a CPU in a process for each implementation
     seed: int = 0  # of the inputs
     limit: float = math.inf  # seconds after which no further case is begun
+    progress: Callable[[str], None] = lambda text: None
 
 
 def chosen_implementations(spec: BenchSpec, options: RunOptions) -> list[Implementation]:
@@ -89,21 +90,14 @@ def chosen_implementations(spec: BenchSpec, options: RunOptions) -> list[Impleme
     return [i for i in spec.implementations if i.name in wanted]
 
 
-def run_case(
-    spec: BenchSpec,
-    case: BenchCase,
-    options: RunOptions,
-    ceilings: Ceilings,
-    progress: Callable[[str], None] = lambda text: None,
-    implementations: Sequence[Implementation] | None = None,
-) -> list[BenchRow]:
-    """Gate, weigh and time implementations (by default the chosen) on ``case``; nothing that they raise escapes."""
+def run_case(spec: BenchSpec, case: BenchCase, options: RunOptions, ceilings: Ceilings) -> list[BenchRow]:
+    """Gate, weigh and time the chosen implementations on ``case``; nothing that they raise escapes."""
     inputs = spec.make_inputs(case, options.device, options.seed)
-    progress(f"{spec.op}: {case.name}: computing the fp64 ground truth")
+    options.progress(f"{spec.op}: {case.name}: computing the fp64 ground truth")
     gate = spec.make_gate(case, inputs)
     rows: list[BenchRow] = []
     runnables: dict[str, Runnable] = {}
-    for implementation in chosen_implementations(spec, options) if implementations is None else implementations:
+    for implementation in chosen_implementations(spec, options):
         row = BenchRow(
             op=spec.op,
             case=case.name,
@@ -111,19 +105,19 @@ def run_case(
             impl=implementation.name,
             dims=" ".join(f"{name}={size}" for name, size in case.dims.items()),
             variant=case.variant,
-            valid_tokens=getattr(inputs, "valid_tokens", 0),
-            active=getattr(inputs, "active", None),
+            valid_tokens=inputs.valid_tokens,
+            active=inputs.active,
             ceiling_tflops=ceilings.flops / 1e12,
             ceiling_tbps=ceilings.bandwidth / 1e12,
         )
         rows.append(row)
-        progress(f"{spec.op}: {case.name}: checking {implementation.name}")
-        runnable = _check_and_weigh(spec, case, inputs, gate, implementation, row, options)
+        options.progress(f"{spec.op}: {case.name}: checking {implementation.name}")
+        runnable = _check_and_weigh(spec, case, gate, implementation, row, options)
         if runnable is not None:
             runnables[row.impl] = runnable
     for phase in PHASES:
-        progress(f"{spec.op}: {case.name}: timing {phase.replace('_', ' + ')}")
-        _time_phase({row.impl: row for row in rows}, runnables, phase, options)
+        options.progress(f"{spec.op}: {case.name}: timing {phase.replace('_', ' + ')}")
+        _time_phase(rows, runnables, phase, options)
     for row in (row for row in rows if row.status == "ok"):
         forward = spec.work(case, inputs, "forward")
         row.forward_floor_ms = forward.floor_ms(ceilings)
@@ -135,13 +129,7 @@ def run_case(
 
 
 def _check_and_weigh(
-    spec: BenchSpec,
-    case: BenchCase,
-    inputs: Any,
-    gate: Gate,
-    implementation: Implementation,
-    row: BenchRow,
-    options: RunOptions,
+    spec: BenchSpec, case: BenchCase, gate: Gate, implementation: Implementation, row: BenchRow, options: RunOptions
 ) -> Runnable | None:
     """The implementation bound to the inputs, or ``None`` with the reason in its row."""
     _release(options.device)
@@ -150,7 +138,7 @@ def _check_and_weigh(
         row.status, row.note = "skipped", f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
         return None
     try:
-        runnable = implementation.build(inputs)
+        runnable = implementation.build(gate.inputs)
         row.label = runnable.label
         if implementation.kind != "bare":
             result = gate.check(runnable, implementation.kind)
@@ -200,34 +188,26 @@ def _resident_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str,
     return peaks
 
 
-def _time_phase(
-    rows: Mapping[str, BenchRow], runnables: Mapping[str, Runnable], phase: Phase, options: RunOptions
-) -> None:
-    runs = {name: getattr(runnable, phase) for name, runnable in runnables.items()}
-    timed = {name: run for name, run in runs.items() if run is not None and rows[name].status == "ok"}
-    _release(options.device)
-    for name, measured in _time_surviving(timed, rows, options).items():
-        for percentile in ("p20", "p50", "p80"):
-            setattr(rows[name], f"{phase}_{percentile}_ms", getattr(measured, percentile))
-        setattr(rows[name], f"{phase}_reps", measured.reps)
-
-
-def _time_surviving(
-    timed: dict[str, Callable[[], Any]], rows: Mapping[str, BenchRow], options: RunOptions
-) -> dict[str, timing.Timing]:
+def _time_phase(rows: Sequence[BenchRow], runnables: Mapping[str, Runnable], phase: Phase, options: RunOptions) -> None:
     """Time all together; if memory gives out, one by one, so that only the culprit loses its time."""
+    runs = {row.impl: getattr(runnables[row.impl], phase) for row in rows if row.status == "ok"}
+    runs = {name: run for name, run in runs.items() if run is not None}
+    _release(options.device)
     try:
-        return timing.time_all(timed, options.device, options.budget)
+        measured = timing.time_all(runs, options.device, options.budget)
     except torch.cuda.OutOfMemoryError:
-        _release(options.device)
-    alone: dict[str, timing.Timing] = {}
-    for name, run in timed.items():
-        try:
-            alone |= timing.time_all({name: run}, options.device, options.budget)
-        except torch.cuda.OutOfMemoryError:
-            rows[name].status, rows[name].note = "OOM", "out of device memory"
-        _release(options.device)
-    return alone
+        measured = {}
+    for row in rows:
+        if row.impl in runs and row.impl not in measured:
+            _release(options.device)
+            try:
+                measured |= timing.time_all({row.impl: runs[row.impl]}, options.device, options.budget)
+            except torch.cuda.OutOfMemoryError:
+                row.status, row.note = "OOM", "out of device memory"
+        if row.impl in measured:
+            for percentile in ("p20", "p50", "p80"):
+                setattr(row, f"{phase}_{percentile}_ms", getattr(measured[row.impl], percentile))
+            setattr(row, f"{phase}_reps", measured[row.impl].reps)
 
 
 def _release(device: torch.device) -> None:
@@ -242,7 +222,6 @@ def run_spec(
     cases: Sequence[BenchCase],
     options: RunOptions,
     on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
-    progress: Callable[[str], None] = lambda text: None,
 ) -> list[BenchRow]:
     """Run ``cases``, slow implementations in a second round; ``on_rows`` sees all rows of a case as it ends."""
     started = time.monotonic()
@@ -250,8 +229,8 @@ def run_spec(
     rows: dict[str, list[BenchRow]] = {}
     shape: Mapping[str, int] | None = None
     chosen = chosen_implementations(spec, options)
-    rounds = [[i for i in chosen if i.slow is slow] for slow in (False, True)]
-    for implementations, case in ((group, case) for group in rounds if group for case in cases):
+    rounds = [[i.name for i in chosen if i.slow is slow] for slow in (False, True)]
+    for names, case in ((group, case) for group in rounds if group for case in cases):
         if time.monotonic() - started > options.limit:
             break
         if shape not in (None, case.dims):
@@ -259,21 +238,20 @@ def run_spec(
             torch.compiler.reset()
         shape = case.dims
         if case.dtype not in ceilings:
-            progress(f"{spec.op}: measuring the ceilings in {case.dtype}")
+            options.progress(f"{spec.op}: measuring the ceilings in {case.dtype}")
             ceilings[case.dtype] = timing.measure_ceilings(options.device, case.dtype)
-        found = run_case(spec, case, options, ceilings[case.dtype], progress, implementations)
+        found = run_case(spec, case, replace(options, impls=names), ceilings[case.dtype])
         rows[case.name] = rows.get(case.name, []) + found
         on_rows(case, rows[case.name])
         _release(options.device)
     return [row for found in rows.values() for row in found]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A requirement against what was measured; ``held`` is ``None`` where a side is missing."""
 
     requirement: Requirement
-    left: float | None
+    left: float | None  # ours
     right: float | None
 
     @property
@@ -281,17 +259,12 @@ class Verdict:
         """Whether ``left <= limit * right``."""
         return None if self.left is None or self.right is None else self.left <= self.requirement.limit * self.right
 
-    @property
-    def ratio(self) -> float:
-        """``left / right``, or NaN."""
-        return self.left / self.right if self.left is not None and self.right else math.nan
-
 
 def verdicts(spec: BenchSpec, rows: Sequence[BenchRow]) -> list[Verdict]:
     """Every requirement of ``spec`` whose case was run."""
     found: list[Verdict] = []
     for requirement in spec.requirements:
         by_impl = {row.impl: row for row in rows if row.case == requirement.case}
-        sides = [getattr(by_impl.get(impl), name, None) for impl, name in (requirement.left, requirement.right)]
+        sides = [getattr(by_impl.get(impl), requirement.quantity, None) for impl in ("tilefold", requirement.other)]
         found += [Verdict(requirement, *sides)] if by_impl else []
     return found

@@ -1,4 +1,4 @@
-"""The parts of a benchmark: named cases, inputs, implementations bound to them, least work; the operators with one."""
+"""The parts of a benchmark: cases, inputs, implementations bound to them, the gate that checks them, least work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+
+from tilefold import testing
 
 OPERATORS = ("lsr_head", "maxsim", "token_scatter", "entmax", "entmax_attention")
 _Named = TypeVar("_Named")
@@ -82,6 +84,111 @@ class Inputs:
         return Runnable(forward, forward_backward, label)
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Largest allowed relative errors ``||out - ref|| / ||ref||`` of the output and of every gradient."""
+
+    forward: float
+    gradient: float
+
+
+BUDGETS: Mapping[str, Budget] = {
+    name: Budget(testing.budget(dtype), testing.budget(dtype, "gradient")) for name, dtype in DTYPES.items()
+}
+
+# Baselines that keep logits in the input's dtype pick another winner where two round to the same value, so their
+# gradients are far off by construction, and a bias that cancels most of a rounded logit magnifies its error. They must
+# only be the same function, not as exact; the error is shown.
+BASELINE_BUDGETS: Mapping[str, Budget] = {
+    "bfloat16": Budget(forward=6e-2, gradient=0.5),
+    "float16": Budget(forward=5e-3, gradient=0.2),
+    "float32": Budget(forward=2e-5, gradient=5e-5),
+    "float64": Budget(forward=1e-12, gradient=1e-11),
+}
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Errors of one implementation against what is allowed; names that start with ``"d"`` are gradients."""
+
+    errors: Mapping[str, float]  # relative, of each checked quantity; infinite where a value is not finite
+    budget: Budget
+
+    @property
+    def failures(self) -> list[str]:
+        """One readable line for each quantity over its budget."""
+        limits = {name: self.budget.gradient if name.startswith("d") else self.budget.forward for name in self.errors}
+        return [
+            f"{name} error {error:.2e} > {limits[name]:.0e}"
+            for name, error in self.errors.items()
+            if not error <= limits[name]
+        ]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked and everything stayed within budget."""
+        return bool(self.errors) and not self.failures
+
+    def worst(self, gradients: bool) -> float | None:
+        """The largest error among gradients, or among outputs; ``None`` if none was checked."""
+        return max((error for name, error in self.errors.items() if name.startswith("d") is gradients), default=None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a result that is small enough to be known exactly: how it is taken, and its value in fp64."""
+
+    take: Callable[[Tensor], Tensor]
+    truth: Tensor
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The ground truth of one case: slices are held to their values in fp64, everything else must be finite."""
+
+    inputs: Inputs
+    dtype: str
+    outputs: Mapping[str, Part]
+    gradients: Mapping[str, Part | None]  # of each leaf, by a name with "d"; None for one that is not checked
+    ours: Budget | None = None  # what our implementations are allowed, by default that of the dtype
+
+    def check(self, runnable: Runnable, kind: str) -> GateResult:
+        """Run both phases of an implementation of ``kind`` once, over poisoned memory, and compare."""
+        poison = (*self.inputs.leaves, self.inputs.grad_output)
+        poison_allocator(poison)
+        inferred = runnable.forward()
+        errors = {} if inferred is None else self._output_errors(inferred, "inference ")
+        del inferred
+        if runnable.forward_backward is not None:
+            poison_allocator(poison)
+            out, gradients = runnable.forward_backward()
+            errors |= self._output_errors(out, "")
+            for (name, part), whole, leaf in zip(self.gradients.items(), gradients, self.inputs.leaves, strict=True):
+                errors |= {} if part is None else {name: _part_error(whole, leaf, part)}
+        allowed = (self.ours or BUDGETS[self.dtype]) if kind == "ours" else BASELINE_BUDGETS[self.dtype]
+        return GateResult(errors, allowed)
+
+    def _output_errors(self, out: Tensor, prefix: str) -> dict[str, float]:
+        dense = out.to_dense() if out.layout == torch.sparse_csr else out
+        like = self.inputs.grad_output
+        return {f"{prefix}{name}": _part_error(dense, like, part) for name, part in self.outputs.items()}
+
+
+def _part_error(whole: Tensor, like: Tensor, part: Part) -> float:
+    """The relative error of a part, infinite if the whole has another shape than ``like`` or is not finite."""
+    if whole.shape != like.shape or not bool(whole.isfinite().all()):
+        return float("inf")
+    return testing.relative_error(part.take(whole), part.truth)
+
+
+def poison_allocator(like: Sequence[Tensor]) -> None:
+    """Fill and free blocks of the sizes of ``like`` with NaN, which CUDA's allocator then hands out again."""
+    blocks = [torch.full_like(tensor, float("nan")) for tensor in like if tensor.is_floating_point()]
+    if blocks and blocks[0].is_cuda:
+        torch.cuda.synchronize()
+    del blocks
+
+
 def random_tensors(device: torch.device, seed: int) -> tuple[Callable[..., Tensor], torch.Generator]:
     """A function of normal numbers in fp32 by shape, and its generator."""
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -149,13 +256,29 @@ def peer(package: str, builds: Mapping[str, Build], slow: bool = False) -> tuple
     return tuple(Implementation(name, build, "baseline", where, slow) for name, build in builds.items())
 
 
-def ours(build: Callable[[str], Build], tiled_on: tuple[str, ...] = ()) -> tuple[Implementation, ...]:
-    """An operator's own implementations; ``build`` takes its ``impl=``, ``tiled_on`` is where the tiled one runs."""
-    return (
+def ours(
+    call: Callable[..., Tensor],
+    chosen_impl: Callable[[Tensor, str], str],
+    tiled_on: tuple[str, ...] = (),
+    *,
+    graph: bool = False,
+) -> tuple[Implementation, ...]:
+    """An operator's own implementations: ``call`` with ``impl=``, by default the tiled one ``tiled_on`` alone."""
+
+    def build(impl: str) -> Build:
+        return lambda inputs: inputs.bind(functools.partial(call, impl=impl), chosen_impl(inputs.leaves[0], impl))
+
+    made = (
         Implementation("tilefold", build("auto"), "ours"),
         Implementation("tiled", build("tiled"), "ours", default_on=tiled_on),
         Implementation("reference", build("reference"), "ours", default_on=()),
     )
+    return (*made, on_gpu("tilefold-graph", lambda inputs: captured(build("triton")(inputs)))) if graph else made
+
+
+def on_gpu(name: str, build: Build, kind: Literal["ours", "baseline", "bare"] = "ours") -> Implementation:
+    """An implementation that runs on GPUs by default."""
+    return Implementation(name, build, kind, default_on=("cuda",))
 
 
 class NotApplicable(Exception):  # noqa: N818
@@ -184,12 +307,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A claim about two rows of a case, ``left <= limit * right``, that every run checks and prints with both sides."""
+    """A claim that every run checks and prints with both sides: ours is at most ``limit`` times the ``other``'s."""
 
     case: str
     claim: str  # for people
-    left: tuple[str, str]  # implementation and attribute of its row
-    right: tuple[str, str]
+    quantity: str  # attribute of a row
+    other: str  # implementation
     limit: float
 
 

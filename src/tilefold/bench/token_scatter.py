@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilefold.bench import spec
-from tilefold.bench.gate import Gate, Part
 from tilefold.ops.token_scatter import chosen_impl, token_scatter, token_scatter_sparse
 from tilefold.testing.token_scatter import zipf_ids
 
@@ -24,19 +24,14 @@ class CsrInputs(spec.Inputs):
     """Inputs whose scores are wanted in CSR form, for encoding, which has no gradient."""
 
     def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> spec.Runnable:
-        """``call`` without gradients, and its scores to CSR if they are dense."""
+        """``call`` without gradients, and its scores to CSR."""
 
-        def sparse(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
-            scores = call(weights, input_ids, unused, vocab_size)
-            return scores if scores.layout == torch.sparse_csr else _to_csr(scores)
+        def sparse(*arguments: Any) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+                return call(*arguments).to_sparse_csr()
 
-        return spec.Runnable(super().bind(sparse, label).forward, label=label)
-
-
-def _to_csr(scores: Tensor) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-        return scores.to_sparse_csr()
+        return spec.Runnable(super().bind(sparse, label).forward, label=f"{label}, to_sparse_csr")
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
@@ -64,15 +59,15 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
     return make((weights.requires_grad_(),), (ids, unused, vocab), grad_output, int(counts.sum()), active)
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> Gate:
+def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     """Two whole sequences in fp64; where two tokens of one id have the same weight the gradient becomes zero."""
     rows = sorted({0, inputs.grad_output.size(0) - 1})
     scores, gradients = zip(*(_sequence_truth(inputs, row) for row in rows), strict=True)
-    return Gate(
+    return spec.Gate(
         inputs,
         case.dtype,
-        {"out": Part(lambda t: t[rows], torch.stack(scores))},
-        {"dweights": Part(lambda t: t[rows], torch.stack(gradients))},
+        {"out": spec.Part(lambda t: t[rows], torch.stack(scores))},
+        {"dweights": spec.Part(lambda t: t[rows], torch.stack(gradients))},
     )
 
 
@@ -111,24 +106,15 @@ def reduced_scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_si
 
 def _torch(scatter: Scatter, label: str) -> spec.Build:
     def build(inputs: spec.Inputs) -> spec.Runnable:
-        csr = isinstance(inputs, CsrInputs)
-        if csr and scatter is membership_scatter:
+        if isinstance(inputs, CsrInputs) and scatter is membership_scatter:
             raise spec.NotApplicable("nobody makes CSR scores in this way")
-        call = spec.compiled(scatter) if label == "torch.compile" else scatter
-        return inputs.bind(call, f"{label}, to_sparse_csr" if csr else label)
+        return inputs.bind(spec.compiled(scatter) if label == "torch.compile" else scatter, label)
 
     return build
 
 
-def _ours(impl: str) -> spec.Build:
-    def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
-        return token_scatter(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
-
-    def build(inputs: spec.Inputs) -> spec.Runnable:
-        chosen = chosen_impl(inputs.leaves[0], impl)
-        return inputs.bind(scatter, f"{chosen}, to_sparse_csr" if isinstance(inputs, CsrInputs) else chosen)
-
-    return build
+def _scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int, impl: str) -> Tensor:
+    return token_scatter(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
 
 
 def _csr(inputs: spec.Inputs) -> spec.Runnable:
@@ -138,11 +124,11 @@ def _csr(inputs: spec.Inputs) -> spec.Runnable:
     def scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int) -> Tensor:
         return token_scatter_sparse(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS)
 
-    return inputs.bind(scatter, "torch")
+    return spec.Runnable(spec.Inputs.bind(inputs, scatter, "torch").forward, label="torch")
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(_ours, tiled_on=("cuda",)),
+    *spec.ours(_scatter, chosen_impl, tiled_on=("cuda",)),
     spec.Implementation("tilefold-csr", _csr, "ours"),
     *(
         spec.Implementation(f"{name}{end}", _torch(scatter, label), "baseline", where)
@@ -166,8 +152,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(float(tokens), nbytes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """A low estimate of the extra memory of ``impl`` in training, in bytes."""
+def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     batch, length, vocab = (case.dims[name] for name in "BSV")
     item = spec.DTYPES[case.dtype].itemsize
     copies = {"membership": 3, "membership-compile": 2}
@@ -204,15 +189,15 @@ REQUIREMENTS = (
     spec.Requirement(
         CPU_TRAIN.name,
         "peak memory of forward + backward is at least 20x below the [B, S, V] membership",
-        ("tilefold", "forward_backward_peak_mib"),
-        ("membership", "forward_backward_peak_mib"),
+        "forward_backward_peak_mib",
+        "membership",
         1 / 20,
     ),
     spec.Requirement(
         CPU_TRAIN.name,
         "forward + backward takes no longer than scatter_reduce",
-        ("tilefold", "forward_backward_p50_ms"),
-        ("scatter-reduce", "forward_backward_p50_ms"),
+        "forward_backward_p50_ms",
+        "scatter-reduce",
         1.0,
     ),
 )
@@ -227,6 +212,6 @@ SPEC = spec.BenchSpec(
     make_gate,
     PROBE,
     work,
-    needs_bytes,
+    _needs_bytes,
     REQUIREMENTS,
 )

@@ -123,7 +123,7 @@ def _run_all(
                 write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
 
         with console.status(f"{spec.op}: starting") as status:
-            rows = run_spec(spec, cases, options, on_rows, status.update)
+            rows = run_spec(spec, cases, replace(options, progress=status.update), on_rows)
         results.print_verdicts(console, verdicts(spec, rows))
         failed |= any(row.failed_gate for row in rows)
         if path is not None and rows:
