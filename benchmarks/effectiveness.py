@@ -88,7 +88,7 @@ class Job:
 
 def run_job(job: Job) -> dict[str, Any]:
     """Train, encode, search and evaluate; a row of the CSV, with nDCG@10 of every query under ``"per_query"``."""
-    from tilefold.recipes.quiet import quiet_libraries
+    from tilefold.recipes.loading import quiet_libraries
     from tilefold.recipes.splade import load_base_model, train
 
     started = time.monotonic()

@@ -115,7 +115,7 @@ def _negatives(config: Config) -> int:
 def run_job(job: Job) -> dict[str, Any]:
     """Measures of one model; for a training also what the training took and said."""
     from tilefold.recipes import catalogue
-    from tilefold.recipes.quiet import quiet_libraries
+    from tilefold.recipes.loading import quiet_libraries
 
     collection = with_splits(load_collection(job.path), job.limit)
     config = job.config()
@@ -165,7 +165,7 @@ def load(folder: Path, config: Config) -> Any:
 
 def measure(model: Any, config: Config, collection: Collection) -> dict[str, Any]:
     """nDCG@10, recall, active terms and time per query on the evaluation split."""
-    from tilefold.recipes.precision import fast_inference
+    from tilefold.recipes.loading import fast_inference
     from tilefold.retrieval.evaluation import evaluate
 
     split = evaluation_split(collection)

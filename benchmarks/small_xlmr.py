@@ -23,7 +23,7 @@ def small_xlmr(folder: Path, tokenizer: str, max_length: int, seed: int) -> Path
     from sentence_transformers.sparse_encoder.modules import SpladePooling
     from transformers import AutoTokenizer, XLMRobertaConfig, XLMRobertaForMaskedLM
 
-    from tilefold.recipes.quiet import quiet_libraries
+    from tilefold.recipes.loading import quiet_libraries
 
     with quiet_libraries(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -123,7 +123,7 @@ def _prepared(
     progress: Callable[[str], None],
 ) -> Iterator[tuple[Iterator[tuple[int, _Cell]], GateOutcome]]:
     """A model with its trainer, checked; its cells, one length at a time."""
-    from tilefold.recipes.quiet import quiet_libraries
+    from tilefold.recipes.loading import quiet_libraries
 
     device = options.device
     release(device, collect=True)  # the model before this one

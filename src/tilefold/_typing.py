@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+__all__ = ["Model", "Module", "Network", "Tokenizer", "Transformer"]
+
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
-    from transformers import PreTrainedTokenizerBase
+    from sentence_transformers.base.modules import Module, Transformer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     Model = SparseEncoder | MultiVectorEncoder | SentenceTransformer
+    Network = PreTrainedModel
     Tokenizer = PreTrainedTokenizerBase
 else:
-    Model = Tokenizer = object
+    Model = Module = Network = Tokenizer = Transformer = object

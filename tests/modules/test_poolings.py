@@ -23,7 +23,7 @@ from tilefold.modules import EpicPooling, HeadPooling, TokenWeights
 from tilefold.modules.fused_pooling import Head, SparseOptions
 from tilefold.modules.splate import SplateHead
 from tilefold.recipes.colbert import ColbertRecipe, load_base_model
-from tilefold.recipes.splate import mlm_head, splate_encoder
+from tilefold.recipes.encoders import mlm_head, splate_encoder
 
 ACT = {
     "log1p_relu": lambda x: torch.log(1 + x.clamp(min=0)),

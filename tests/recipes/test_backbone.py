@@ -19,8 +19,8 @@ from tests import programs
 from tests.modules.tiny import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import ColbertRecipe, backbone
+from tilefold.recipes.backbone import fresh_masked_lm
 from tilefold.recipes.colbert import load_base_model
-from tilefold.recipes.fresh import fresh_masked_lm
 from tilefold.retrieval.errors import MissingPackageError
 
 MODULES = [

@@ -21,9 +21,8 @@ from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules import EchoTransformer, LexicalWindow, ProsperTransformer, SplateHead, TokenWeights, load_encoder
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
-from tilefold.recipes.bge_m3 import load_sparse_linear
 from tilefold.recipes.decoders import VARIANTS, add_lora, causal_splade, check_bidirectional, merge_adapters
-from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
+from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder, load_sparse_linear
 from tilefold.retrieval.collection import Collection
 
 SMALL: dict[str, Any] = {"batch_size": 2, "length": 16, "warmup_steps": 0, "chunk": 8, "bf16": False}

@@ -88,7 +88,7 @@ def test_bi_encoders_and_bm25_give_their_own_similarities(rows: TrainingRows, tm
     from sentence_transformers import SparseEncoder
 
     from tilefold.cli._models import load_dense
-    from tilefold.recipes.untrained import untrained_colbert
+    from tilefold.recipes.colbert import untrained_colbert
 
     small = small_masked_lm(tmp_path / "masked-lm")
     dense, sparse, late = load_dense("minilm"), SparseEncoder(str(small), device="cpu"), untrained_colbert()

@@ -193,7 +193,7 @@ class ZeroShot:
 def zero_shot(root: Path, collection: Collection, queries: dict[str, str], max_length: int, tick: Tick) -> ZeroShot:
     """Computed once for these texts and this length, and saved with the model that --rerank needs."""
     from tilefold.recipes.backbone import load_dense_minilm
-    from tilefold.recipes.precision import fast_inference
+    from tilefold.recipes.loading import fast_inference
     from tilefold.retrieval import open_tokens
     from tilefold.retrieval.dense import rank_by_similarity
     from tilefold.retrieval.errors import DataError
@@ -228,7 +228,7 @@ def _encode_documents_once(model: Model, collection: Collection, folder: Path, t
     """Dense vectors ``[N, D]`` in memory, token vectors in ``<folder>/tokens``."""
     import torch
 
-    from tilefold.recipes.quiet import quiet_libraries
+    from tilefold.recipes.loading import quiet_libraries
     from tilefold.retrieval.provenance import texts_digest
     from tilefold.retrieval.token_encoding import token_model_fingerprint
     from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter, open_tokens

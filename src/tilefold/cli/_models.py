@@ -112,7 +112,7 @@ def load_untrained(texts_sha256: str, texts: Callable[[], Mapping[str, str]] | N
     """
     find_model(PACKAGED, "--model")
     check_sentence_transformers()
-    from tilefold.recipes.untrained import untrained_splade
+    from tilefold.recipes.splade import untrained_splade
 
     try:
         model = untrained_splade(texts_sha256, texts)
@@ -144,7 +144,7 @@ def load_model(
     path = find_model(name, option)
     check_sentence_transformers()
     if name == PACKAGED and kinds == ("multi-vector",):
-        from tilefold.recipes.untrained import untrained_colbert
+        from tilefold.recipes.colbert import untrained_colbert
 
         model = untrained_colbert()
         if kinds[0] in fast:
@@ -152,8 +152,7 @@ def load_model(
         return model, kinds[0]
     from safetensors import SafetensorError
 
-    from tilefold.recipes.loading import load_saved, saved_kind
-    from tilefold.recipes.quiet import quiet_libraries
+    from tilefold.recipes.loading import load_saved, quiet_libraries, saved_kind
 
     with quiet_libraries():
         saved = saved_kind(path)

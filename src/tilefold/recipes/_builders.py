@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tilefold._typing import Tokenizer
+from tilefold._typing import Module, Tokenizer, Transformer
 from tilefold.recipes._settings import EncoderSpec
 from tilefold.recipes.backbone import keep_lowest_layers, minilm_path, minilm_splade
-from tilefold.recipes.loading import check_masked_lm, saved_modules, seeded, whole_weights
+from tilefold.recipes.loading import check_masked_lm, local_only, saved_modules, seeded, whole_weights
 
 SMALL_HEAD_SCALE = 1 / 16  # of backbones whose LM head gives logits of a large norm (arXiv 2606.18811)
 SMALL_HEAD_MODELS = ("modernbert", "modernbert-decoder")  # Ettin has these types too
@@ -32,17 +31,17 @@ class Base:
     start_deviations: float | None = None
     tokenizer: Tokenizer = None  # of the side with a network, which is built first
     vocab_size: int | None = None
-    network: Any = None  # its Transformer, for a query side that shares it
+    network: Transformer = None  # of the same side, for a query side that shares it
 
 
-def build_mlm(spec: EncoderSpec, base: Base) -> list[Any]:
+def build_mlm(spec: EncoderSpec, base: Base) -> list[Module]:
     """A masked language model, and the pooling of its logits, or those at the first token alone."""
     first = spec.kind == "cls_mlm"
-    transformer = _network(spec, base, "fill-mask", first)
+    transformer = network_of(spec, base, "fill-mask", first)
     return [transformer, head_pooling(spec, transformer, "cls" if first else spec.pooling or "max")]
 
 
-def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
+def head_pooling(spec: EncoderSpec, transformer: Transformer, pooling: str) -> Module:
     """``SpladePooling`` if the options are its own, else :class:`tilefold.modules.HeadPooling`."""
     from tilefold.modules.head_pooling import HeadPooling
     from tilefold.modules.loading import stock_module
@@ -59,43 +58,46 @@ def head_pooling(spec: EncoderSpec, transformer: Any, pooling: str) -> Any:
     return stock_module(made) or made
 
 
-def build_epic(spec: EncoderSpec, base: Base) -> list[Any]:
+def _ignored(spec: EncoderSpec, transformer: Transformer) -> Sequence[int]:
+    """Ids that get no weight, of an encoder of token weights: the special ones, unless `spec` keeps them."""
+    return () if spec.drop_special_tokens is False else transformer.tokenizer.all_special_ids
+
+
+def build_epic(spec: EncoderSpec, base: Base) -> list[Module]:
     """A masked language model that puts out its hidden states, and EPIC's pooling of both."""
     from tilefold.modules import EpicPooling
 
-    transformer = _network(spec, base, "fill-mask", output_hidden_states=True)
-    drop = spec.drop_special_tokens is not False
+    transformer = network_of(spec, base, "fill-mask", output_hidden_states=True)
     with seeded(base.seed):
         pooling = EpicPooling(
             transformer.model.config.hidden_size,
-            ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
+            ignore_ids=_ignored(spec, transformer),
             embedding_dimension=head_rows(transformer),
         )
     return [transformer, pooling]
 
 
-def usual_scale(transformer: Any) -> float:
+def usual_scale(transformer: Transformer) -> float:
     """The factor on the logits that a backbone starts with."""
     model_type = str(getattr(transformer.model.config, "model_type", ""))
     return SMALL_HEAD_SCALE if model_type in SMALL_HEAD_MODELS else 1.0
 
 
-def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
+def build_mlp(spec: EncoderSpec, base: Base) -> list[Module]:
     """A Transformer without its LM head, and a learned weight for every token."""
     import torch
 
     from tilefold.modules import TokenWeights
 
-    transformer = _network(spec, base, "feature-extraction")
+    transformer = network_of(spec, base, "feature-extraction")
     rows = transformer.model.get_input_embeddings().num_embeddings
-    drop = spec.drop_special_tokens is not False
     with seeded(base.seed):
         weights = TokenWeights(
             transformer.get_embedding_dimension(),
             rows if base.vocab_size is None else base.vocab_size,
             activation=spec.activation or "relu",
             scale=spec.scale,
-            ignore_ids=transformer.tokenizer.all_special_ids if drop else (),
+            ignore_ids=_ignored(spec, transformer),
             saturation=spec.saturation,
         )
         # every token counts at the start: else half of them, or all of a text, would have no weight and no gradient
@@ -106,7 +108,7 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Any]:
     return [transformer, weights]
 
 
-def _continue_weights(weights: Any, base_model: str) -> None:
+def _continue_weights(weights: Module, base_model: str) -> None:
     """Take over the token weights of a base model that was trained with some, in place."""
     from tilefold.modules import TokenWeights, load_encoder
 
@@ -125,12 +127,12 @@ def _continue_weights(weights: Any, base_model: str) -> None:
     weights.load_state_dict(trained.state_dict())
 
 
-def build_binary(spec: EncoderSpec, base: Base) -> list[Any]:
+def build_binary(spec: EncoderSpec, base: Base) -> list[Module]:
     """1 for each distinct token, times a number."""
-    return [_static(spec, base, [BINARY_SCALE if spec.scale is None else spec.scale])]
+    return _static(spec, base, [BINARY_SCALE if spec.scale is None else spec.scale])
 
 
-def build_idf(spec: EncoderSpec, base: Base) -> list[Any]:
+def build_idf(spec: EncoderSpec, base: Base) -> list[Module]:
     """The inverse document frequency of each distinct token."""
     vocab_size = _vocab_size(base)
     if spec.idf is None:
@@ -141,7 +143,7 @@ def build_idf(spec: EncoderSpec, base: Base) -> list[Any]:
             place = base.tokenizer.convert_tokens_to_ids(token)
             if place is not None and place != base.tokenizer.unk_token_id:
                 weights[place] = float(weight)
-    return [_static(spec, base, weights)]
+    return _static(spec, base, weights)
 
 
 def _counted_idf(base: Base, vocab_size: int) -> list[float]:
@@ -161,7 +163,7 @@ def _counted_idf(base: Base, vocab_size: int) -> list[float]:
     return [math.log1p((total - found[v] + 0.5) / (found[v] + 0.5)) for v in range(vocab_size)]
 
 
-def _static(spec: EncoderSpec, base: Base, weights: list[float]) -> Any:
+def _static(spec: EncoderSpec, base: Base, weights: list[float]) -> list[Module]:
     """The stock module where it can be trained, saved and loaded with these weights."""
     import torch
     from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
@@ -174,7 +176,7 @@ def _static(spec: EncoderSpec, base: Base, weights: list[float]) -> Any:
     else:
         module = SparseStaticEmbedding(base.tokenizer, weight.expand(vocab_size).clone(), frozen=True)
     module.max_seq_length = base.network.max_seq_length  # which a short position table may have cut
-    return module
+    return [module]
 
 
 def _vocab_size(base: Base) -> int:
@@ -183,19 +185,20 @@ def _vocab_size(base: Base) -> int:
     return base.vocab_size
 
 
-def head_rows(transformer: Any) -> int:
+def head_rows(transformer: Transformer) -> int:
     """V of a Transformer with an LM head."""
     return int(transformer.model.get_output_embeddings().weight.shape[0])
 
 
-def _network(spec: EncoderSpec, base: Base, task: str, first_token: bool = False, **config: Any) -> Any:
+def network_of(spec: EncoderSpec, base: Base, task: str, first_token: bool = False, **config: object) -> Transformer:
+    """The network of a side: of its own base model, or that of the document side."""
     if not spec.shared_network:
         name = spec.base_model or base.base_model
         return load_transformer(name, base, task, first_token, layers=spec.layers, **config)
     return shared_network(spec, base, task)
 
 
-def shared_network(spec: EncoderSpec, base: Base, task: str | None) -> Any:
+def shared_network(spec: EncoderSpec, base: Base, task: str | None) -> Transformer:
     """The network of the document side; options of the network itself belong there."""
     for name in ("lora", "literal_residual", *(("pooling", "logit_scale") if spec.kind == "prosper" else ())):
         if getattr(spec, name) is not None:
@@ -212,8 +215,8 @@ def shared_network(spec: EncoderSpec, base: Base, task: str | None) -> Any:
 
 
 def load_transformer(
-    base_model: str, base: Base, task: str, first_token: bool = False, layers: int | None = None, **config: Any
-) -> Any:
+    base_model: str, base: Base, task: str, first_token: bool = False, layers: int | None = None, **config: object
+) -> Transformer:
     """The stock ``Transformer`` of a base model; `config` is saved in the configuration, and no remote code runs.
 
     ``"fill-mask"`` keeps the LM head, ``"feature-extraction"`` leaves it out. With `first_token` only the logits of
@@ -238,15 +241,10 @@ def load_transformer(
     path = str(minilm_path()) if base_model == "minilm" else base_model
     if task == "fill-mask":
         check_masked_lm(path)
-    where = {"local_files_only": Path(path).is_dir(), "trust_remote_code": False}
+    safe = {"trust_remote_code": False}
+    asked = dict.fromkeys(("model_kwargs", "processor_kwargs"), safe) | {"config_kwargs": safe | config}
     with whole_weights(path):
-        transformer = Transformer(
-            path,
-            transformer_task=task,
-            model_kwargs=dict(where),
-            processor_kwargs=dict(where),
-            config_kwargs=where | config,
-        )
+        transformer = Transformer(path, transformer_task=task, **local_only(Path(path).is_dir(), **asked))
     transformer.max_seq_length = min(base.max_length, transformer.max_seq_length or base.max_length)
     if layers is not None:
         keep_lowest_layers(transformer.model, layers)

@@ -21,14 +21,14 @@ def rule(accept: Callable[[Any], bool], expected: str) -> Check:
     return check
 
 
-def _is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def whole(least: int = 1, *, optional: bool = False) -> Check:
     """A rule: a whole number of at least `least`, or ``None`` where that is allowed."""
     expected = f"a whole number of at least {least}{' or None' if optional else ''}"
-    return rule(lambda value: (optional and value is None) or _is_whole(value, least), expected)
+    return rule(lambda value: (optional and value is None) or is_whole(value, least), expected)
 
 
 def number(accept: Callable[[float], bool], expected: str, *, optional: bool = False) -> Check:
@@ -138,9 +138,7 @@ class TrainingSettings(Settings):
         "graphs": flag,
         "save_steps": whole(),
         "save_minutes": NOT_NEGATIVE,
-        "seed": rule(
-            lambda value: _is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32"
-        ),
+        "seed": rule(lambda value: is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32"),
         "attention": rule(lambda value: value in (None, "softmax", "entmax"), "'softmax', 'entmax' or None"),
         "alpha": number(lambda value: 1 <= value <= 2, "in [1, 2]", optional=True),
         "anneal_alpha": number(lambda value: 0 <= value <= 1, "in [0, 1]"),

@@ -15,9 +15,7 @@ from tilefold._files import naming_full_disk
 from tilefold._typing import Model
 from tilefold.recipes import _run
 from tilefold.recipes._settings import TrainingSettings
-from tilefold.recipes.loading import register_entmax
-from tilefold.recipes.precision import supports_bf16
-from tilefold.recipes.quiet import quiet_libraries
+from tilefold.recipes.loading import quiet_libraries, register_entmax, supports_bf16
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts
 

@@ -11,7 +11,7 @@ from tilefold._typing import Model, Tokenizer
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Check, Settings, whole
 from tilefold.recipes._training import Progress, check_one_process, say_unused_gpus
 from tilefold.recipes.decoders import evaluated
-from tilefold.recipes.precision import supports_bf16
+from tilefold.recipes.loading import supports_bf16
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
 

@@ -6,30 +6,28 @@ import string
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tilefold._typing import Tokenizer
-from tilefold.recipes._settings import Check, flag, whole
+from tilefold.recipes._settings import Check, flag, is_whole, rule, whole
 from tilefold.recipes._training import Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
-from tilefold.recipes.loading import check_tokenizer, saved_kind, saved_modules, seeded, stay_offline, whole_weights
+from tilefold.recipes.loading import (
+    load_whole,
+    quiet_libraries,
+    run_fast,
+    saved_kind,
+    saved_modules,
+    seeded,
+    stay_offline,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
 
-__all__ = ["ColbertRecipe", "TrainResult", "load_base_model", "train"]
+__all__ = ["ColbertRecipe", "TrainResult", "load_base_model", "train", "untrained_colbert"]
 
-DIMENSIONS_PER_STEP = 8  # of the kernels
 MAX_DIMENSION = 4096
-
-
-def _dimension(name: str, value: Any) -> None:
-    whole(optional=True)(name, value)
-    if value is not None and (value % DIMENSIONS_PER_STEP or value > MAX_DIMENSION):
-        raise ValueError(
-            f"{name} must be a multiple of {DIMENSIONS_PER_STEP} up to {MAX_DIMENSION} or None, got {value}."
-        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,10 @@ class ColbertRecipe(Recipe):
     skip_punctuation: bool = True
 
     CHECKS: ClassVar[Mapping[str, Check]] = {
-        "dimension": _dimension,
+        "dimension": rule(
+            lambda value: value is None or (is_whole(value, 1) and value % 8 == 0 and value <= MAX_DIMENSION),
+            f"a multiple of 8 up to {MAX_DIMENSION} or None",  # for the kernels
+        ),
         "query_length": whole(),
         **dict.fromkeys(("expand_queries", "skip_punctuation", "fused"), flag),
     }
@@ -92,11 +93,9 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
 
     packaged = recipe.base_model == "minilm"
     base = str(minilm_path()) if packaged else recipe.base_model
-    local, kind = Path(base).is_dir(), saved_kind(base)
+    kind = saved_kind(base)
     with seeded(recipe.seed):
-        with whole_weights(base):
-            model = MultiVectorEncoder(base, trust_remote_code=False, local_files_only=local)
-        check_tokenizer(model, base)
+        model = load_whole(MultiVectorEncoder, base)
         if not isinstance(model[0], Transformer):
             raise ValueError(
                 f"base_model must begin with a Transformer, got {type(model[0]).__name__} in {recipe.base_model}; "
@@ -147,3 +146,11 @@ def _positions(model: MultiVectorEncoder) -> int:
     """Maximum number of tokens of the backbone."""
     length = model.max_seq_length
     return length if isinstance(length, int) and length > 0 else 1 << 30
+
+
+def untrained_colbert() -> MultiVectorEncoder:
+    """The model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of MiniLM."""
+    with quiet_libraries():
+        model = load_base_model(ColbertRecipe(max_steps=0, dimension=None))
+        run_fast(model)
+    return model

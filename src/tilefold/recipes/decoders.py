@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._typing import Tokenizer
+from tilefold._typing import Module, Network, Tokenizer
 from tilefold.recipes._builders import Base, head_pooling, load_transformer, shared_network, usual_scale
 from tilefold.recipes._settings import EncoderSpec
 from tilefold.recipes.loading import local_only, saved_architectures, seeded, stay_offline, whole_weights
@@ -63,23 +63,20 @@ def causal_transformer(
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
     from sentence_transformers.base.modules import Transformer
 
+    from tilefold.modules.echo import EchoTransformer
+
     base = str(base_model)
     _check_causal_lm(base)
-    local = Path(base).is_dir()
-    kwargs: dict[str, Any] = {
-        "transformer_task": "text-generation",
-        "modality_config": _LOGITS,
-        "module_output_name": "token_embeddings",
-        "processing_kwargs": {"text": {"logits_to_keep": 0}},
-        **local_only(local, model_kwargs=options.pop("model_kwargs", {})),
-    }
-    made: type[Transformer] = Transformer
-    if variant == "echo":
-        from tilefold.modules.echo import EchoTransformer
-
-        made = EchoTransformer
     with whole_weights(base):
-        transformer = made(base, **kwargs, **options)
+        transformer = (EchoTransformer if variant == "echo" else Transformer)(
+            base,
+            transformer_task="text-generation",
+            modality_config=_LOGITS,
+            module_output_name="token_embeddings",
+            processing_kwargs={"text": {"logits_to_keep": 0}},
+            **local_only(Path(base).is_dir(), model_kwargs=options.pop("model_kwargs", {})),
+            **options,
+        )
     tokenizer: Tokenizer = transformer.tokenizer
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -102,7 +99,7 @@ def _check_causal_lm(name_or_path: str) -> None:
             f"got {found}; pip install -U 'sentence-transformers>=6.2'."
         )
     packaged = name_or_path == "minilm"
-    named = [] if packaged else saved_architectures(name_or_path)
+    named = [] if packaged else saved_architectures(name_or_path) or []
     if packaged or (Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)):
         raise ValueError(
             f"base_model must have a causal LM head, got {name_or_path}, whose config.json names "
@@ -112,7 +109,7 @@ def _check_causal_lm(name_or_path: str) -> None:
 
 
 @contextmanager
-def evaluated(network: Any) -> Iterator[None]:
+def evaluated(network: Network) -> Iterator[None]:
     """Run a network as it is evaluated, and leave it as it was."""
     import torch
 
@@ -125,7 +122,7 @@ def evaluated(network: Any) -> Iterator[None]:
         network.train(was_training)
 
 
-def check_bidirectional(network: Any) -> None:
+def check_bidirectional(network: Network) -> None:
     """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last."""
     import torch
 
@@ -141,7 +138,7 @@ def check_bidirectional(network: Any) -> None:
         )
 
 
-def add_lora(transformer: Any, *, rank: int = 16, alpha: int = 32, dropout: float = 0.05) -> list[str]:
+def add_lora(transformer: Transformer, *, rank: int = 16, alpha: int = 32, dropout: float = 0.05) -> list[str]:
     """Train low-rank updates of attention and MLP projections only (arXiv 2106.09685); returns their names."""
     try:
         from peft import LoraConfig
@@ -166,15 +163,12 @@ def merge_adapters(model: SparseEncoder) -> int:
 
     merged = 0
     for network in [module.model for module in model.modules() if isinstance(module, Transformer)]:
-        layers = [
-            (name, module)
-            for name, module in network.named_modules()
-            if any(base.__name__ == "LoraLayer" for base in type(module).__mro__)
-        ]
-        for name, layer in layers:
+        kinds = {name: {base.__name__ for base in type(each).__mro__} for name, each in network.named_modules()}
+        layers = [name for name, bases in kinds.items() if "LoraLayer" in bases]
+        for name in layers:
+            layer = network.get_submodule(name)
             layer.merge(safe_merge=True)
-            parent = network.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], layer.get_base_layer())
+            network.set_submodule(name, layer.get_base_layer())
         if layers:
             network._hf_peft_config_loaded = False
             vars(network).pop("peft_config", None)
@@ -183,7 +177,7 @@ def merge_adapters(model: SparseEncoder) -> int:
     return merged
 
 
-def build_causal(spec: EncoderSpec, base: Base) -> list[Any]:
+def build_causal(spec: EncoderSpec, base: Base) -> list[Module]:
     """A causal language model, read causally, in both directions, or twice, and the pooling of its logits."""
     if spec.shared_network:
         transformer = shared_network(spec, base, "text-generation")
@@ -195,7 +189,7 @@ def build_causal(spec: EncoderSpec, base: Base) -> list[Any]:
     return [transformer, head_pooling(spec, transformer, spec.pooling or "max")]
 
 
-def build_prosper(spec: EncoderSpec, base: Base) -> list[Any]:
+def build_prosper(spec: EncoderSpec, base: Base) -> list[Module]:
     """An LM head at one token with the literal residual network, then window and norm."""
     from tilefold.modules.prosper import ProsperTransformer
     from tilefold.modules.window import LexicalWindow
@@ -210,12 +204,12 @@ def build_prosper(spec: EncoderSpec, base: Base) -> list[Any]:
     return [transformer, LexicalWindow(spec.top_k, spec.normalize, transformer.vocab_size)]
 
 
-def _prosper_transformer(spec: EncoderSpec, base: Base) -> Any:
+def _prosper_transformer(spec: EncoderSpec, base: Base) -> Transformer:
     """A backbone with its LM head: masked or causal, by what its configuration names."""
     from tilefold.modules.prosper import ProsperTransformer
 
     name = spec.base_model or base.base_model
-    if name != "minilm" and any(found.endswith("ForCausalLM") for found in saved_architectures(name)):
+    if name != "minilm" and any(found.endswith("ForCausalLM") for found in saved_architectures(name) or []):
         plain = causal_transformer(name, "causal", max_length=base.max_length)
     else:
         plain = load_transformer(name, base, "fill-mask")

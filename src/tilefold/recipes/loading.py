@@ -1,19 +1,26 @@
-"""The kind of a saved model, read from its files, and the model itself, ready to encode."""
+"""The kind of a saved model, and the model itself: whole, quiet, in the precision of this machine, ready to encode."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilefold._typing import Model
 from tilefold.recipes._run import newest_step
-from tilefold.recipes.precision import run_fast
 
-__all__ = ["load_saved", "newest_step", "saved_kind"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["fast_inference", "load_saved", "newest_step", "quiet_libraries", "run_fast", "saved_kind", "supports_bf16"]
+
+M = TypeVar("M", bound=Model)
+LOGGERS = ("sentence_transformers", "accelerate", "datasets", "huggingface_hub")
 
 _KINDS = {
     "SparseEncoder": "sparse",
@@ -34,7 +41,7 @@ def saved_kind(name_or_path: str) -> str:
         return "sparse"
     if modules:
         return "dense"
-    named = saved_architectures(name_or_path)
+    named = saved_architectures(name_or_path) or []
     if any(name.endswith("ForSequenceClassification") for name in named):
         return "cross-encoder"
     late = any(name == "HF_ColBERT" or name.endswith("ForRetrieval") for name in named)
@@ -43,7 +50,7 @@ def saved_kind(name_or_path: str) -> str:
 
 def check_masked_lm(name_or_path: str) -> None:
     """Refuse a backbone whose configuration names no ``...ForMaskedLM``: stock code would give it a random head."""
-    named = _architectures(name_or_path)
+    named = saved_architectures(name_or_path)
     if named is not None and not any(name.endswith("ForMaskedLM") for name in named):
         raise ValueError(
             f"{name_or_path} has no masked-LM head (its config.json names {', '.join(named) or 'nothing'}), "
@@ -51,12 +58,8 @@ def check_masked_lm(name_or_path: str) -> None:
         )
 
 
-def saved_architectures(name_or_path: str) -> list[str]:
-    """The classes that ``config.json`` of a model names; none without that file."""
-    return _architectures(name_or_path) or []
-
-
-def _architectures(name_or_path: str) -> list[str] | None:
+def saved_architectures(name_or_path: str) -> list[str] | None:
+    """The classes that ``config.json`` of a model names; None without that file."""
     config = _read(name_or_path, "config.json")
     return [str(name) for name in (config.get("architectures") or [])] if isinstance(config, dict) else None
 
@@ -69,7 +72,7 @@ def saved_modules(name_or_path: str) -> list[str]:
     return [str(module.get("type", "")) for module in listed if isinstance(module, dict)]
 
 
-def load_saved(name_or_path: str, kind: str) -> Any:
+def load_saved(name_or_path: str, kind: str) -> Model:
     """The model of a kind of :func:`saved_kind`, ready to encode, with the attention that it was saved with.
 
     No remote code runs, and a folder is read without a look at the network.
@@ -87,15 +90,19 @@ def load_saved(name_or_path: str, kind: str) -> Any:
     if kind == "backbone":
         check_masked_lm(name_or_path)
     entmax = register_entmax()
-    local = Path(name_or_path).is_dir()
-    made = getattr(sentence_transformers, names[kind]) if kind in names else load_encoder
-    with whole_weights(name_or_path):
-        model = made(name_or_path, trust_remote_code=False, local_files_only=local)
-    check_tokenizer(model, name_or_path)
+    model = load_whole(getattr(sentence_transformers, names[kind]) if kind in names else load_encoder, name_or_path)
     if entmax is not None:  # refuses a model that has alphas and would run softmax
         entmax.runs_entmax(model)
     model.model_card_data.local_files_only = True
     run_fast(model)
+    return model
+
+
+def load_whole(made: Callable[..., M], name_or_path: str) -> M:
+    """The model that `made` loads, without remote code; all its weights and its tokenizer must be in its files."""
+    with whole_weights(name_or_path):
+        model = made(name_or_path, trust_remote_code=False, local_files_only=Path(name_or_path).is_dir())
+    _check_tokenizer(model, name_or_path)
     return model
 
 
@@ -120,13 +127,13 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def local_only(local: bool = True, **options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def local_only(local: bool = True, **options: Mapping[str, object]) -> dict[str, Any]:
     """Arguments of a ``Transformer`` module, which then asks no network if `local`."""
     names = ("model_kwargs", "processor_kwargs", "config_kwargs")
-    return {name: {"local_files_only": local} | options.get(name, {}) for name in names}
+    return {name: {"local_files_only": local, **options.get(name, {})} for name in names}
 
 
-def stay_offline(model: Model) -> Any:
+def stay_offline(model: M) -> M:
     """The model, whose card asks no network and draws no examples."""
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
@@ -141,7 +148,7 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
     stock = PreTrainedModel.__dict__["from_pretrained"]
     fresh: list[str] = []
 
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, /, *args: object, **kwargs: object) -> Any:
         asked = kwargs.pop("output_loading_info", False)
         model, info = stock.__func__(cls, *args, output_loading_info=True, **kwargs)
         if not getattr(model, "peft_config", None):  # then the report is the adapter's
@@ -160,7 +167,7 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
         )
 
 
-def check_tokenizer(model: Model, name_or_path: str) -> None:
+def _check_tokenizer(model: Model, name_or_path: str) -> None:
     """Refuse a model whose tokenizer has far fewer tokens than its embeddings, as without its files, or more."""
     try:
         tokens, rows = len(model.tokenizer), model[0].model.get_input_embeddings().num_embeddings
@@ -173,7 +180,7 @@ def check_tokenizer(model: Model, name_or_path: str) -> None:
         )
 
 
-def _read(name_or_path: str, file: str) -> Any:
+def _read(name_or_path: str, file: str) -> object:
     from sentence_transformers.util import load_file_path
 
     try:
@@ -181,3 +188,59 @@ def _read(name_or_path: str, file: str) -> Any:
         return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def supports_bf16() -> bool:
+    """Whether bf16 autocast is worth it on this machine: a GPU that has it, or a CPU with AMX or AVX512-BF16."""
+    import torch
+
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported())
+    # one that torch uses as one with AVX2 alone (ATEN_CPU_CAPABILITY=avx2) would emulate bf16
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(probe() for probe in probes if probe is not None)
+
+
+@contextmanager
+def fast_inference() -> Iterator[None]:
+    """bf16 autocast where the hardware has it; weights and scores stay fp32."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device, torch.bfloat16, enabled=supports_bf16()):
+        yield
+
+
+def run_fast(model: nn.Module) -> None:
+    """Let every forward pass of `model` run in :func:`fast_inference`: a text has one vector in every command."""
+    model.forward = fast_inference()(model.forward)
+
+
+@contextmanager
+def quiet_libraries(verbose: bool = False) -> Iterator[None]:
+    """Silence progress bars, logs and warnings of the Hugging Face libraries; put them back at the end."""
+    if verbose:
+        yield
+        return
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for module in ("transformers", "sentence_transformers", "accelerate", "datasets", "torch"):
+                warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
+            yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+        for name, own in levels.items():
+            logging.getLogger(name).setLevel(own)

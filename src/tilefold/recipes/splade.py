@@ -1,25 +1,44 @@
-"""SPLADE encoders, trained with the stock trainer, loss and checkpoints of sentence-transformers."""
+"""SPLADE encoders, trained with the stock trainer, loss and checkpoints of sentence-transformers, or untrained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from tilefold._typing import Model
+from tilefold._files import InUseError, atomic_directory
+from tilefold._typing import Model, Module
+from tilefold._version import __version__
 from tilefold.recipes import lsr
 from tilefold.recipes._settings import Check, number, whole
 from tilefold.recipes._training import Losses, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
-from tilefold.recipes.loading import check_masked_lm, check_tokenizer, saved_kind, stay_offline, whole_weights
+from tilefold.recipes.loading import (
+    check_masked_lm,
+    load_saved,
+    load_whole,
+    quiet_libraries,
+    saved_kind,
+    stay_offline,
+    supports_bf16,
+)  # fmt: skip
 from tilefold.recipes.lsr import RATIO, LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
-from tilefold.recipes.precision import supports_bf16
+from tilefold.retrieval.datasets import default_cache_dir
+from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
 
-__all__ = ["SpladeRecipe", "TrainResult", "load_base_model", "make_loss", "supports_bf16", "train"]
+__all__ = [
+    "SpladeRecipe", "TrainResult", "load_base_model", "make_loss", "supports_bf16", "train", "untrained_splade",
+]  # fmt: skip
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,8 +92,7 @@ class SpladeRecipe(SparseRecipe):
             )
         from tilefold.modules import load_encoder
 
-        base = self.base_model
-        kind = saved_kind(base)
+        base, kind = self.base_model, saved_kind(self.base_model)
         if kind not in ("sparse", "backbone"):
             raise ValueError(
                 f"base_model: {base} is a {kind} model, without the masked-LM head that SPLADE trains. Take a masked "
@@ -83,9 +101,7 @@ class SpladeRecipe(SparseRecipe):
             )
         if kind == "backbone":
             check_masked_lm(base)
-        with whole_weights(base):
-            model = load_encoder(base, trust_remote_code=False, local_files_only=Path(base).is_dir())
-        check_tokenizer(model, base)
+        model = load_whole(load_encoder, base)
         model.max_seq_length = min(self.max_length, model.max_seq_length or self.max_length)
         return stay_offline(model)
 
@@ -96,11 +112,52 @@ class SpladeRecipe(SparseRecipe):
         return fit_sparse(self.as_lsr(), job, splade=True)
 
 
-def load_base_model(recipe: SpladeRecipe, sample_texts: list[str]) -> SparseEncoder:
-    """The stock SparseEncoder that a recipe starts from."""
-    return recipe.start(sample_texts)
+load_base_model = SpladeRecipe.start
 
 
-def make_loss(model: Model, recipe: SpladeRecipe) -> Any:
+def make_loss(model: Model, recipe: SpladeRecipe) -> Module:
     """``SpladeLoss`` over in-batch negatives, with FLOPS penalties (arXiv 2004.05665 and 2107.05720)."""
     return lsr.make_loss(model, recipe.as_lsr(), stock=True)
+
+
+def untrained_splade(
+    texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None = None, *, cache_dir: str | Path | None = None
+) -> SparseEncoder:
+    """The packaged MiniLM as ``SpladeRecipe(max_steps=0)`` makes it of the documents of a digest, in a cache.
+
+    Its decoder bias is set from a sample of the documents: queries are encoded later by the very same weights, without
+    them. `texts` gives id -> text, and is called only if the model is not in the cache.
+
+    Raises:
+        LookupError: the model is not in the cache, and there are no `texts`.
+        ValueError: `texts` are others than those of the digest.
+    """
+    recipe = SpladeRecipe(max_steps=0)
+    made_from = json.dumps([__version__, texts_sha256, recipe.to_dict()], sort_keys=True)
+    parent = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    folder = parent / "minilm-splade" / hashlib.sha256(made_from.encode()).hexdigest()[:32]
+    with quiet_libraries():
+        if folder.is_dir():
+            try:
+                return load_saved(str(folder), "sparse")
+            except Exception as error:  # whatever a damaged file raises; it is made again
+                _logger.warning("the cached model in %s is damaged and is made again: %s", folder, error)
+        with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as made:
+            if texts is None:
+                raise LookupError("the untrained start of these documents is not in the cache, and is made from them.")
+            found = texts()
+            if texts_digest(found) != texts_sha256:
+                raise ValueError(
+                    f"texts: expected the documents of the digest {texts_sha256}, got {len(found)} of another. Give "
+                    "those."
+                )
+            recipe.start(list(found.values())).save_pretrained(made)
+            try:
+                names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+                with atomic_directory(folder, own_names=names) as cached:
+                    for file in Path(made).rglob("*"):
+                        target = cached / file.relative_to(made)
+                        target.mkdir(parents=True) if file.is_dir() else target.write_bytes(file.read_bytes())
+            except (OSError, InUseError) as error:
+                _logger.warning("the untrained start could not be cached: %s", error)
+            return load_saved(made, "sparse")
