@@ -140,7 +140,7 @@ def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int)
     if target.impl != "triton":
         pytest.skip("only the kernels need tables")
     from tilefold.ops._shared._triton.launch import launch
-    from tilefold.ops.entmax_attention._triton.packing import tables_kernel
+    from tilefold.ops.entmax_attention._triton.tiles import tables_kernel
 
     cu_q = torch.tensor([0, *lengths], device=target.device).cumsum(0).to(torch.int32)
     cu_k = 2 * cu_q

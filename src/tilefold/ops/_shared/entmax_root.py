@@ -44,6 +44,13 @@ def check_alphas(alpha: Tensor | None) -> None:
         raise ValueError(f"alpha must lie in [1, 2], got {bad}; parametrise it, for instance as 1 + sigmoid(theta).")
 
 
+def alpha_number(alpha: object) -> float:
+    """An alpha that is no tensor, ``ValueError`` unless it is a number in [1, 2]."""
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
+        raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha!r}.")
+    return float(alpha)
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """Tolerance of row masses in kernels, which divide out what is left: 16 bits round the weights by far more."""
     return 1e-6 if dtype == torch.float32 else 1e-5
@@ -165,6 +172,38 @@ def probabilities(d: Tensor, y: Tensor, e: Tensor, kind: str) -> Tensor:
         return torch.exp(log_weights(d, y, e))
     x = (y - e * d).clamp_min(0)
     return x * x if kind == ENTMAX15 else x
+
+
+def row_weights(s: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Probabilities of scores ``[R, n]``, and the root, mass and peak of every row, ``[R, 1]``.
+
+    A row of nothing but ``-inf`` is 0; one with NaN, ``+inf`` or an alpha out of range, and its root, are NaN.
+    """
+    peak = s.amax(dim=-1, keepdim=True)
+    proper, empty = peak.isfinite() & (e >= 0) & (e <= 1), peak == -math.inf
+    d = torch.where(proper, peak - s, 0.0)
+    if kind == SOFTMAX:
+        p = torch.softmax(-d, dim=-1)
+        root, mass = torch.log(p.amax(dim=-1, keepdim=True)), torch.ones_like(peak)
+    else:
+        e = torch.where(proper, e, 1.0)
+        root, mass, _ = solve(d, e, kind)
+        p = probabilities(d, root, e, kind) / mass
+    nothing = torch.where(empty, 0.0, math.nan).to(p.dtype)
+    return torch.where(proper, p, nothing), torch.where(proper | empty, root, math.nan), mass, peak
+
+
+def row_gradients(p: Tensor, dp: Tensor, e: Tensor, kind: str, need_alpha: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients of scores ``[.., n]``, and of the alpha of each row ``[..]``, from those of the probabilities."""
+    u = slopes(p, e, kind)
+    total = u.sum(dim=-1, keepdim=True)
+    total = torch.where(total == 0, 1.0, total)
+    ds = u * (dp - (u * dp).sum(dim=-1, keepdim=True) / total)
+    if not need_alpha:
+        return ds, None
+    a, b = alpha_terms(p, u, e)
+    products = a.sum(dim=-1) * (dp * b).sum(dim=-1) - b.sum(dim=-1) * (dp * a).sum(dim=-1)
+    return ds, products / total.squeeze(-1)
 
 
 def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:

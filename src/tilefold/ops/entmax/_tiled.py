@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import SOFTMAX, alpha_terms, check_alphas, kind_of, probabilities, slopes, solve
+from tilefold.ops._shared.entmax_root import check_alphas, kind_of, row_gradients, row_weights
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 
 TILE_ELEMENTS = 1 << 18  # entries of a block: its few temporaries stay in the cache
@@ -25,17 +23,7 @@ def forward(tensors: EntmaxTensors, options: EntmaxOptions, training: bool) -> t
     rows = max(1, TILE_ELEMENTS // max(x.size(1), 1))
     for r in range(0, x.size(0), rows):
         s = x[r : r + rows].to(torch.promote_types(x.dtype, torch.float32))
-        e = _exponent(alpha, alpha_value, s, r, rows)
-        peak = s.amax(dim=-1, keepdim=True)
-        proper = peak.isfinite() & (e >= 0) & (e <= 1)
-        d = torch.where(proper, peak - s, 0.0)
-        if kind == SOFTMAX:
-            p = torch.softmax(-d, dim=-1)
-        else:
-            e = torch.where(proper, e, 1.0)
-            root, mass, _ = solve(d, e, kind)
-            p = probabilities(d, root, e, kind) / mass
-        p = torch.where(proper, p, torch.where(peak == -math.inf, 0.0, math.nan))
+        p, *_ = row_weights(s, _exponent(alpha, alpha_value, s, r, rows), kind)
         out[r : r + rows] = p
         support[r : r + rows] = (p > 0).sum(dim=-1)
     return out, support
@@ -53,16 +41,11 @@ def backward(
     rows = max(1, TILE_ELEMENTS // max(p.size(1), 1))
     for r in range(0, p.size(0), rows):
         tile, grad = p[r : r + rows].to(wide), dp[r : r + rows].to(wide)
-        e = _exponent(alpha, alpha_value, tile, r, rows)
-        u = slopes(tile, e, kind)
-        total = u.sum(dim=-1, keepdim=True)
-        total = torch.where(total == 0, 1.0, total)
+        of_x, of_alpha = row_gradients(tile, grad, _exponent(alpha, alpha_value, tile, r, rows), kind, need_alpha)
         if dx is not None:
-            dx[r : r + rows] = u * (grad - (u * grad).sum(dim=-1, keepdim=True) / total)
-        if dalpha is not None:
-            a, b = alpha_terms(tile, u, e)
-            products = a.sum(dim=-1) * (grad * b).sum(dim=-1) - b.sum(dim=-1) * (grad * a).sum(dim=-1)
-            dalpha[r : r + rows] = products / total.squeeze(-1)
+            dx[r : r + rows] = of_x
+        if dalpha is not None and of_alpha is not None:
+            dalpha[r : r + rows] = of_alpha
     return dx, dalpha if dalpha is None or alpha is None else dalpha.to(alpha.dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_same_device, check_tensor
-from tilefold.ops._shared.entmax_root import check_alphas
+from tilefold.ops._shared.entmax_root import alpha_number, check_alphas
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.entmax import _reference, _tiled
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, outputs
@@ -110,9 +110,8 @@ def _checked(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Checked:
         raise ValueError(f"dim must be an integer in [{-x.dim()}, {x.dim() - 1}] for x of {x.dim()} dims, got {dim!r}.")
     if alpha is not None:
         _check_alpha(alpha, x, dim)
-    elif isinstance(alpha_value, bool) or not isinstance(alpha_value, (int, float)) or not 1 <= alpha_value <= 2:
-        raise ValueError(f"alpha must be a number in [1, 2] or a tensor of them, got {alpha_value!r}.")
-    return Checked(EntmaxOptions(float(alpha_value)), partial(_rows, dim))
+    value = 0.0 if alpha is not None else alpha_number(alpha_value)
+    return Checked(EntmaxOptions(value), partial(_rows, dim))
 
 
 def _rows(dim: int, tensors: EntmaxTensors) -> EntmaxTensors:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.entmax_root import GENERIC, SOFTMAX, alpha_terms, kind_of, probabilities, slopes, solve
+from tilefold.ops._shared.entmax_root import GENERIC, SOFTMAX, kind_of, probabilities, row_gradients, row_weights
 from tilefold.ops._shared.philox import kept
 from tilefold.ops.entmax_attention._problem import (
     AttentionSaved,
@@ -35,13 +35,15 @@ def forward(tensors: AttentionTensors, options: Options, training: bool) -> tupl
     out = torch.zeros_like(q)
     stats = torch.zeros(4, *tensors.stats_shape, dtype=wide, device=q.device)
     stats[0] = -math.inf
-    kind = kind_of(alpha, options.alpha_value)
+    kind, e = kind_of(alpha, options.alpha_value), _exponents(alpha, options, wide, q.device)
     for group in groups(tensors, TILE_ELEMENTS):
         target, places = group.queries(out), stats[group.stats_at]
         for first, last, scores, _, values, _ in _blocks(group, tensors, options, wide):
-            p, root, mass, peak = _rows(scores, alpha, options, kind)
-            rows = places[:, :, :, first:last]
-            rows[0], rows[1], rows[2], rows[3] = peak, root, mass, (p > 0).sum(dim=-1)
+            *rows, nk = scores.shape
+            p, root, mass, peak = row_weights(scores.view(-1, nk), e.expand(*rows, 1).reshape(-1, 1), kind)
+            for place, found in enumerate((peak, root, mass, (p > 0).sum(dim=-1))):
+                places[place, :, :, first:last] = found.view(rows)
+            p = p.view(scores.shape)
             if seed is not None:
                 p = p * _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
             target[:, :, first:last] = (_grouped(p, values) @ values).reshape(*p.shape[:3], -1)
@@ -57,8 +59,7 @@ def backward(
     seed, wide = tensors.seed, stats.dtype
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
     dalpha = torch.zeros(q.size(1), dtype=wide, device=q.device)
-    kind = kind_of(alpha, options.alpha_value)
-    e = _exponents(alpha, options, wide, q.device)
+    kind, e = kind_of(alpha, options.alpha_value), _exponents(alpha, options, wide, q.device)
     for group in groups(tensors, TILE_ELEMENTS):
         places = stats[group.stats_at]
         grads = group.queries(dout), group.queries(dq), group.keys(dk), group.keys(dv)
@@ -67,26 +68,22 @@ def backward(
             empty = peak == -math.inf
             d = torch.where(empty, 0.0, torch.where(empty, 0.0, peak) - scores)
             p = torch.where(empty, 0.0, probabilities(d, root, e, GENERIC if kind == SOFTMAX else kind) / mass)
-            u = slopes(p, e, kind)
             grad = grads[0][:, :, first:last].to(wide)
             dp = (_grouped(grad, values) @ values.mT).reshape(p.shape)
             weights = p
             if seed is not None:
                 factor = _dropout(seed, group, q, first, last, p.size(-1), options).to(wide)
                 dp, weights = dp * factor, p * factor
-            total = u.sum(dim=-1, keepdim=True)
-            total = torch.where(total == 0, 1.0, total)
-            ds = options.scale * u * (dp - (u * dp).sum(dim=-1, keepdim=True) / total)
+            ds, rows = row_gradients(p, dp, e, kind, needs[3])
+            ds *= options.scale
             if needs[0]:
                 grads[1][:, :, first:last] = (_grouped(ds, keys) @ keys).reshape(*p.shape[:3], -1)
             if needs[1]:
                 grads[2].add_(_grouped(ds, keys).mT @ _grouped(queries, keys))
             if needs[2]:
                 grads[3].add_(_grouped(weights, values).mT @ _grouped(grad, values))
-            if needs[3]:
-                a, b = alpha_terms(p, u, e)
-                rows = a.sum(dim=-1) * (dp * b).sum(dim=-1) - b.sum(dim=-1) * (dp * a).sum(dim=-1)
-                dalpha += (rows / total.squeeze(-1)).sum(dim=(0, -1))
+            if rows is not None:
+                dalpha += rows.sum(dim=(0, -1))
     leaves = (q, k, v, dalpha if alpha is None else alpha)
     return tuple(
         _like(leaf, grad) if need else None
@@ -134,28 +131,6 @@ def _exponents(alpha: Tensor | None, options: Options, wide: torch.dtype, device
     if alpha is None:
         return torch.full((1, 1, 1), options.alpha_value - 1, dtype=wide, device=device)
     return alpha.to(wide).view(-1, 1, 1) - 1
-
-
-def _rows(scores: Tensor, alpha: Tensor | None, options: Options, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Probabilities ``[b, H, n, Nk]`` with the root, mass and peak of every row ``[b, H, n]``."""
-    *shape, nk = scores.shape
-    e = _exponents(alpha, options, scores.dtype, scores.device).expand(*shape, 1).reshape(-1, 1)
-    flat = scores.reshape(-1, nk)
-    peak = flat.amax(dim=-1, keepdim=True)
-    proper = peak.isfinite() & (e >= 0) & (e <= 1)
-    d = torch.where(proper, peak - flat, 0.0)
-    form = GENERIC if kind == SOFTMAX else kind
-    if kind == SOFTMAX:
-        root = -torch.logsumexp(-d, dim=-1, keepdim=True)
-        mass = torch.ones_like(root)
-    else:
-        e = torch.where(proper, e, 1.0)
-        root, mass, _ = solve(d, e, kind)
-    p = probabilities(d, root, e, form) / mass
-    nothing = peak == -math.inf
-    p = torch.where(proper, p, torch.where(nothing, 0.0, math.nan).to(p.dtype))
-    root = torch.where(proper | nothing, root, math.nan)
-    return p.view(scores.shape), root.view(shape), mass.view(shape), peak.view(shape)
 
 
 def _dropout(seed: Tensor, group: Group, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import importlib
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,10 +19,8 @@ from tilefold.ops.entmax_attention._stats import SPARSITY_BLOCK, EntmaxStats, co
 from tilefold.ops.entmax_attention.configs import outputs
 
 
-def _plans() -> ModuleType:
-    from tilefold.ops.entmax_attention import plans  # needs Triton
-
-    return plans
+def _like(name: str, saved: AttentionSaved, options: Options) -> Buffer:
+    return Buffer.like(getattr(saved, name))
 
 
 ATTENTION = Operator(
@@ -31,13 +30,8 @@ ATTENTION = Operator(
     AttentionSaved,
     results=("out", "out2", "stats", "live"),
     outputs=outputs,
-    gradients={
-        "q": lambda saved, options: Buffer.like(saved.q),
-        "k": lambda saved, options: Buffer.like(saved.k),
-        "v": lambda saved, options: Buffer.like(saved.v),
-        "alpha": "alpha",
-    },
-    plans=_plans,
+    gradients={name: partial(_like, name) for name in "qkv"} | {"alpha": "alpha"},
+    plans=partial(importlib.import_module, "tilefold.ops.entmax_attention.plans"),  # needs Triton
     tiled=_tiled,
     reference=_reference.attention,
     check_values=check_values,

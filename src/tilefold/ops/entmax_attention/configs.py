@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
 from tilefold.ops._shared._triton.tensors import capability_of
 from tilefold.ops._shared.entmax_root import (
@@ -72,8 +71,10 @@ HOPPER = {"capability": (9, 0), "head_dim": Between(most=64)}  # in 16 bits: fp3
 ANY_ALPHA = frozenset({GENERIC, GENERIC16, GENTLE, STEEP})
 NO_LIMITS = {"registers": None, "wide_registers": None, "dkv_registers": None}
 COMPILED = "compiled without spills with Triton 3.6, not timed"
-# Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0. Facts: dtype, head_dim, capability, tf32, the kind of
-# alpha, dropout, whether rows are simple (see `is_simple`), the way, training.
+# Facts besides dtype, head_dim, capability and release. Rows that need few registers are simple: of a closed form of a
+# constant alpha, with nothing hidden.
+USUAL = {"kind": ENTMAX15, "way": LISTS, "tf32": False, "dropout": False, "simple": False, "training": True}
+# Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
 TABLE = (
     Row(
         {},
@@ -176,23 +177,9 @@ TABLE = (
 
 
 @functools.lru_cache(maxsize=256)
-def config_for(
-    dtype: torch.dtype,
-    head_dim: int,
-    capability: tuple[int, int],
-    kind: str = ENTMAX15,
-    way: str = LISTS,
-    release: releases.Release | None = None,
-    *,
-    tf32: bool = False,
-    dropout: bool = False,
-    simple: bool = False,
-    training: bool = True,
-) -> AttentionConfig:
+def config_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], **facts: object) -> AttentionConfig:
     """The configuration for such tensors; ``capability`` is ``(0, 0)`` where kernels are interpreted."""
-    facts = {"dtype": dtype, "head_dim": head_dim, "capability": capability, "kind": kind, "way": way, "tf32": tf32}
-    facts |= {"dropout": dropout, "simple": simple, "training": training}
-    facts |= {} if release is None else {"release": release}
+    facts = {"dtype": dtype, "head_dim": head_dim, "capability": capability} | USUAL | facts
     return AttentionConfig(**lookup(TABLE, **facts))
 
 
@@ -206,25 +193,12 @@ def config_of(
     training: bool = True,
 ) -> AttentionConfig:
     """The configuration for a call; ``tf32`` allows TF32 products of fp32 input."""
-    q = tensors.q
-    return config_for(
-        q.dtype,
-        int(q.size(-1)),  # a tile of the kernels: never symbolic
-        capability,
-        kernel_kind(q.dtype, tensors.alpha, options.alpha_value),
-        way,
-        releases.release(),
-        tf32=tf32,
-        dropout=tensors.seed is not None,
-        simple=is_simple(tensors, options),
-        training=training,
-    )
-
-
-def is_simple(tensors: AttentionTensors, options: Options) -> bool:
-    """Whether scores need few registers: a closed form of a constant alpha, nothing hidden."""
-    closed = tensors.alpha is None and options.alpha_value in (1.5, 2.0)
-    return closed and not (options.causal or options.window >= 0 or tensors.seed is not None)
+    q, alpha, dropout = tensors.q, tensors.alpha, tensors.seed is not None
+    closed = alpha is None and options.alpha_value in (1.5, 2.0)
+    simple = closed and not (options.causal or options.window >= 0 or dropout)
+    kind = kernel_kind(q.dtype, alpha, options.alpha_value)
+    asked = {"tf32": tf32, "dropout": dropout, "simple": simple, "training": training}
+    return config_for(q.dtype, int(q.size(-1)), capability, kind=kind, way=way, **asked)  # a tile is never symbolic
 
 
 def span(rows: int, options: Options) -> int:
@@ -238,10 +212,7 @@ def way_of(tensors: AttentionTensors, options: Options, capability: tuple[int, i
     config = config_of(tensors, options, capability)
     if span(config.resident_rows, options) <= config.resident:
         return RESIDENT
-    q = tensors.q
-    widest = config_for(
-        q.dtype, int(q.size(-1)), capability, ENTMAX15, SHORT, releases.release(), training=False
-    )  # whatever the form
+    widest = config_for(tensors.q.dtype, int(tensors.q.size(-1)), capability, way=SHORT, training=False)  # of all forms
     return SHORT if span(widest.rows, options) <= config.short else LISTS
 
 
@@ -273,8 +244,3 @@ def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tupl
         return Buffer.like(q), nothing, stats, Buffer((0,), torch.int32)
     live = live_shape(tensors, options, capability_of(q.device))
     return Buffer.like(q), Buffer.like(q) if training else nothing, stats, Buffer(live, torch.int32)
-
-
-def nearness(dtype: torch.dtype) -> float:
-    """Share of a row's weights that the last step of its root may leave out: a quarter of an ulp."""
-    return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 4

@@ -113,7 +113,7 @@ def token_scatter(
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
-    asked = (vocab_size, reduce, activation, () if ignore_ids is None else _ignored(ignore_ids), out_dtype)
+    asked = (vocab_size, reduce, activation, () if ignore_ids is None else _listed(ignore_ids), out_dtype)
     scores: Tensor = SCATTER(tensors, asked, impl, _checked)[0]
     return scores
 
@@ -150,7 +150,7 @@ def token_scatter_sparse(
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
-    ignored = () if ignore_ids is None else _ignored(ignore_ids)
+    ignored = () if ignore_ids is None else _listed(ignore_ids)
     options, ready = _checked(tensors, vocab_size, reduce, activation, ignored, out_dtype)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a positive integer or None, got {top_k!r}.")
@@ -174,6 +174,11 @@ def _checked(
         out_dtype = check_tensor("weights", weights).dtype
     else:
         check_out_dtype(out_dtype)
+    if len({*ignored}) > MAX_IGNORED:
+        raise ValueError(
+            f"ignore_ids must be at most {MAX_IGNORED} ids, got {len({*ignored})}; "
+            "mask more of them: attention_mask = mask * ~torch.isin(input_ids, ids)."
+        )
     check_choice("reduce", reduce, REDUCTIONS)
     check_choice("activation", activation, ACTIVATIONS)
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, (int, torch.SymInt)) or vocab_size < 1:
@@ -192,26 +197,27 @@ def _checked(
     check_tokens(attention_mask, cu_seqlens, "tokens", **sizes)
     others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
     check_same_device("weights", weights, others)
-    return Checked(ScatterOptions(vocab_size, reduce, activation, ignored, out_dtype), ready)
+    # no token can hold the others
+    held = tuple(i for i in sorted({*ignored}) if -(1 << 63) <= i < 1 << 63)
+    return Checked(ScatterOptions(vocab_size, reduce, activation, held, out_dtype), ready)
 
 
 def _squeezed(tensors: ScatterTensors) -> ScatterTensors:
     return ScatterTensors(tensors.weights.squeeze(-1), *tensors[1:])
 
 
-def _ignored(ignore_ids: Iterable[int]) -> tuple[int, ...]:
+def _listed(ignore_ids: Iterable[int]) -> tuple[int, ...]:
+    """Ids of a cache key: ``True`` equals 1 there, so every call looks at their types, without a loop in Python."""
     if isinstance(ignore_ids, Tensor):
         raise TypeError("ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist().")
-    if not isinstance(ignore_ids, Iterable):
-        raise TypeError(f"ignore_ids must be integers in a list, got {ignore_ids!r}; write [{ignore_ids!r}].")
-    ids = list(ignore_ids)
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int):
-            raise TypeError(f"ignore_ids must be integers, got {i!r} among them; leave out what the tokenizer lacks.")
-    unique = sorted(set(ids))
-    if len(unique) > MAX_IGNORED:
-        raise ValueError(
-            f"ignore_ids must be at most {MAX_IGNORED} ids, got {len(unique)}; "
-            "mask more of them: attention_mask = mask * ~torch.isin(input_ids, ids)."
-        )
-    return tuple(i for i in unique if -(1 << 63) <= i < 1 << 63)  # no token can hold the others
+    try:
+        ids = tuple(ignore_ids)
+    except TypeError:
+        raise TypeError(f"ignore_ids must be integers in a list, got {ignore_ids!r}; write [{ignore_ids!r}].") from None
+    if not {int}.issuperset(map(type, ids)):
+        for i in ids:
+            if isinstance(i, bool) or not isinstance(i, int):
+                raise TypeError(
+                    f"ignore_ids must be integers, got {i!r} among them; leave out what the tokenizer lacks."
+                )
+    return ids
