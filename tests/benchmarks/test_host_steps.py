@@ -40,7 +40,7 @@ INFERENCE = {
     "token_scatter": (25, 28, 7, 1),
     "token_scatter masked": (25, 30, 7, 1),
     "token_scatter packed": (25, 30, 7, 1),
-    "token_scatter sum": (29, 37, 7, 1),
+    "token_scatter sum": (26, 30, 7, 1),
 }
 TRAINING = {
     "maxsim all pairs": (40, 66, 10, 3),
@@ -67,7 +67,7 @@ TRAINING = {
     "token_scatter": (35, 45, 9, 2),
     "token_scatter masked": (35, 47, 9, 2),
     "token_scatter packed": (35, 50, 9, 2),
-    "token_scatter sum": (39, 54, 9, 2),
+    "token_scatter sum": (36, 47, 9, 2),
 }
 
 
