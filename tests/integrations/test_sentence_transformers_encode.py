@@ -240,7 +240,7 @@ def test_what_the_stream_of_vectors_does_not_serve_is_stock_until_it_is_gone(lat
     refused(ValueError, "convert_to_tensor", late.encode, MANY, convert_to_tensor=True)
     assert streams == []
     again = copy.deepcopy(late)
-    assert again.encode.model is again
+    assert again.encode.owner is again
     with pytest.raises((TypeError, UnicodeError)):
         late.encode_document([*MANY, "cats \ud800"])
     handle.restore()

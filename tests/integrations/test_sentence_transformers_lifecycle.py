@@ -107,11 +107,11 @@ def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_o
         assert is_accelerated(twin)
         assert torch.equal(encode(twin), expected)
         if isinstance(twin, SparseEncoder):
-            assert twin[0].preprocess.transformer is twin[0] and "cu_seq_lens_q" in twin(twin.preprocess(TEXTS))
+            assert twin[0].preprocess.owner is twin[0] and "cu_seq_lens_q" in twin(twin.preprocess(TEXTS))
             with torch.no_grad():
                 twin.transformers_model.get_output_embeddings().bias.add_(1.0)
         else:
-            assert twin.similarity.model is twin and twin.similarity.impl == "tiled"
+            assert twin.similarity.owner is twin and twin.similarity.impl == "tiled"
             twin.similarity_fn_name = "meanmaxsim"
         assert not torch.equal(encode(twin), expected)
         assert torch.equal(encode(either), expected)

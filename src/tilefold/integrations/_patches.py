@@ -1,19 +1,34 @@
-"""Replaces functions in other libraries' modules on request, and restores them."""
+"""Replaces functions in other libraries' modules, or methods of one model, on request, and restores them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Replacement:
+    """Replaces a method on one instance, its owner; not a module, so the state dict does not change."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+
+def replacements(model: nn.Module) -> list[tuple[nn.Module, str, Replacement]]:
+    """Every replaced method in a model: the module that it is on, and its name."""
+    pairs = [(module, name, value) for module in model.modules() for name, value in vars(module).items()]
+    return [(module, name, value) for module, name, value in pairs if isinstance(value, Replacement)]
 
 
 class Acceleration:
     """Replacements in one library, all of them or none; a context that restores its own functions at the end.
 
-    Args:
-        library: the package's name, for error messages.
-        requirement: the oldest supported release, as a pip requirement.
-        places: modules by the name that they have, which may be that of a class and its method, ``"Class.method"``.
+    `library` and `requirement` (the oldest release, as for pip) are for error messages; `places` are modules by the
+    name that is replaced in them, which may be ``"Class.method"``.
     """
 
     def __init__(self, library: str, requirement: str, places: Mapping[str, Sequence[str]]) -> None:
@@ -34,9 +49,7 @@ class Acceleration:
             raise ImportError(
                 f'accelerate() changes {self.library}, which cannot be imported; pip install "{self.requirement}".'
             ) from error
-        stock = [getattr(owner, name) for owner, name in owners]
-        if not self._stock:
-            self._stock = stock
+        self._stock = self._stock or [getattr(owner, name) for owner, name in owners]
         for (owner, name), (_, place) in zip(owners, self.places, strict=True):
             setattr(owner, name, functions[place])
         return self
@@ -59,12 +72,12 @@ class Acceleration:
     def _owner(self, module: str, name: str) -> tuple[object, str]:
         owner: object = import_module(module)
         *classes, last = name.split(".")
-        for part in [*classes, last]:
-            if not hasattr(owner, part):
-                raise RuntimeError(
-                    f"{self.library} must have {module}.{name}, got a version without it; use the functions themselves "
-                    "where you call the scores."
-                )
-            if part is not last:
-                owner = getattr(owner, part)
+        try:
+            owner = functools.reduce(getattr, classes, owner)
+            getattr(owner, last)
+        except AttributeError as error:
+            raise RuntimeError(
+                f"{self.library} must have {module}.{name}, got a version without it; use the functions themselves "
+                "where you call the scores."
+            ) from error
         return owner, last

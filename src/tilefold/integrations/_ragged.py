@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def as_tokens(name: str, embeddings: Any, dims: int) -> Tensor:
+def as_tokens(name: str, embeddings: object, dims: int) -> Tensor:
     """Padded token vectors ``[.., L, D]`` with ``dims`` dimensions, floating; lists are stacked."""
     if isinstance(embeddings, (list, tuple)):
         if not embeddings:
             raise ValueError(f"{name} must hold at least one sequence, got an empty list; skip the call.")
-        rows = torch.stack([_tensor(item) for item in embeddings])
-    else:
-        rows = _tensor(embeddings)
+        embeddings = torch.stack([as_tensor(item) for item in embeddings])
+    rows = as_tensor(embeddings)
     if rows.dim() != dims:
-        expected = "[B, N, L, D]" if dims == 4 else "[B, L, D]"
-        raise ValueError(f"{name} must have shape {expected}, got {list(rows.shape)}.")
+        expected = {3: "have shape [B, L, D], got", 4: "have shape [B, N, L, D], got"}
+        form = expected.get(dims, "hold sequences of shape [L, D], got one of shape")
+        raise ValueError(f"{name} must {form} {list(rows.shape)}.")
     return rows if rows.is_floating_point() else rows.float()
 
 
-def token_vectors(name: str, item: Any) -> Tensor:
-    """One sequence's vectors ``[L, D]``, floating."""
-    rows = _tensor(item)
-    if rows.dim() != 2:
-        raise ValueError(f"{name} must hold sequences of shape [L, D], got one of shape {list(rows.shape)}.")
-    return rows if rows.is_floating_point() else rows.float()
+def token_vectors(name: str, items: Sequence[object]) -> list[Tensor]:
+    """The vectors ``[L, D]`` of each sequence, floating."""
+    return [as_tokens(name, as_tensor(item), 2) for item in items]
 
 
 def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -38,9 +35,8 @@ def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return packed, lengths.cumsum(0).to(torch.int32).to(packed.device)
 
 
-def _tensor(item: Any) -> Tensor:
+def as_tensor(item: object) -> Tensor:
     """Arrays share memory with the tensor, except read-only ones, which are copied because torch would warn."""
-    if isinstance(item, Tensor):
-        return item
-    flags = getattr(item, "flags", None)
-    return torch.as_tensor(item.copy() if flags is not None and not flags.writeable else item)
+    if isinstance(item, np.ndarray) and not item.flags.writeable:
+        item = item.copy()
+    return item if isinstance(item, Tensor) else torch.as_tensor(item)

@@ -30,7 +30,18 @@ class ServerError(RuntimeError):
 
 
 class SparseSource:
-    """Sparse vectors of texts; options as the clients document them. A model's name is loaded at first use."""
+    """Sparse vectors of texts, from a model or a server.
+
+    Args:
+        model: a ``SparseEncoder``, or a folder or Hugging Face name of one, which is loaded at first use.
+        url: of ``tilefold serve``, instead of a model.
+        api_key, timeout: of the server; seconds for an answer.
+        top_k, batch_size: heaviest terms kept per text; texts at a time.
+        sides: False for other servers with ``/embed_sparse``, which do not tell queries from documents.
+
+    Raises:
+        ValueError: not one of `model` and `url`, or a value out of range.
+    """
 
     def __init__(
         self,
@@ -85,15 +96,14 @@ class SparseSource:
         columns, weights = rows.col_indices().tolist(), rows.values().float().tolist()
         return [(columns[low:high], weights[low:high]) for low, high in pairwise(offsets)]
 
-    def _ask(self, body: dict[str, Any], side: Side) -> Any:
+    def _ask(self, body: dict[str, object], side: Side) -> Any:
         """The answer of the server; a busy one is asked again, later."""
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        status, raw = self._post(sent, side)
-        for attempt in range(_TRIES - 1):
-            if status != _BUSY:
+        for attempt in range(_TRIES):
+            status, raw = self._post(sent, side)
+            if status != _BUSY or attempt == _TRIES - 1:
                 break
             time.sleep(_FIRST_WAIT * 2**attempt)
-            status, raw = self._post(sent, side)
         try:
             answer = json.loads(raw)
         except ValueError as error:

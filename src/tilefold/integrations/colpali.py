@@ -4,14 +4,12 @@ colpali-engine has no masks: padding is a row of zeros, which takes part in the 
 than a negative one. These functions compute the same. Among equal similarities, such as those of rows of zeros, the
 first row takes the gradient that colpali-engine splits; the models drop the gradients of padding.
 
-The losses call the functions by name: :func:`accelerate` replaces those names, and :func:`restore` brings them back.
-Only :func:`accelerate` imports colpali-engine.
+The losses call the functions by name; only :func:`accelerate`, which replaces those names, imports colpali-engine.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -54,13 +52,10 @@ def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str
     Args:
         query: ``[B, Lq, D]``, padded with zeros.
         doc: ``[B, N, Ld, D]``.
-        tau, impl: as in :func:`maxsim_inbatch`.
+        tau, impl: these and errors as in :func:`maxsim_inbatch`.
 
     Returns:
         ``[B, N]`` fp32 (fp64 for fp64), differentiable.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`maxsim_inbatch`.
     """
     check_shape("query", check_tensor("query", query), "B L D")
     check_shape("doc", check_tensor("doc", doc), "B N L D")
@@ -98,14 +93,17 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         ValueError: for an unknown ``impl``.
         RuntimeError: for a version of colpali-engine without these names.
     """
+
+    def inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
+        tau = self.tau if self.use_smooth_max else None
+        found = maxsim_inbatch(query_embeddings, doc_embeddings, tau=tau, impl=impl)
+        if self.normalize_scores:
+            found = self._apply_normalization(found, (query_embeddings[:, :, 0] != 0).sum(dim=1))
+        return found
+
     check_impl(impl)
-    return _PATCHES.apply(
-        {
-            "maxsim_inbatch": functools.partial(maxsim_inbatch, impl=impl),
-            "maxsim_kd": functools.partial(maxsim_kd, impl=impl),
-            "ColbertModule._inbatch_scores": _inbatch_scores(impl),
-        }
-    )
+    scores = {function.__name__: functools.partial(function, impl=impl) for function in (maxsim_inbatch, maxsim_kd)}
+    return _PATCHES.apply({**scores, "ColbertModule._inbatch_scores": inbatch_scores})
 
 
 def restore() -> None:
@@ -116,18 +114,3 @@ def restore() -> None:
 def is_accelerated() -> bool:
     """Whether colpali-engine uses the functions of this module."""
     return _PATCHES.active
-
-
-def _inbatch_scores(impl: str) -> Callable[..., Tensor]:
-    """Replacement of ``ColbertModule._inbatch_scores``: scores, divided by query lengths on request."""
-
-    def scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
-        tau = self.tau if self.use_smooth_max else None
-        found = maxsim_inbatch(query_embeddings, doc_embeddings, tau=tau, impl=impl)
-        if not self.normalize_scores:
-            return found
-        lengths = (query_embeddings[:, :, 0] != 0).sum(dim=1)
-        normalized: Tensor = self._apply_normalization(found, lengths)
-        return normalized
-
-    return scores

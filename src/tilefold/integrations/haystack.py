@@ -65,15 +65,7 @@ class _Embedder:
 class TilefoldSparseTextEmbedder(_Embedder):
     """The sparse embedding of a query, by the model's route for queries.
 
-    Args:
-        model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
-        url: of ``tilefold serve``, instead of a model.
-        api_key, timeout: of the server; seconds for an answer.
-        top_k, batch_size: heaviest terms kept per text; texts at a time.
-        sides: False for other servers with ``/embed_sparse``, which do not tell queries from documents.
-
-    Raises:
-        ValueError: not one of `model` and `url`, or a value out of range.
+    Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`, `api_key` as a ``Secret``.
     """
 
     @component.output_types(sparse_embedding=SparseEmbedding)

@@ -23,14 +23,7 @@ __all__ = ["ServerError", "TilefoldSparseEmbeddings"]
 class TilefoldSparseEmbeddings(SparseEmbeddings):
     """``langchain_qdrant.SparseEmbeddings`` of any ``SparseEncoder``; queries and documents take their own routes.
 
-    Args:
-        model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
-        url: of ``tilefold serve``, instead of a model.
-        options: ``api_key``, ``top_k``, ``batch_size``, ``timeout`` and ``sides`` (False for other servers with
-            ``/embed_sparse``, which do not tell queries from documents).
-
-    Raises:
-        ValueError: not one of `model` and `url`, or a value out of range.
+    Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`.
     """
 
     def __init__(self, model: Model | None = None, url: str | None = None, **options: Any) -> None:

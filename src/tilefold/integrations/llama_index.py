@@ -28,14 +28,7 @@ class TilefoldSparseEmbedding(BaseSparseEmbedding):
     ``QdrantVectorStore(enable_hybrid=True, sparse_doc_fn=e.document_vectors, sparse_query_fn=e.query_vectors)`` stores
     and searches its vectors.
 
-    Args:
-        model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
-        url: of ``tilefold serve``, instead of a model.
-        options: ``api_key``, ``top_k``, ``batch_size``, ``timeout`` and ``sides`` (False for other servers with
-            ``/embed_sparse``, which do not tell queries from documents).
-
-    Raises:
-        ValueError: not one of `model` and `url`, or a value out of range.
+    Arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`.
     """
 
     _source: SparseSource = PrivateAttr()

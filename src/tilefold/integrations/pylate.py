@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +35,10 @@ __all__ = [
 
 
 def colbert_scores(
-    queries_embeddings: Any,
-    documents_embeddings: Any,
-    queries_mask: Any = None,
-    documents_mask: Any = None,
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
     backend: str | None = None,
 ) -> Tensor:
     """MaxSim of every query with every document (ColBERT, arXiv 2004.12832), as ``pylate.scores.colbert_scores``.
@@ -62,17 +61,11 @@ def colbert_scores(
         ValueError, TypeError: for shapes, dtypes, devices or a backend that do not fit.
         RuntimeError: if ``backend="triton"`` cannot run here.
     """
-    queries, query_mask = _side("queries", queries_embeddings, queries_mask, 3)
-    documents, document_mask = _side("documents", documents_embeddings, documents_mask, 3)
-    return maxsim(
-        queries, documents, query_mask=query_mask, document_mask=document_mask, mask_mode="zero", impl=_impl(backend)
-    )
+    return _scores("all", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend)
 
 
 def colbert_scores_pairwise(
-    queries_embeddings: Any,
-    documents_embeddings: Any,
-    backend: str | None = None,
+    queries_embeddings: object, documents_embeddings: object, backend: str | None = None
 ) -> Tensor:
     """MaxSim of query ``i`` with document ``i``, as ``pylate.scores.colbert_scores_pairwise``: no masks.
 
@@ -92,82 +85,52 @@ def colbert_scores_pairwise(
 
 
 def colbert_kd_scores(
-    queries_embeddings: Any,
-    documents_embeddings: Any,
-    queries_mask: Any = None,
-    documents_mask: Any = None,
+    queries_embeddings: object,
+    documents_embeddings: object,
+    queries_mask: object = None,
+    documents_mask: object = None,
     backend: str | None = None,
 ) -> Tensor:
-    """MaxSim of each query with its own N documents, as ``pylate.scores.colbert_kd_scores``.
+    """MaxSim ``[B, N]`` of each query with its own N documents, as ``pylate.scores.colbert_kd_scores``.
 
-    For ``score_metric=`` of ``losses.Distillation``.
-
-    Args:
-        queries_embeddings: ``[B, Lq, D]``.
-        documents_embeddings: ``[B, N, Ld, D]``.
-        queries_mask, documents_mask: ``[B, Lq]`` and ``[B, N, Ld]``; these, the rest and errors as in
-            :func:`colbert_scores`.
-
-    Returns:
-        ``[B, N]`` fp32 (fp64 for fp64).
+    For ``score_metric=`` of ``losses.Distillation``. Queries are ``[B, Lq, D]`` with a mask ``[B, Lq]``, documents
+    ``[B, N, Ld, D]`` with a mask ``[B, N, Ld]``; all else is as in :func:`colbert_scores`.
     """
-    queries, query_mask = _side("queries", queries_embeddings, queries_mask, 3)
-    documents, document_mask = _side("documents", documents_embeddings, documents_mask, 4)
-    return maxsim(
-        queries,
-        documents,
-        query_mask=query_mask,
-        document_mask=document_mask,
-        pairing="grouped",
-        mask_mode="zero",
-        impl=_impl(backend),
-    )
+    return _scores("grouped", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend)
 
 
 class ColBERTScores:
-    """Scores of every query with every document of stacked groups, as ``pylate.scores.ColBERTScores``.
+    """Scores of every query with every document of stacked groups, as ``pylate.scores.ColBERTScores``, in one call.
 
-    For ``score_metric=`` of ``losses.Contrastive`` and ``losses.CachedContrastive``. All groups go in one call.
+    For ``score_metric=`` of ``losses.Contrastive`` and ``losses.CachedContrastive``.
     """
 
     def __call__(
         self,
-        queries_embeddings: Any,
-        documents_embeddings: Any,
-        queries_mask: Any = None,
-        documents_mask: Any = None,
+        queries_embeddings: object,
+        documents_embeddings: object,
+        queries_mask: object = None,
+        documents_mask: object = None,
         backend: str | None = None,
     ) -> Tensor:
-        """Score ``[Nq, Lq, D]`` queries with ``[B, N, Ld, D]`` documents.
+        """Scores ``[Nq, B * N]``, of document ``n`` of group ``j`` in column ``j * N + n``.
 
-        Args:
-            queries_embeddings, queries_mask, backend: as in :func:`colbert_scores`.
-            documents_embeddings: ``[B, N, Ld, D]``; ``documents_mask`` is ``[B, N, Ld]``.
-
-        Returns:
-            ``[Nq, B * N]``: document ``n`` of group ``j`` is in column ``j * N + n``.
+        Documents are ``[B, N, Ld, D]`` with a mask ``[B, N, Ld]``; all else is as in :func:`colbert_scores`.
         """
         documents = as_tokens("documents_embeddings", documents_embeddings, 4).flatten(0, 1)
-        if documents_mask is not None:
-            documents_mask = torch.as_tensor(documents_mask).flatten(0, 1)
-        return colbert_scores(queries_embeddings, documents, queries_mask, documents_mask, backend)
+        mask = None if documents_mask is None else torch.as_tensor(documents_mask).flatten(0, 1)
+        return colbert_scores(queries_embeddings, documents, queries_mask, mask, backend)
 
 
 _SCORES = ("pylate.scores", "pylate.scores.colbert")
-_PATCHES = Acceleration(
-    "pylate",
-    "pylate>=1.6",
-    {
-        "colbert_scores": [*_SCORES, "pylate.scores.similarity_functions", "pylate.rank.rank"],
-        "colbert_scores_pairwise": [
-            *_SCORES,
-            "pylate.scores.similarity_functions",
-            "pylate.evaluation.colbert_triplet",
-        ],
-        "colbert_kd_scores": [*_SCORES, "pylate.evaluation.colbert_distillation"],
-        "ColBERTScores.__call__": ["pylate.scores.colbert"],
-    },
-)
+_BY_NAME = (*_SCORES, "pylate.scores.similarity_functions")
+_PLACES = {
+    "colbert_scores": [*_BY_NAME, "pylate.rank.rank"],
+    "colbert_scores_pairwise": [*_BY_NAME, "pylate.evaluation.colbert_triplet"],
+    "colbert_kd_scores": [*_SCORES, "pylate.evaluation.colbert_distillation"],
+    "ColBERTScores.__call__": ["pylate.scores.colbert"],
+}
+_PATCHES = Acceleration("pylate", "pylate>=1.6", _PLACES)
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
@@ -208,7 +171,7 @@ def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
     place = list(inspect.signature(function).parameters).index("backend")
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
+    def call(*args: object, **kwargs: object) -> Tensor:
         named = kwargs.pop("backend", None)
         backend = args[place] if len(args) > place else named
         return function(*args[:place], **kwargs, backend=impl if backend is None else backend)
@@ -228,25 +191,34 @@ def _impl(backend: str | None) -> str:
     return name
 
 
-def _side(name: str, embeddings: Any, mask: Any, dims: int) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    pairing: str, queries: object, documents: object, queries_mask: object, documents_mask: object, backend: str | None
+) -> Tensor:
+    rows, mask = _side("queries", queries, queries_mask, 3)
+    others, others_mask = _side("documents", documents, documents_mask, 4 if pairing == "grouped" else 3)
+    impl = _impl(backend)
+    return maxsim(
+        rows, others, query_mask=mask, document_mask=others_mask, pairing=pairing, mask_mode="zero", impl=impl
+    )
+
+
+def _side(name: str, embeddings: object, mask: object, dims: int) -> tuple[Tensor, Tensor | None]:
     """Embeddings, and the mask that :func:`maxsim` takes; floating masks are multiplied into the embeddings."""
     rows = as_tokens(f"{name}_embeddings", embeddings, dims)
     if mask is None:
         return rows, None
-    mask = torch.as_tensor(mask)
-    if mask.shape != rows.shape[:-1]:
-        raise ValueError(
-            f"{name}_mask must have shape {list(rows.shape[:-1])}, one entry per token, got {list(mask.shape)}."
-        )
-    if mask.is_floating_point():
-        return rows * mask.to(rows.dtype)[..., None], None
-    return rows, mask
+    found, shape = torch.as_tensor(mask), list(rows.shape[:-1])
+    if list(found.shape) != shape:
+        raise ValueError(f"{name}_mask must have shape {shape}, one entry per token, got {list(found.shape)}.")
+    if found.is_floating_point():
+        return rows * found.to(rows.dtype)[..., None], None
+    return rows, found
 
 
-def _rows(name: str, embeddings: Any) -> tuple[Tensor, Tensor | None]:
+def _rows(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:
     """Padded embeddings, or packed ones with their offsets."""
     if not isinstance(embeddings, (list, tuple)):
         return as_tokens(f"{name}_embeddings", embeddings, 3), None
     if not embeddings:
         raise ValueError(f"{name}_embeddings must hold at least one sequence, got an empty list; skip the call.")
-    return pack([token_vectors(f"{name}_embeddings", item) for item in embeddings])
+    return pack(token_vectors(f"{name}_embeddings", embeddings))

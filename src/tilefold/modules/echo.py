@@ -29,10 +29,9 @@ class EchoTransformer(Transformer):
     A prompt stands before the template, once. Without a task (``encode``), the document's template is used.
 
     Args:
-        model_name_or_path: as in ``Transformer``.
+        model_name_or_path, options: as in ``Transformer``.
         query_template: for ``task="query"``, with ``{text}`` twice.
         document_template: for every other task.
-        options: those of ``Transformer``.
 
     Raises:
         TypeError: in the call, for inputs that are not texts.
@@ -79,9 +78,9 @@ class EchoTransformer(Transformer):
         for ids in self.tokenizer(
             texts, add_special_tokens=False, truncation=room is not None, max_length=room, return_attention_mask=False
         )["input_ids"]:
-            rows.append([*head, *ids, *middle, *ids, *tail])
-            before_second = len(head) + len(ids) + len(middle)
-            marks.append([*[0] * before_second, *[1] * len(ids), *[0] * len(tail)])
+            before_second = [*head, *ids, *middle]
+            rows.append([*before_second, *ids, *tail])
+            marks.append([*[0] * len(before_second), *[1] * len(ids), *[0] * len(tail)])
         padded = {
             "input_ids": self._padded(rows, self.tokenizer.pad_token_id or 0),
             "attention_mask": self._padded([[1] * len(row) for row in rows], 0),

@@ -88,8 +88,7 @@ class FusedPooling(ABC):
         Args:
             features: those that reach the module; ``token_embeddings`` was taken out if there is a head.
             head: its operands, ``hidden`` being ``[B, S, D]`` or packed ``[T, D]``; None if `reads_logits` is False.
-            out_dtype: dtype of the scores; None is that of the hidden states.
-            impl: see :func:`tilefold.ops.lsr_head`.
+            out_dtype, impl: as of :func:`tilefold.ops.lsr_head`.
             sparse: return CSR rows under these options, if the module can; dense rows are pruned by the caller.
         """
 

@@ -44,8 +44,8 @@ class HeadPooling(PoolingModule):
     :func:`tilefold.integrations.sentence_transformers.accelerate` the logits never exist; the scores are the same.
 
     ``HeadPooling("cls")`` is the document encoder of TILDE (Zhuang and Zuccon, SIGIR 2021); ``logit_scale=1/16`` is
-    what ModernBERT and Ettin start with (arXiv 2606.18811), without a change to tied weights; ``top_k`` and
-    ``normalize`` are the lexical focusing window and the query-only norm of PROSPER (arXiv 2510.18527).
+    what ModernBERT and Ettin start with (arXiv 2606.18811); ``top_k`` and ``normalize`` are the lexical focusing window
+    and the query-only norm of PROSPER (arXiv 2510.18527).
 
     Args:
         pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``.

@@ -26,7 +26,7 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
     """``SparseEncoder(name_or_path, **kwargs)`` that knows the modules of this room.
 
     sentence-transformers 6 imports a class of another package only with ``trust_remote_code=True``, which also lets a
-    repository run code of its own. Here the classes of this room are handed over, and any other one needs the flag.
+    repository run code of its own; here, any other class than those needs the flag.
     """
     from sentence_transformers import SparseEncoder
 
@@ -34,29 +34,22 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
 
 
 def to_stock(model: nn.Module) -> int:
-    """Replace modules in place by those of sentence-transformers that compute the same vectors.
+    """Replace modules in place by those of sentence-transformers that compute the same vectors; how many these are.
 
     A :class:`StaticQuery` becomes a frozen ``SparseStaticEmbedding`` if its vocabulary is the tokenizer's, and a
     :class:`HeadPooling` a ``SpladePooling`` if it has only options of that. Do this when training is over: a model in
     which nothing of this room is left loads without tilefold.
 
-    Returns:
-        How many were replaced.
-
     Raises:
         ValueError: if the model is accelerated.
     """
-    replaced = 0
-    for parent in model.modules():
-        for name, child in list(parent._modules.items()):
-            stock = stock_module(child)
-            if stock is None or child is None:
-                continue
-            if "forward" in vars(child):
-                raise ValueError("model must not be accelerated, got one that is; call restore(model) first.")
-            parent._modules[name] = stock.train(child.training)
-            replaced += 1
-    return replaced
+    children = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
+    stocks = [(*child, stock) for child in children if (stock := stock_module(child[2])) is not None]
+    for parent, name, child, stock in stocks:
+        if "forward" in vars(child):
+            raise ValueError("model must not be accelerated, got one that is; call restore(model) first.")
+        parent._modules[name] = stock.train(child is not None and child.training)
+    return len(stocks)
 
 
 def stock_module(module: Any) -> nn.Module | None:

@@ -35,11 +35,10 @@ class ProsperTransformer(Transformer):
     :class:`tilefold.modules.window.LexicalWindow` after it.
 
     Args:
-        model_name_or_path: as in ``Transformer``, with ``transformer_task="text-generation"`` or ``"fill-mask"``.
+        model_name_or_path, options: as in ``Transformer``, with the task ``"text-generation"`` or ``"fill-mask"``.
         pooling: ``"last"`` token (the paper), ``"cls"`` (the first), or ``"max"``.
         literal_residual: with False, ``W = w``.
         logit_scale: factor on the logits, bias included.
-        options: those of ``Transformer``.
 
     Attributes:
         literal: ``nn.Linear(D, V, bias=False)``, the matrix F, or ``None``.
@@ -146,14 +145,10 @@ def literal_residual(
     ignore_ids: list[int] | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """``I * (max_v w'_v - w')`` with ``w' = pooled @ weight.T``, of which only the entries that are needed are formed.
+    """``I * (max_v w'_v - w')`` ``[B, V]`` with ``w' = pooled @ weight.T``: fp32 (fp64 for fp64), none negative.
 
-    Args:
-        pooled, weight: ``[B, D]`` and ``[V, D]``.
-        input_ids, attention_mask: ``[B, S]``; the terms of a text, for ``I``, but for ``ignore_ids``.
-
-    Returns:
-        ``[B, V]`` fp32 (fp64 for fp64 operands), none negative.
+    ``pooled`` is ``[B, D]``, ``weight`` ``[V, D]``; ``input_ids`` and ``attention_mask`` ``[B, S]`` give the terms of a
+    text, for ``I``, but for ``ignore_ids``. Only those entries of ``w'`` are formed that are needed.
     """
     with torch.autocast(pooled.device.type, enabled=False):
         pooled = pooled.to(weight.dtype)

@@ -53,18 +53,15 @@ class SplateHead(PoolingModule):
         x_s   = h_s + W2 gelu(W1 h_s + b1) + b2        only this is trained
         out_v = max_s log1p(relu(logit_scale * MLM(x_s)_v))    over the tokens of the attention mask
 
-    ``W2`` and ``b2`` start at zero, so the untrained model is the MLM head on ColBERT's states. The head is applied by
-    :func:`tilefold.ops.lsr_head`: logits of all tokens never exist. D is the width of the encoder, whose states before
-    ColBERT's projection are read: they are what an MLM head of the same backbone can decode, and one pass of the
-    backbone serves both this module and the projection that reranks.
+    ``W2`` and ``b2`` start at zero, so the untrained model is the MLM head on ColBERT's states. Logits of all tokens
+    never exist. The states before ColBERT's projection are read: an MLM head of the same backbone can decode these, and
+    one pass of the backbone serves both this module and the projection that reranks.
 
     Args:
-        hidden_size: D.
-        vocab_size: V.
+        hidden_size, vocab_size: D and V.
         adapter_size: rows of W1.
         activation: ``act`` of the MLM head, a name of transformers; ``None`` for a head that is only a decoder.
-        layer_norm_eps: of the MLM head's LayerNorm.
-        norm_bias: whether that LayerNorm has a bias.
+        layer_norm_eps, norm_bias: of the MLM head's LayerNorm, and whether it has a bias.
         transform_bias: whether ``T`` has a bias c.
         logit_scale: factor on the logits, bias included.
         train_bias: train ``b`` too, from which the sparsity starts.

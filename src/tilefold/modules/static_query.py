@@ -25,11 +25,10 @@ def counted_tokens(features: dict[str, Any], tokenizer: Tokenizer) -> Tensor:
 class StaticQuery(FusedPooling, SparseStaticEmbedding):
     """A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v but padding, and 0 elsewhere.
 
-    The stock module does this too, except that it counts a padding token in a text if the text is alone, and not beside
-    a longer one (see :func:`counted_tokens`), and for three things that are wanted while training: one learned number
-    for all terms (the binary encoder of the unified framework, arXiv 2303.13416), weights that never become negative
-    (the trained IDF of arXiv 2411.04403), and a vocabulary whose matrix has more rows than the tokenizer has tokens, as
-    the document side of such a model has. :meth:`stock` gives the stock module that computes the same.
+    Unlike the stock module, it never counts a padding token in a text (see :func:`counted_tokens`), and it has one
+    learned number for all terms (the binary encoder of the unified framework, arXiv 2303.13416), weights that never
+    become negative (the trained IDF of arXiv 2411.04403), and a vocabulary whose matrix may have more rows than the
+    tokenizer has tokens. :meth:`stock` gives the stock module that computes the same.
 
     Args:
         tokenizer: of the texts; special tokens are not added.

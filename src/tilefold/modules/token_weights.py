@@ -123,13 +123,9 @@ class TokenWeights(PoolingModule):
             ids, _ = places.packed(ids.reshape(-1))
             weights, cu_seqlens = places.packed(weights)
             mask = None
-        arguments: dict[str, Any] = {
-            "attention_mask": mask,
-            "cu_seqlens": cu_seqlens,
-            "activation": "none",
-            "out_dtype": out_dtype,
-        }
-        arguments["ignore_ids"] = self.ignore_ids if few else None
+        ignored = self.ignore_ids if few else None
+        arguments: dict[str, Any] = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "ignore_ids": ignored}
+        arguments |= {"activation": "none", "out_dtype": out_dtype}
         if sparse is not None:
             return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **sparse._asdict())
         if self.activation != "none" or not self.training:

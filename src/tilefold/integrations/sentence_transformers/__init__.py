@@ -18,10 +18,10 @@ except ImportError as error:
 from tilefold.integrations.sentence_transformers._accelerate import (
     Acceleration,
     accelerate,
+    encode_sparse,
     is_accelerated,
     restore,
 )
-from tilefold.integrations.sentence_transformers._encode import encode_sparse
 from tilefold.integrations.sentence_transformers._warm_up import warm_up
 from tilefold.integrations.sentence_transformers.collating import collate_ahead
 

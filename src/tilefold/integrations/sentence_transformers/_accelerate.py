@@ -1,7 +1,9 @@
-"""Fuses the head of a SparseEncoder, or the scores of a MultiVectorEncoder, in place, and restores them."""
+"""Fuses the head of a SparseEncoder, or the scores of a MultiVectorEncoder, in place; encodes texts to sparse rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,60 +11,70 @@ from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers._encoders import FusedEncode, SparseBatchEncoder, TokenBatchEncoder
+from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold.integrations._patches import Replacement, replacements
+from tilefold.integrations.sentence_transformers._encoders import (
+    FusedEncode,
+    SparseBatchEncoder,
+    TokenBatchEncoder,
+    batches_of,
+    fused_vocab_size,
+    prompt_of,
+    sparse_options,
+)
 from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs, is_multi_vector
-from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs, unpack_inputs
+from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs
 from tilefold.integrations.sentence_transformers._pooling import (
-    FUSED_FORWARDS,
     FusedForward,
+    StaticTokens,
     check_pair,
     count_no_padding,
     fused_pooling,
     pass_hidden_states,
 )
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
+from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs
+from tilefold.integrations.sentence_transformers.stream import SparseStream, as_csr, encode_batch
+from tilefold.integrations.transformers import stop_packed
+from tilefold.integrations.transformers.packed import apart, in_eval_mode
 from tilefold.ops.implementations import check_impl
 
 SIMILARITY_TOLERANCE = 2**-6  # of the largest score: error of the stock function from rounding similarities to bf16
 _METHODS = ("similarity", "similarity_pairwise")
+FEW = 32  # texts that are encoded in one batch, without threads
 ASKED = "_replicate_for_data_parallel"  # which torch.nn.parallel.replicate calls on every module that it copies
 
 
-class FusedSimilarity:
+class FusedSimilarity(Replacement):
     """Replaces ``similarity`` or ``similarity_pairwise`` of one model, and reads its ``similarity_fn_name``."""
 
     def __init__(self, model: Model, name: str, impl: str) -> None:
-        self.model, self.name, self.impl = model, name, impl
+        super().__init__(model)
+        self.name, self.impl = name, impl
 
     def __call__(self, embeddings1: object, embeddings2: object, **options: Any) -> Tensor:
         """Scores, with the keywords of the stock function."""
-        mean = self.model.similarity_fn_name == "meanmaxsim"
+        mean = self.owner.similarity_fn_name == "meanmaxsim"
         function = maxsim if self.name == "similarity" else maxsim_pairwise
         return function(embeddings1, embeddings2, **{"length_normalize": mean, "impl": self.impl, **options})
 
 
-class NoReplicas:
+class NoReplicas(Replacement):
     """Replaces the method by which ``torch.nn.DataParallel`` copies a module: those read the original's weights."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
     def __call__(self) -> nn.Module:
         gpus = max(2, torch.cuda.device_count())
         raise RuntimeError(
-            f"an accelerated {self.name} must run in one process for each GPU, got torch.nn.DataParallel, which copies "
-            f"it within one (transformers' Trainer does this where several GPUs are visible). For all GPUs, start the "
-            f"training with `torchrun --nproc-per-node {gpus} SCRIPT` (or `accelerate launch`); for one, set "
-            "CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with tilefold.integrations.transformers.one_gpu."
+            f"an accelerated {type(self.owner).__name__} must run in one process for each GPU, got "
+            "torch.nn.DataParallel, which copies it within one (transformers' Trainer does this where several GPUs are "
+            f"visible). For all GPUs, start the training with `torchrun --nproc-per-node {gpus} SCRIPT` (or "
+            "`accelerate launch`); for one, set CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with "
+            "tilefold.integrations.transformers.one_gpu."
         )
 
 
-# on the instance of an accelerated model
-_CARRIED = (FusedSimilarity, NoReplicas, SparseBatchEncoder, TokenBatchEncoder, FusedEncode)
-
-
 class Acceleration:
-    """Handle of an accelerated model: leave it, or use it as a context that restores the model at its end.
+    """Handle of an accelerated model; as a context, it gives the model and restores it at its end.
 
     Attributes:
         model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
@@ -99,34 +111,30 @@ def accelerate(
     encodes them without padding and returns what the stock one returns.
 
     For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the instance by those of
-    :mod:`tilefold.integrations.sentence_transformers.multi_vector`, which pack the ragged lists that ``encode`` returns
-    and apply :func:`tilefold.ops.maxsim`; reranking and distillation evaluators call them. To losses and the other
-    evaluators pass the functions of that module (``similarity_fct=``, ``score_functions=``).
+    :mod:`tilefold.integrations.sentence_transformers.multi_vector`, for which reranking and distillation evaluators
+    ask; pass that module's functions to losses and other evaluators (``similarity_fct=``, ``score_functions=``).
 
     For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input, and the
-    SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. The model
-    also gets ``encode_sparse_batch``, which encodes one batch as :func:`encode_sparse` does and serves
-    :mod:`tilefold.retrieval`. A ``SparseStaticEmbedding`` of a Router counts no padding token that was written in a
-    text. Routers, tied weights, LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working.
-    ``token_embeddings`` is no longer among the features that the model returns. A second call starts over, with its own
-    ``impl``; call again after an adapter was added to the LM head, or merged into it.
+    SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies :func:`tilefold.ops.lsr_head`. A
+    ``SparseStaticEmbedding`` of a Router counts no padding token that was written in a text. Routers, tied weights,
+    LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer
+    among the features that the model returns. A second call starts over, with its own ``impl``; call again after an
+    adapter was added to the LM head, or merged into it.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of :mod:`tilefold.modules`, or
             a ``MultiVectorEncoder``.
         impl: implementation of the operator, see :func:`tilefold.ops.lsr_head`.
         check: run two short texts (for a MultiVectorEncoder: four short sequences of vectors) through the stock and the
-            fused model, and raise an error if they disagree. It takes four forwards in eval mode, and changes neither
-            modes nor random state.
+            fused model, in eval mode, and raise an error if they disagree.
         quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is needed, as in ``encode``:
             1.6 times the speed of the bf16 head on an H200, scores about 1% off (see
             :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only for the max pooling of
             a SparseEncoder.
-        packed: run the encoder on packed tokens where it and all modules after it take them, with
-            :func:`tilefold.ops.packed_attention.packed_softmax_attention`. ``preprocess`` stays as it is: padding is
-            taken out where the encoder begins, for which a forward in training waits for the GPU once, unless
-            :func:`collate_ahead` packs the batches of the trainer. A warning, and ``padded`` of the handle, say why a
-            network stays padded. Dropout then draws other numbers than in the padded model.
+        packed: run the encoder on packed tokens where it and all modules after it take them. ``preprocess`` stays as it
+            is: padding is taken out where the encoder begins, for which a forward in training waits for the GPU once,
+            unless :func:`collate_ahead` packs the batches. A warning, and ``padded`` of the handle, say why a network
+            stays padded. Dropout then draws other numbers than in the padded model.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
@@ -134,15 +142,14 @@ def accelerate(
     Raises:
         TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder.
         ValueError: if the model has no LM head before a pooling (and no module of :mod:`tilefold.modules` that needs
-            none), or does something with its logits or similarities that the fused operator cannot reproduce; nothing
-            is changed then.
+            none), or changes its logits or similarities in another way than the operator; nothing is changed then.
         RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
     if quantize not in {None, "fp8"}:
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}.")
     if isinstance(model, nn.Module):
-        _remove_patches(model)
+        restore(model)
     if is_multi_vector(model):
         if quantize is not None:
             raise ValueError(
@@ -176,7 +183,7 @@ def accelerate(
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
     count_no_padding(model)
     _carry(model, encode_sparse_batch=SparseBatchEncoder(model), encode=FusedEncode(model))
-    setattr(model, ASKED, NoReplicas(type(model).__name__))
+    setattr(model, ASKED, NoReplicas(model))
     return Acceleration(model, len({id(pair.head) for pair in with_head}), _packed(model, check, packed))
 
 
@@ -193,7 +200,7 @@ def _packed(model: Model, check: bool, packed: bool) -> dict[str, str]:
         return {"all": "packed=False was chosen"}
     padded = pack_inputs(model, check)
     if has_packed_inputs(model):
-        setattr(model, ASKED, NoReplicas(type(model).__name__))
+        setattr(model, ASKED, NoReplicas(model))
     return padded
 
 
@@ -208,28 +215,23 @@ def restore(model: Model) -> None:
             f"model must be a SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; pass the model, "
             "not its path."
         )
-    _remove_patches(model)
-
-
-def is_accelerated(model: Model) -> bool:
-    """Whether ``model`` has a fused head or fused similarities."""
-    return isinstance(model, nn.Module) and (
-        isinstance(vars(model).get("similarity"), FusedSimilarity)
-        or any(isinstance(vars(module).get("forward"), FUSED_FORWARDS) for module in model.modules())
-    )
-
-
-def _remove_patches(model: nn.Module) -> None:
-    unpack_inputs(model)
-    for name in [name for name, value in vars(model).items() if isinstance(value, _CARRIED)]:
-        delattr(model, name)
+    for module, name, found in replacements(model):
+        delattr(module, name)
+        if isinstance(found, PackedInputs):
+            stop_packed(found.owner.model)
     for module in model.modules():
-        forward = vars(module).get("forward")
-        if forward is pass_hidden_states or isinstance(forward, FUSED_FORWARDS):
+        if vars(module).get("forward") is pass_hidden_states:
             del module.forward
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _check_head_is_fused]:
             del hooks[key]
+
+
+def is_accelerated(model: Model) -> bool:
+    """Whether ``model`` has a fused head or fused similarities."""
+    return isinstance(model, nn.Module) and any(
+        isinstance(found, (FusedSimilarity, FusedForward, StaticTokens)) for _, _, found in replacements(model)
+    )
 
 
 def _check_head_is_fused(transformer: Any, _: Any) -> None:
@@ -256,8 +258,7 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
     fused = [FusedSimilarity(model, name, impl) for name in _METHODS]
     for function in fused if check else []:
         _check_similarity(model, function)
-    for function in fused:
-        setattr(model, function.name, function)
+    vars(model).update({function.name: function for function in fused})
 
 
 def _check_similarity(model: Model, function: FusedSimilarity) -> None:
@@ -268,8 +269,7 @@ def _check_similarity(model: Model, function: FusedSimilarity) -> None:
     try:
         with torch.no_grad():
             expected, got = getattr(model, function.name)(queries, documents), function(queries, documents)
-        difference = (got - expected.float()).abs().max().item() if got.shape == expected.shape else float("nan")
-        allowed = SIMILARITY_TOLERANCE * expected.abs().max().item()
+        difference, allowed = apart(got, expected), SIMILARITY_TOLERANCE * expected.abs().max().item()
     except Exception as error:
         raise RuntimeError(
             f"model must be able to score four short sequences on {parameter.device} for the check of accelerate(), "
@@ -281,3 +281,61 @@ def _check_similarity(model: Model, function: FusedSimilarity) -> None:
             f"a difference of {difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); a changed "
             "model._similarity does this: leave such a model stock."
         )
+
+
+def encode_sparse(
+    model: Model,
+    texts: Sequence[str],
+    *,
+    task: str | None = None,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
+    batch_size: int | None = None,
+    batch_tokens: int | None = None,
+    top_k: int | None = None,
+    min_weight: float = 0.0,
+) -> Tensor:
+    """Encode ``texts`` to a ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU, in the order of ``texts``.
+
+    Rows equal those of ``model.encode(texts, max_active_dims=top_k)``, up to the order in which encoder and head
+    evaluate sums. A model that is not accelerated is accelerated for the duration of the call. By the matrix's
+    attribute ``vocabulary_fingerprint``, :class:`tilefold.retrieval.SparseVectors` refuses vectors of another
+    vocabulary. More than 32 texts are tokenised ahead, and encoded in batches of equal numbers of tokens.
+
+    Args:
+        model: a ``sentence_transformers.SparseEncoder``.
+        texts: any number of texts.
+        task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the default prompt.
+        prompt_name: name of a prompt of the model; by default that of the task, if the model has one.
+        prompt: a prompt to put before every text; takes precedence over ``prompt_name``.
+        batch_size: texts encoded at a time, at most.
+        batch_tokens: tokens encoded at a time; by default what suits the device.
+        top_k: keep at most this many entries per row; by default the model's ``max_active_dims``.
+        min_weight: keep entries strictly greater than this.
+
+    Raises:
+        TypeError: if ``texts`` is one string, or ``model`` is not a SparseEncoder.
+        ValueError: if ``batch_size`` or ``batch_tokens`` is not positive, or the model has no prompt of that name.
+    """
+    if isinstance(texts, str):
+        raise TypeError("texts must be a sequence of strings, got one string; pass [text].")
+    for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value}.")
+    with nullcontext() if is_accelerated(model) else accelerate(model):
+        options = sparse_options(model, top_k, min_weight)
+        prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
+        with in_eval_mode(model):
+            if len(texts) > FEW or batch_tokens is not None:
+                limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
+                stream = SparseStream(model, options, task=task, prompt=prompt, **limits)
+                batches = list(batches_of(stream, texts, lambda done: None))
+            else:
+                order, size = sorted(range(len(texts)), key=lambda i: -len(texts[i])), batch_size or FEW
+                cuts = [order[start : start + size] for start in range(0, len(order), size)]
+                encoded = (encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts)
+                batches = [batch._replace(places=cut) for batch, cut in zip(encoded, cuts, strict=True)]
+            vocab_size = 0 if batches else fused_vocab_size(model) or int(model.get_embedding_dimension())
+            rows = as_csr(batches, len(texts), vocab_size)
+    rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
+    return rows

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilefold._typing import Model
+from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers._heads import base_linear, is_multi_vector
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
@@ -52,9 +53,13 @@ def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) ->
 
 def fused_vocab_size(model: Model) -> int | None:
     """V of an accelerated model with an LM head, else None."""
-    fused = (vars(module).get("forward") for module in model.modules())
-    heads = [found for f in fused if (found := getattr(f, "head", None)) is not None]
-    return int(base_linear(heads[0]).out_features) if heads else None
+    heads = [fused.head for fused in fused_forwards(model) if fused.head is not None]
+    return base_linear(heads[0]).out_features if heads else None
+
+
+def fused_forwards(model: Model) -> list[FusedForward]:
+    """The forwards of an accelerated model's poolings."""
+    return [found for _, _, found in replacements(model) if isinstance(found, FusedForward)]
 
 
 def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:
@@ -79,25 +84,22 @@ def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int
             progress(len(item.places))
 
 
-class SparseBatchEncoder:
+class SparseBatchEncoder(Replacement):
     """``encode_sparse_batch`` of an accelerated SparseEncoder, by which others need not know tilefold."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
 
     def __call__(
         self, texts: Sequence[str], *, task: str | None = None, top_k: int | None = None, min_weight: float = 0.0
     ) -> Tensor:
         """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
-        options = sparse_options(self.model, top_k, min_weight)
-        with in_eval_mode(self.model):
-            batch = encode_batch(self.model, texts, task, prompt_of(self.model, task), options)
+        options = sparse_options(self.owner, top_k, min_weight)
+        with in_eval_mode(self.owner):
+            batch = encode_batch(self.owner, texts, task, prompt_of(self.owner, task), options)
         return as_csr([batch], len(texts), 0)
 
     @property
     def vocab_size(self) -> int | None:
         """V, if the model has an LM head."""
-        return fused_vocab_size(self.model)
+        return fused_vocab_size(self.owner)
 
     def stream(
         self,
@@ -109,40 +111,34 @@ class SparseBatchEncoder:
         **limits: int | None,
     ) -> Generator[Item, None, None]:
         """Rows of many texts; ``batch_size`` and ``batch_tokens`` as :class:`TextStream` takes them."""
-        options = sparse_options(self.model, top_k, min_weight)
-        with in_eval_mode(self.model):
-            stream = SparseStream(self.model, options, task=task, prompt=prompt_of(self.model, task), **limits)
+        options = sparse_options(self.owner, top_k, min_weight)
+        with in_eval_mode(self.owner):
+            stream = SparseStream(self.owner, options, task=task, prompt=prompt_of(self.owner, task), **limits)
             yield from stream(windows)
 
 
-class TokenBatchEncoder:
+class TokenBatchEncoder(Replacement):
     """``encode_token_batch`` of an accelerated MultiVectorEncoder."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
 
     def stream(
         self, windows: Iterable[Window], *, task: str, storage: str, **limits: int | None
     ) -> Generator[Item, None, None]:
         """Token vectors of many texts, stored as ``"fp16"`` or ``"int8"``; limits as for sparse rows."""
-        with in_eval_mode(self.model):
-            stream = TokenStream(self.model, storage, task=task, prompt=prompt_of(self.model, task), **limits)
+        with in_eval_mode(self.owner):
+            stream = TokenStream(self.owner, storage, task=task, prompt=prompt_of(self.owner, task), **limits)
             yield from stream(windows)
 
 
-class FusedEncode:
+class FusedEncode(Replacement):
     """Replaces ``encode`` of one model: more texts than ``batch_size`` go through a stream, all else is as stock.
 
     A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens that suits the
     device. The stream serves no inputs but strings, not several processes, and no options of the processor.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments and result of the stock ``encode``."""
-        model, stock = self.model, type(self.model).encode
+        model, stock = self.owner, type(self.owner).encode
         asked = _served(stock, model, args, kwargs)
         if asked is None:
             with packed_inputs():
@@ -175,8 +171,7 @@ def _served(stock: Any, model: Model, args: Any, kwargs: Any) -> dict[str, Any] 
     if is_multi_vector(model):  # no raw features, and no pooling of tokens for this call
         plain = asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
         return asked if plain and not asked["kwargs"] else None
-    forwards = (vars(module).get("forward") for module in model.modules())
-    fused = [forward for forward in forwards if isinstance(forward, FusedForward)]
+    fused = fused_forwards(model)
     splade = bool(fused) and all(isinstance(forward.pooling, StockPooling) and forward.last for forward in fused)
     return asked if splade and not set(asked["kwargs"]) - {"task"} else None
 

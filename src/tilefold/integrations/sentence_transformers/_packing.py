@@ -11,11 +11,12 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold._typing import Model
+from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
 from tilefold.integrations.sentence_transformers._pooling import TOLERANCE, as_evaluated, tiny_batch
 from tilefold.integrations.sentence_transformers.collating import PackedForward
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, packed_inputs, padded_inputs
-from tilefold.integrations.transformers import stop_packed, use_packed
+from tilefold.integrations.transformers.packed import apart, stop_packed, use_packed
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
 
@@ -49,20 +50,9 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
     return padded
 
 
-def unpack_inputs(model: nn.Module) -> None:
-    """Undo :func:`pack_inputs`."""
-    for module in model.modules():
-        if isinstance(vars(module).get("preprocess"), PackedInputs):
-            _unpack(module)
-        if isinstance(vars(module).get("forward"), PackedMask):
-            del module.forward
-
-
-def has_packed_inputs(model: object) -> bool:
+def has_packed_inputs(model: nn.Module) -> bool:
     """Whether a Transformer of the model runs on packed tokens."""
-    return isinstance(model, nn.Module) and any(
-        isinstance(vars(module).get("preprocess"), PackedInputs) for module in model.modules()
-    )
+    return any(isinstance(found, PackedInputs) for _, _, found in replacements(model))
 
 
 def _pack(routes: list[list[Any]], check: bool) -> str | None:
@@ -80,14 +70,10 @@ def _pack(routes: list[list[Any]], check: bool) -> str | None:
     for route in routes if check else []:
         why = _why_not_by_its_numbers(route)
         if why is not None:
-            _unpack(transformer)
+            del transformer.preprocess, transformer.forward
+            stop_packed(transformer.model)
             return why
     return None
-
-
-def _unpack(transformer: Any) -> None:
-    del transformer.preprocess, transformer.forward
-    stop_packed(transformer.model)
 
 
 def _why_not_by_its_kind(transformer: Any) -> str | None:
@@ -116,9 +102,9 @@ def _why_not_by_its_numbers(route: list[Any]) -> str | None:
         got, expected = _both_ways(route)
         if got.shape != expected.shape:
             return f"packed batches gave {list(got.shape)} numbers, padded ones {list(expected.shape)}"
-        difference = float((got - expected).abs().max())
         if _agree(got, expected):
             return None
+        difference = apart(got, expected)
         far = float((got - expected).norm() / expected.norm().clamp(min=1e-6))
         if next(route[0].parameters()).dtype.itemsize == 2 and far <= GROSS:
             got, expected = _both_ways([module.float() for module in copy.deepcopy(route)])
@@ -130,7 +116,7 @@ def _why_not_by_its_numbers(route: list[Any]) -> str | None:
 
 
 def _agree(got: Tensor, expected: Tensor) -> bool:
-    return bool((got - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.abs().max())))
+    return apart(got, expected) <= TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
 def _both_ways(route: list[Any]) -> tuple[Tensor, Tensor]:
@@ -153,17 +139,14 @@ def _run(route: list[Any]) -> Tensor:
     return kept
 
 
-class PackedMask:
+class PackedMask(Replacement):
     """Replaces the forward of one ``MultiVectorMask``, which would cut packed token vectors one text at a time."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
 
     def __call__(self, features: Features, task: str | None = None) -> Features:
         """The features with ``[B, S, ..]`` token vectors and ids, and the mask of the tokens that are scored."""
         if "cu_seq_lens_q" in features:
             repad(features)
-        found: Features = type(self.module).forward(self.module, features, task=task)
+        found: Features = type(self.owner).forward(self.owner, features, task=task)
         return found
 
 

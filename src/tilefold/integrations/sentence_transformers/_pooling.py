@@ -14,9 +14,10 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import SpladePair, base_linear, head_operands
 from tilefold.integrations.sentence_transformers.packed_inputs import on_device
-from tilefold.integrations.transformers.packed import in_eval_mode
+from tilefold.integrations.transformers.packed import apart, in_eval_mode
 from tilefold.modules.fused_pooling import (
     STOCK_ACTIVATIONS,
     Dtype,
@@ -74,14 +75,16 @@ class StockPooling(FusedPooling):
     ) -> Tensor:
         if head is None:
             raise ValueError("a SpladePooling must follow an LM head, got no head.")
-        cu_seqlens: Tensor | None = features.get("cu_seq_lens_q")
+        stock, cu_seqlens = self.stock, features.get("cu_seq_lens_q")
         if autocasts(head.hidden):
-            out_dtype = self._output_dtype(head.hidden, cu_seqlens is not None)
+            kind = head.hidden.device.type
+            how = stock.pooling_strategy, stock.activation_function, stock.training, cu_seqlens is not None
+            out_dtype = stock_output_dtype(kind, torch.get_autocast_dtype(kind), *how)
         arguments: dict[str, Any] = {
             "attention_mask": features["attention_mask"] if cu_seqlens is None else None,
             "cu_seqlens": cu_seqlens,
-            "pooling": self.stock.pooling_strategy,
-            "activation": STOCK_ACTIVATIONS[self.stock.activation_function],
+            "pooling": stock.pooling_strategy,
+            "activation": STOCK_ACTIVATIONS[stock.activation_function],
             "out_dtype": out_dtype,
             "impl": impl,
         }
@@ -92,17 +95,10 @@ class StockPooling(FusedPooling):
                 scores = lsr_head_rows(*head, **arguments, capacity=capacity)
         if scores is None:
             scores = (lsr_head if sparse is None else lsr_head_sparse)(*head, **arguments)
-        if self.stock.embedding_dimension is None:
-            width = scores.vocab_size if isinstance(scores, CapacityRows) else scores.shape[1]
-            self.stock.embedding_dimension = width
+        if stock.embedding_dimension is None:
+            stock.embedding_dimension = scores.vocab_size if isinstance(scores, CapacityRows) else scores.shape[1]
         found: Tensor = scores
         return found
-
-    def _output_dtype(self, hidden: Tensor, flattened: bool) -> torch.dtype:
-        """The dtype that autocast gives the scores of the stock module."""
-        stock, device_type = self.stock, hidden.device.type
-        options = stock.pooling_strategy, stock.activation_function, stock.training
-        return stock_output_dtype(device_type, torch.get_autocast_dtype(device_type), *options, flattened)
 
 
 def fused_pooling(pooling: Any) -> FusedPooling:
@@ -110,8 +106,8 @@ def fused_pooling(pooling: Any) -> FusedPooling:
     return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling)
 
 
-class FusedForward:
-    """Replaces the forward of one pooling; not a module, so the state dict does not change.
+class FusedForward(Replacement):
+    """Replaces the forward of one pooling.
 
     Options of the pooling and weights of the head, if there is one, are read (and rounded to ``"fp8"``) at every call,
     since some changes of a weight cannot be detected (``weight.data``, numpy, a move). Only the last module of a model
@@ -121,6 +117,7 @@ class FusedForward:
     def __init__(
         self, pooling: Any, head: nn.Module | None, impl: str, quantize: str | None = None, last: bool = True
     ) -> None:
+        super().__init__(pooling)
         self.pooling = fused_pooling(pooling)
         self.head, self.impl, self.quantize, self.last = head, impl, quantize, last
 
@@ -145,19 +142,13 @@ class FusedForward:
     __call__.__qualname__ = "SpladePooling.forward"
 
 
-class StaticTokens:
+class StaticTokens(Replacement):
     """Replaces the forward of one stock ``SparseStaticEmbedding``: ``[PAD]`` in a text counts in no batch."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
     def __call__(self, features: Features) -> Features:
-        features["attention_mask"] = counted_tokens(features, self.module.tokenizer)
-        found: Features = type(self.module).forward(self.module, features)
+        features["attention_mask"] = counted_tokens(features, self.owner.tokenizer)
+        found: Features = type(self.owner).forward(self.owner, features)
         return found
-
-
-FUSED_FORWARDS = (FusedForward, StaticTokens)
 
 
 def count_no_padding(model: nn.Module) -> None:
@@ -169,21 +160,16 @@ def count_no_padding(model: nn.Module) -> None:
 
 @functools.lru_cache(maxsize=64)
 def stock_output_dtype(
-    device_type: str,
-    autocast_dtype: torch.dtype,
-    pooling_strategy: str,
-    activation_function: str,
-    training: bool,
-    flattened: bool,
+    device: str, autocast_dtype: torch.dtype, pooling: str, activation: str, training: bool, flattened: bool
 ) -> torch.dtype:
     """The dtype that stock ``SpladePooling`` returns under autocast, found by running it on one token.
 
     It depends on autocast's lists of operations, on the mode and on the version, so it cannot be tabulated.
     """
-    stock = SpladePooling(pooling_strategy, activation_function).train(training)
-    with torch.no_grad(), torch.autocast(device_type, dtype=autocast_dtype):
-        token = torch.zeros(1, 1, 1, device=device_type)
-        features = {"token_embeddings": linear(token, token[0]), "attention_mask": torch.ones(1, 1, device=device_type)}
+    stock = SpladePooling(pooling, activation).train(training)
+    with torch.no_grad(), torch.autocast(device, dtype=autocast_dtype):
+        token = torch.zeros(1, 1, 1, device=device)
+        features = {"token_embeddings": linear(token, token[0]), "attention_mask": torch.ones(1, 1, device=device)}
         if flattened:
             features["cu_seq_lens_q"] = torch.tensor([0, 1])
         dtype: torch.dtype = stock(features)["sentence_embedding"].dtype
@@ -230,7 +216,13 @@ def check_pair(pair: SpladePair, impl: str) -> None:
         fused = FusedForward(pair.pooling, pair.head, impl)
         with _in_place_of(pair.head, pass_hidden_states):
             got = fused(pair.transformer(dict(features)))["sentence_embedding"]
-        _check_scores(got, expected)
+        allowed, difference = TOLERANCE * max(1.0, float(expected.abs().max())), apart(got, expected)
+        if not difference <= allowed:
+            raise ValueError(
+                f"fused scores must equal stock scores within {allowed:.3g} on two short texts, got a difference of "
+                f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); please report the model, and "
+                "leave it stock."
+            )
 
 
 @contextmanager
@@ -268,17 +260,6 @@ def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, 
         "scale on a biased head or a cut of the vocabulary); call tilefold.ops.lsr_head where such logits are not "
         "wanted, or leave the model stock."
     )
-
-
-def _check_scores(got: Tensor, expected: Tensor) -> None:
-    scale = max(1.0, float(expected.abs().max()))
-    difference = float((got.float() - expected.float()).abs().max()) if got.shape == expected.shape else float("nan")
-    if not difference <= TOLERANCE * scale:
-        raise ValueError(
-            f"fused scores must equal stock scores within {TOLERANCE * scale:.3g} on two short texts, got a "
-            f"difference of {difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); please report the "
-            "model, and leave it stock."
-        )
 
 
 def tiny_batch(transformer: Any) -> Features:

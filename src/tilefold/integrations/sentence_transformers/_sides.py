@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilefold.integrations._ragged import as_tokens, pack, token_vectors
+from tilefold.integrations._ragged import as_tensor, as_tokens, pack, token_vectors
 from tilefold.ops import maxsim
 
 EMPTY_DOCUMENT_SCORE = -1e9  # score of a document without a token in sentence-transformers
@@ -32,16 +33,16 @@ class Part(NamedTuple):
 class Side:
     """All queries or documents: ``[n, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``; a floating mask may weigh them."""
 
-    def __init__(self, name: str, embeddings: Any, mask: Any, weighted: bool = False) -> None:
+    def __init__(self, name: str, embeddings: object, mask: object, weighted: bool = False) -> None:
         self.rows: Tensor | list[Tensor]
         if isinstance(embeddings, (list, tuple)):
-            self.rows = [token_vectors(name, item) for item in embeddings]
+            self.rows = token_vectors(name, embeddings)
             longest = max((item.size(0) for item in self.rows), default=0)
             first = embeddings[0] if embeddings else None
         else:
-            self.rows = as_tokens(name, embeddings[None] if embeddings.ndim == 2 else embeddings, 3)
+            rows, first = as_tensor(embeddings), embeddings
+            self.rows = as_tokens(name, rows[None] if rows.dim() == 2 else rows, 3)
             longest = self.rows.size(1)
-            first = embeddings
         self.device = first.device if isinstance(first, Tensor) else None  # arrays go to the device of the other side
         self.count = len(self.rows)
         name = f"{name.removesuffix('_embeddings')}_mask"
@@ -51,9 +52,8 @@ class Side:
             if isinstance(self.rows, Tensor):
                 self.rows = self.rows * weights.to(self.rows)[..., None]
             else:
-                self.rows = [
-                    row * weight[: len(row), None].to(row) for row, weight in zip(self.rows, weights, strict=True)
-                ]
+                pairs = zip(self.rows, weights, strict=True)
+                self.rows = [row * weight[: len(row), None].to(row) for row, weight in pairs]
 
     def parts(self, device: torch.device, budget: int) -> list[slice]:
         """The whole side if it is padded and on ``device``, else parts of up to ``budget`` numbers."""
@@ -136,41 +136,37 @@ def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, 
     return scores / (kept if pairing == "aligned" else kept[:, None])
 
 
-def groups(embeddings: Any, mask: Any) -> tuple[Tensor, Tensor]:
+def groups(embeddings: object, mask: object) -> tuple[Tensor, Tensor]:
     """Documents ``[B, N, Ld, D]`` and their mask ``[B, N, Ld]``; without one, rows of zeros are padding."""
     rows = as_tokens("documents_embeddings", embeddings, 4)
     if mask is None:
         return rows, rows.any(dim=-1)
-    mask = _as_mask("documents_mask", mask, list(rows.shape[:-1]))
-    if mask.shape != rows.shape[:-1]:
-        raise ValueError(
-            f"documents_mask must have shape {list(rows.shape[:-1])}, one entry per token, got {list(mask.shape)}."
-        )
-    return rows, mask.to(rows.device) != 0
+    shape = list(rows.shape[:-1])
+    found = _as_mask("documents_mask", mask, shape)
+    if list(found.shape) != shape:
+        raise ValueError(f"documents_mask must have shape {shape}, one entry per token, got {list(found.shape)}.")
+    return rows, found.to(rows.device) != 0
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def _mask(name: str, mask: Any, count: int, longest: int) -> Tensor:
+def _mask(name: str, mask: object, count: int, longest: int) -> Tensor:
     """``[count, longest]``."""
     if isinstance(mask, (list, tuple)):
         rows = [_as_mask(name, item, ["L"]) for item in mask]
         mask = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, longest)
-    mask = _as_mask(name, mask, [count, longest])
-    mask = mask[None] if mask.dim() == 1 else mask
-    if mask.dim() != 2 or mask.size(0) not in (1, count) or mask.size(1) != longest:
-        raise ValueError(f"{name} must have shape {[count, longest]}, one entry per token, got {list(mask.shape)}.")
-    expanded: Tensor = mask.expand(count, -1)
-    return expanded
+    found = _as_mask(name, mask, [count, longest])
+    found = found[None] if found.dim() == 1 else found
+    if found.dim() != 2 or found.size(0) not in (1, count) or found.size(1) != longest:
+        raise ValueError(f"{name} must have shape {[count, longest]}, one entry per token, got {list(found.shape)}.")
+    return found.expand(count, -1)
 
 
-def _as_mask(name: str, mask: Any, shape: list[Any]) -> Tensor:
+def _as_mask(name: str, mask: object, shape: Sequence[object]) -> Tensor:
     try:
-        found = torch.as_tensor(mask)
+        return torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{name} must be a tensor or an array of numbers of shape {shape}, got {type(mask).__name__}."
-        ) from error
-    return found
+        got = type(mask).__name__
+        raise TypeError(f"{name} must be a tensor or an array of numbers of shape {shape}, got {got}.") from error

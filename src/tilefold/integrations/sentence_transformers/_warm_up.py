@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
@@ -31,10 +31,9 @@ def warm_up(
 ) -> Built:
     """Build the kernels of a model ahead, so that no first call or step waits for a compiler.
 
-    Runs the model as :func:`accelerate` makes it, which is undone afterwards unless it was there before: for each
-    length scores of a batch, and with ``training`` their gradients too, under autocast. A ``MultiVectorEncoder``
-    scores texts of the first length, as queries, with those of every length. Half of a batch's texts are shorter.
-    Parameters, their ``grad``, modes and random states stay as they are.
+    Runs the model as :func:`accelerate` makes it: for each length scores of a batch, half of whose texts are shorter,
+    and with ``training`` their gradients too, under autocast. A ``MultiVectorEncoder`` scores texts of the first
+    length, as queries, with those of every length. The model stays as it was.
 
     Args:
         model: a ``SparseEncoder`` or ``MultiVectorEncoder`` on a CUDA device.
@@ -76,13 +75,9 @@ def steps(
 ) -> list[Callable[[], object]]:
     """One function for each length, with and without gradients, as asked for."""
     queries = made_batch(model, lengths[0], batch_size)
-    calls: list[Callable[[], object]] = []
-    for length in lengths:
-        documents = made_batch(model, length, batch_size)
-        for trains in (False, True):
-            if training if trains else inference:
-                calls.append(_step(model, queries, documents, trains, dtype))
-    return calls
+    batches = [made_batch(model, length, batch_size) for length in lengths]
+    wanted = [trains for trains, asked in ((False, inference), (True, training)) if asked]
+    return [partial(_step, model, queries, documents, trains, dtype) for documents in batches for trains in wanted]
 
 
 def made_batch(model: Model, length: int, batch_size: int) -> Features:
@@ -93,30 +88,15 @@ def made_batch(model: Model, length: int, batch_size: int) -> Features:
     return on_device(features, next(model.parameters()).device)
 
 
-def _step(
-    model: Model, queries: Features, documents: Features, trains: bool, dtype: torch.dtype | None
-) -> Callable[[], object]:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def step() -> object:
-        model.train(trains)
-        device = next(model.parameters()).device.type
-        with torch.set_grad_enabled(trains), torch.autocast(device, dtype, enabled=dtype is not None):
-            scores = _scores(model, queries, documents)
-            if not trains:
-                return scores
-        return torch.autograd.grad(scores.float().sum(), parameters, allow_unused=True)
-
-    return step
-
-
-def _scores(model: Model, queries: Features, documents: Features) -> Tensor:
-    out = model(dict(documents))
-    if "token_embeddings" in out and "sentence_embedding" not in out:
-        asked = model(dict(queries))
-        return colbert_scores(
-            asked["token_embeddings"], out["token_embeddings"][:, None], asked["attention_mask"],
-            out["attention_mask"][:, None],
-        )  # fmt: skip
-    scores: Tensor = out["sentence_embedding"]
-    return scores
+def _step(model: Model, queries: Features, documents: Features, trains: bool, dtype: torch.dtype | None) -> None:
+    parameters = [parameter for parameter in model.train(trains).parameters() if parameter.requires_grad]
+    device = next(model.parameters()).device.type
+    with torch.set_grad_enabled(trains), torch.autocast(device, dtype, enabled=dtype is not None):
+        out = model(dict(documents))
+        scores = out.get("sentence_embedding")
+        if scores is None:
+            asked, sides = model(dict(queries)), ("token_embeddings", "attention_mask")
+            (query, query_mask), (rows, mask) = ([found[side] for side in sides] for found in (asked, out))
+            scores = colbert_scores(query, rows[:, None], query_mask, mask[:, None])
+    if trains:
+        torch.autograd.grad(scores.float().sum(), parameters, allow_unused=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tilefold._typing import Model
-from tilefold.integrations.sentence_transformers.graphs import LONGEST, OFFSETS, TOKENS, StepGraphs
+from tilefold.integrations._patches import Replacement
+from tilefold.integrations.sentence_transformers.graphs import LONGEST, OFFSETS, TOKENS, StepGraphs, autocast_dtype
 from tilefold.integrations.sentence_transformers.packed_inputs import (
     pack_features,
     packed_features,
@@ -36,30 +38,28 @@ class Columns:
 
     def embeddings(self, index: int, transformer: Any, graphs: StepGraphs | None = None) -> Tensor:
         """The embeddings of a column, from the forward of the column before it or from one of all columns."""
-        device = self.parts[0].device.type
-        autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        mode = (id(transformer), transformer.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        found = self._waiting.pop((index, *mode, autocasts), None)
+        autocasts = autocast_dtype(self.parts[0].device.type)
+        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        mode = (id(transformer), transformer.training, *grad, autocasts)
+        found = self._waiting.pop((index, *mode), None)
         if found is None:
             output = None if graphs is None else graphs(self.features)
             if output is None:
                 output = type(transformer).forward(transformer, dict(self.features))[transformer.module_output_name]
             parts = output.split([part.size(1) for part in self.parts], dim=1)
-            self._waiting = {(i, *mode, autocasts): part for i, part in enumerate(parts) if i != index}
+            self._waiting = {(i, *mode): part for i, part in enumerate(parts) if i != index}
             found = parts[index]
         return found
 
 
-class PackedForward:
+class PackedForward(Replacement):
     """Replaces the forward of one Transformer: it sees no padding, and joined columns go through it together."""
 
-    def __init__(self, transformer: Any) -> None:
-        self.transformer = transformer
-        self.graphs: StepGraphs | None = None  # runs joined columns in training, if it can
+    graphs: StepGraphs | None = None  # runs joined columns in training, if it can
 
     def __call__(self, features: Features, **kwargs: Any) -> Features:
         """The features with the output of the module, packed unless :func:`padded_inputs` is in force."""
-        transformer = self.transformer
+        transformer = self.owner
         columns, index = features.pop(JOINED, (None, 0))
         # a part of a column is another tensor, and has a backward of its own
         whole = columns is not None and not kwargs and features["input_ids"] is columns.parts[index]
@@ -69,7 +69,7 @@ class PackedForward:
         return features
 
     def _alone(self, features: Features, kwargs: Features) -> Features:
-        transformer = self.transformer
+        transformer = self.owner
         if OFFSETS[0] not in features and not pads_inputs() and not _is_recorded():
             packed = pack_features(features, padding_position(transformer.model))
             if packed is not features:
@@ -101,16 +101,14 @@ def _is_recorded() -> bool:
 
 def _check_whole(features: Features) -> None:
     """Raise if packed features were cut by their first dimension; by sizes that the host knows, without waiting."""
-    if OFFSETS[0] not in features:
+    if OFFSETS[0] not in features or (longest := features.get(LONGEST[0])) is None:
         return
     tokens, sequences = features["input_ids"].size(1), features[OFFSETS[0]].numel() - 1
-    longest = features.get(LONGEST[0])
-    if longest is not None and tokens > sequences * longest:
+    if tokens > sequences * longest:
         raise ValueError(
             f"packed features must hold all offsets of their sequences, got {sequences} sequences of up to {longest} "
-            f"tokens for {tokens} tokens: somebody cut a batch by the first dimension of its tensors. Pass what "
-            "preprocess returns outside of packed_inputs(), whose rows can be cut, or leave batches whole "
-            "(accelerator_config={'dispatch_batches': False})."
+            f"tokens for {tokens} tokens: somebody cut a batch by the first dimension of its tensors. Leave batches "
+            "whole (accelerator_config={'dispatch_batches': False}), or preprocess texts outside of packed_inputs()."
         )
 
 
@@ -125,15 +123,14 @@ class Batch(NamedTuple):
         """The batch with each tensor elsewhere; what occurs twice is moved once."""
         known: dict[int, Tensor] = {}
 
-        def once(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in known:
-                known[id(value)] = move(value)
-            return known[id(value)]
+        def each(features: Features) -> Features:
+            tensors = {key: value for key, value in features.items() if isinstance(value, Tensor)}
+            for value in tensors.values():
+                if id(value) not in known:
+                    known[id(value)] = move(value)
+            return features | {key: known[id(value)] for key, value in tensors.items()}
 
-        joined = None if self.joined is None else {key: once(value) for key, value in self.joined.items()}
-        return Batch({key: once(value) for key, value in self.features.items()}, joined, self.spans)
+        return Batch(each(self.features), self.joined and each(self.joined), self.spans)
 
     def columns(self) -> Features:
         """The features as losses take them: the tokens of each column are views of all tokens."""
@@ -156,12 +153,12 @@ def join_columns(batch: Features) -> Batch:
     names = [name for name in TOKENS if any(prefix + name in batch for prefix in prefixes)]
     if len(prefixes) < 2 or any(prefix + name not in batch for prefix in prefixes for name in names):
         return Batch(batch)
-    ends = torch.tensor([batch[prefix + "input_ids"].size(1) for prefix in prefixes]).cumsum(0).tolist()
+    ends = list(itertools.accumulate(batch[prefix + "input_ids"].size(1) for prefix in prefixes))
     starts = [0, *ends[:-1]]
-    offsets = [batch[prefix + OFFSETS[0]] for prefix in prefixes]
-    shifted = [part[(start > 0) :] + start for part, start in zip(offsets, starts, strict=True)]
     if starts.count(0) > 1:  # an empty first column
         return Batch(batch)
+    offsets = [batch[prefix + OFFSETS[0]] for prefix in prefixes]
+    shifted = [part[(start > 0) :] + start for part, start in zip(offsets, starts, strict=True)]
     cu_seqlens = torch.cat(shifted).to(torch.int32)
     longest = max(batch[prefix + LONGEST[0]] for prefix in prefixes)
     joined: Features = {name: torch.cat([batch[prefix + name] for prefix in prefixes], dim=1) for name in names}
@@ -177,27 +174,24 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
 
     The trainer's own data collator then works in a thread, into pinned memory, and tensors are copied to the GPU
     without waiting for them. Samplers, order, random numbers and batches stay the same. With ``dataloader_num_workers``
-    above 0 nothing changes, because the collator works in other processes then. A second call does nothing.
-
-    The trainer's filter of NaN and infinity in what it logs (``logging_nan_inf_filter``) is turned off, because the
-    host waits for the loss twice a step for it. A loss that is NaN is logged as NaN.
+    above 0 nothing changes, because the collator works in other processes then. A second call does nothing. The
+    trainer's ``logging_nan_inf_filter``, for which the host waits for the loss, is turned off: NaN is logged as NaN.
 
     If ``accelerate`` lets the only encoder of the model run on packed tokens, the thread packs all columns of a batch,
     so that no forward waits for the GPU to count tokens; they go through the encoder in one forward, and the loss takes
     the outputs column by column: the same numbers but for those of dropout. Losses that cut columns into mini-batches
-    (cached ones) run each part by itself. Other models make the forwards of stock ones.
+    (cached ones) run each part by itself.
 
-    With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed, so that
-    the host launches them with two calls. Unused sequences pad batches to a few total sizes (at most a fifth more
-    tokens); batches of a new size run eagerly the first time and are captured the second time, which takes a fraction
-    of a second. Gradients are written once and copied (memory of the weights once more), and come all at the end of the
+    With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed. Unused
+    sequences pad batches to a few total sizes (at most a fifth more tokens); a new size runs eagerly the first time and
+    is captured the second time. Gradients are copied (memory of the weights once more), and come all at the end of the
     backward pass, so that several GPUs overlap nothing. Steps that a graph cannot repeat run as usual: see
     :class:`tilefold.integrations.sentence_transformers.graphs.StepGraphs`. Dropout draws other numbers.
 
     With ``compiled``, too, what is captured in 16 bits (bf16 or fp16 weights or autocast) are layers that
     ``torch.compile`` made, for any length: about a seventh less work for the GPU, fewer results rounded on the way, and
-    some ten seconds more at the start. In fp32 layers are captured as they are, since torch cannot compile its fp32
-    attention of packed sequences; where compiling fails, a warning says so.
+    some ten seconds more at the start. fp32 layers, whose packed attention torch cannot compile, are captured as they
+    are; where compiling fails, a warning says so.
 
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of sentence-transformers.
@@ -207,9 +201,8 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
 
     Raises:
         TypeError: if ``trainer`` has no data collator.
-        ValueError: for an iterable dataset or ``dispatch_batches``, whose batches one process cuts for all others; or
-            for ``graphs`` without ``join``, or of a model that is no sequence of modules whose first takes packed
-            inputs; or for ``compiled`` without ``graphs``.
+        ValueError: for an iterable dataset or ``dispatch_batches``, whose batches one process cuts for all others; for
+            ``graphs`` without ``join`` or with other than one packed encoder; for ``compiled`` without ``graphs``.
     """
     collator = getattr(trainer, "data_collator", None)
     if collator is None:
@@ -237,9 +230,8 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
         encoder = trainer.model[0]
         encoder.forward.graphs = StepGraphs(encoder, compiled=compiled) if graphs else None
     if not isinstance(collator, AheadCollator):
-        trainer.data_collator = AheadCollator(
-            _without_detours(collator, trainer.model) if one else collator, join and one
-        )
+        collator = _without_detours(collator, trainer.model) if one else collator
+        trainer.data_collator = AheadCollator(collator, join and one)
 
 
 class AheadCollator:

@@ -36,6 +36,11 @@ KNOWN = {*TOKENS, *OFFSETS, *LONGEST, "modality"}  # of the features of a batch
 Run = Callable[[dict[str, Any]], Tensor]
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast, None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 class Sizes(NamedTuple):
     """Sizes of a graph: T tokens in ``sequences``, ``extra`` more that hold the rest, none above ``longest`` tokens."""
 
@@ -133,12 +138,8 @@ class Captured:
 def fresh_leaves(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Within it, the model computes with other leaves of the same memory, which no other stream and no DDP knows."""
     leaves = {id(tensor): nn.Parameter(tensor.detach()) for tensor in parameters}
-    places = [
-        (module, name, tensor)
-        for module in model.modules()
-        for name, tensor in module._parameters.items()
-        if id(tensor) in leaves
-    ]
+    every = [(module, name, tensor) for module in model.modules() for name, tensor in module._parameters.items()]
+    places = [place for place in every if id(place[2]) in leaves]
     for module, name, tensor in places:
         module._parameters[name] = leaves[id(tensor)]
     try:
@@ -195,12 +196,10 @@ class StepGraphs:
         self.graphs: OrderedDict[Sizes, Any] = OrderedDict()
         self._seen: Counter[Sizes] = Counter()
         self._state: Any = None
+        every = [(module, *item) for module in self.transformer.model.modules() for item in vars(module).items()]
         self._rates = [
-            (module, name)
-            for module in self.transformer.model.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, float)  # dropout among them
-        ]
+            (module, name) for module, name, value in every if isinstance(value, float)
+        ]  # dropout among them
         self._pool: Any = None
         self._stream: Any = None
         self.parameters: list[Tensor] = []
@@ -240,8 +239,7 @@ class StepGraphs:
         )
         return output
 
-    def _waiting(self) -> _Waits:
-        """An object that lives as long as a backward pass may come; no frame of a call, which a traceback may keep."""
+    def _waiting(self) -> _Waits:  # in a frame of its own, which no traceback keeps
         waits = _Waits()
         self._pending = weakref.ref(waits)
         return waits
@@ -265,9 +263,8 @@ class StepGraphs:
         addresses = [(tensor.data_ptr(), tensor.requires_grad, tensor.dtype) for tensor in tensors]
         modules = [module.training for module in model.modules()]
         rates = [getattr(module, name, None) for module, name in self._rates]
-        autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         switches = tf32_allowed(torch.float32), torch.are_deterministic_algorithms_enabled()
-        return addresses, modules, rates, autocasts, switches
+        return addresses, modules, rates, autocast_dtype(device), switches
 
     def _captured(self, needed: tuple[int, int, int], features: Features) -> Sizes | None:
         """Sizes of a new graph, when a pack of about these is met for the second time."""
@@ -317,8 +314,7 @@ class StepGraphs:
             return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
 
     def _in_16_bits(self, device: str) -> bool:
-        autocast = torch.is_autocast_enabled(device)
-        return (torch.get_autocast_dtype(device) if autocast else self.parameters[0].dtype).itemsize == 2
+        return (autocast_dtype(device) or self.parameters[0].dtype).itemsize == 2
 
     def _warn(self, what: str, error: RuntimeError) -> None:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -331,9 +327,9 @@ class StepGraphs:
 
     def _run(self, features: Features) -> Tensor:
         transformer, device = self.transformer, features["input_ids"].device.type
-        scope: Any = contextlib.nullcontext()
-        if torch.is_autocast_enabled(device):  # what autocast keeps of weights would be older than the next replay
-            scope = torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
+        dtype = autocast_dtype(device)
+        # what autocast keeps of weights would be older than the next replay
+        scope = torch.autocast(device, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
         with scope:
             output: Tensor = type(transformer).forward(transformer, features)[transformer.module_output_name]
         return output

@@ -10,7 +10,7 @@ avoid the similarities ``[Nq, Nd, Lq, Ld]`` that the stock functions write and k
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -107,69 +107,23 @@ _SHAPES = {
 }
 
 
-class SimilarityFunction(Protocol):
-    """A function of ``sentence_transformers.util.similarity`` with an argument ``impl``."""
-
-    def __call__(
-        self,
-        a: Any,
-        b: Any,
-        a_mask: Any = None,
-        b_mask: Any = None,
-        chunk_elements: int | None = None,
-        length_normalize: bool = ...,
-        device: str | torch.device | None = None,
-        *,
-        impl: str = "auto",
-    ) -> Tensor: ...
+Scores: TypeAlias = Callable[..., Tensor]
 
 
-class ColBERTFunction(Protocol):
-    """A function of ``sentence_transformers.multi_vector_encoder.scoring`` with an argument ``impl``."""
-
-    def __call__(
-        self,
-        queries_embeddings: Any,
-        documents_embeddings: Any,
-        queries_mask: Any = None,
-        documents_mask: Any = None,
-        chunk_elements: int | None = None,
-        length_normalize: bool = ...,
-        *,
-        impl: str = "auto",
-    ) -> Tensor: ...
-
-
-class XTRFunction(Protocol):
-    """An XTR function of the same module, with an argument ``impl``."""
-
-    def __call__(
-        self,
-        queries_embeddings: Any,
-        documents_embeddings: Any,
-        queries_mask: Any = None,
-        documents_mask: Any = None,
-        top_k: int = 256,
-        chunk_elements: int | None = None,
-        *,
-        impl: str = "auto",
-    ) -> Tensor: ...
-
-
-def _named(function: Callable[..., Tensor], name: str, text: str) -> Any:
+def _named(function: Scores, name: str, text: str) -> Scores:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = text + _RAISES
     return function
 
 
-def _similarity(name: str, pairing: str, mean: bool, summary: str) -> SimilarityFunction:
+def _similarity(name: str, pairing: str, mean: bool, summary: str) -> Scores:
     """The function with this name: its pairs, its default of ``length_normalize``, its docstring."""
 
     def similarity(
-        a: Any,
-        b: Any,
-        a_mask: Any = None,
-        b_mask: Any = None,
+        a: object,
+        b: object,
+        a_mask: object = None,
+        b_mask: object = None,
         chunk_elements: int | None = None,
         length_normalize: bool = mean,
         device: str | torch.device | None = None,
@@ -180,18 +134,17 @@ def _similarity(name: str, pairing: str, mean: bool, summary: str) -> Similarity
         return scores_of_sides(queries, documents, pairing, length_normalize, impl, chunk_elements, device)
 
     shape = "``[Nq, Nd]``" if pairing == "all" else "``[N]``"
-    made: SimilarityFunction = _named(similarity, name, summary + _SIMILARITY.format(shape=shape))
-    return made
+    return _named(similarity, name, summary + _SIMILARITY.format(shape=shape))
 
 
-def _colbert(name: str, pairing: str, mean: bool, summary: str) -> ColBERTFunction:
-    """The function with this name: its pairs, its default of ``length_normalize``, its docstring."""
+def _colbert(name: str, pairing: str, mean: bool, summary: str) -> Scores:
+    """Likewise, of ``scoring``."""
 
     def scores(
-        queries_embeddings: Any,
-        documents_embeddings: Any,
-        queries_mask: Any = None,
-        documents_mask: Any = None,
+        queries_embeddings: object,
+        documents_embeddings: object,
+        queries_mask: object = None,
+        documents_mask: object = None,
         chunk_elements: int | None = None,
         length_normalize: bool = mean,
         *,
@@ -209,18 +162,17 @@ def _colbert(name: str, pairing: str, mean: bool, summary: str) -> ColBERTFuncti
         flat = Side("documents_embeddings", rows.flatten(0, 1), mask.flatten(0, 1))
         return scores_of_sides(queries, flat, pairing, length_normalize, impl, chunk_elements)
 
-    made: ColBERTFunction = _named(scores, name, summary + _COLBERT.format(**_SHAPES[pairing]))
-    return made
+    return _named(scores, name, summary + _COLBERT.format(**_SHAPES[pairing]))
 
 
-def _xtr(name: str, pairing: str, summary: str) -> XTRFunction:
-    """The function with this name: its pairs and its docstring."""
+def _xtr(name: str, pairing: str, summary: str) -> Scores:
+    """Likewise, of XTR."""
 
     def scores(
-        queries_embeddings: Any,
-        documents_embeddings: Any,
-        queries_mask: Any = None,
-        documents_mask: Any = None,
+        queries_embeddings: object,
+        documents_embeddings: object,
+        queries_mask: object = None,
+        documents_mask: object = None,
         top_k: int = 256,
         chunk_elements: int | None = None,
         *,
@@ -255,8 +207,7 @@ def _xtr(name: str, pairing: str, summary: str) -> XTRFunction:
     shapes = _SHAPES[pairing]
     if pairing == "aligned":
         shapes = shapes | {"documents": "``[B, Ld, D]``, or ``[B, 1, Ld, D]``"}
-    made: XTRFunction = _named(scores, name, summary + _XTR.format(**shapes))
-    return made
+    return _named(scores, name, summary + _XTR.format(**shapes))
 
 
 def _check_groups(queries: Side, rows: Tensor) -> None:
@@ -266,7 +217,7 @@ def _check_groups(queries: Side, rows: Tensor) -> None:
         )
 
 
-def _alone(values: Any, dims: int) -> Tensor | None:
+def _alone(values: object, dims: int) -> Tensor | None:
     """Documents of one query each, or their mask, as groups of one."""
     found = None if values is None else torch.as_tensor(values)
     return found[:, None] if found is not None and found.dim() == dims else found
@@ -287,17 +238,12 @@ colbert_scores = _colbert(
     ``scores[i, j * N + n] = sum_s max_t queries[i, s] . documents[j, n, t]`` over unmasked tokens. For
     ``MultiVectorMultipleNegativesRankingLoss`` and its cached form, in place of ``colbert_scores``.""",
 )
+_OWN = "MaxSim of query ``i`` with"
 colbert_scores_pairwise = _colbert(
-    "colbert_scores_pairwise",
-    "aligned",
-    False,
-    "MaxSim of query ``i`` with document ``i``, for ``MultiVectorMarginMSELoss`` and the distillation evaluator.",
+    "colbert_scores_pairwise", "aligned", False, f"{_OWN} document ``i``, for ``MultiVectorMarginMSELoss``."
 )
 colbert_kd_scores = _colbert(
-    "colbert_kd_scores",
-    "grouped",
-    False,
-    "MaxSim of query ``i`` with each of its own N documents, for ``MultiVectorDistillKLDivLoss``.",
+    "colbert_kd_scores", "grouped", False, f"{_OWN} each of its N documents, for ``MultiVectorDistillKLDivLoss``."
 )
 _MEAN = "divided by each query's unmasked tokens, as a model with ``'meanmaxsim'`` scores."
 mean_colbert_scores = _colbert("mean_colbert_scores", "all", True, f"``colbert_scores`` {_MEAN}")
@@ -329,7 +275,7 @@ class XTRScores:
         ValueError: for a ``top_k`` below 1, when scores are asked for.
     """
 
-    _scores: Callable[..., Tensor] = staticmethod(xtr_scores)
+    _scores: Scores = staticmethod(xtr_scores)
 
     def __init__(self, top_k: int = 256, *, chunk_elements: int | None = None, impl: str = "auto") -> None:
         self.top_k, self.chunk_elements, self.impl = top_k, chunk_elements, impl
@@ -339,7 +285,11 @@ class XTRScores:
         return {"top_k": self.top_k, "chunk_elements": self.chunk_elements}
 
     def __call__(
-        self, queries_embeddings: Any, documents_embeddings: Any, queries_mask: Any = None, documents_mask: Any = None
+        self,
+        queries_embeddings: object,
+        documents_embeddings: object,
+        queries_mask: object = None,
+        documents_mask: object = None,
     ) -> Tensor:
         """Scores: ``[Nq, B * N]``, of :class:`XTRKDScores` ``[B, N]``."""
         sides = (queries_embeddings, documents_embeddings, queries_mask, documents_mask)

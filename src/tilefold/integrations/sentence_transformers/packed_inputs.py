@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilefold.integrations._patches import Replacement
 from tilefold.integrations.transformers.packed import padding_position, position_ids_of, register_packed
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
@@ -59,7 +60,7 @@ class _Plan(NamedTuple):
     others: Features  # no tensors; they go with every batch, such as the length of the prompt
 
 
-class PackedInputs:
+class PackedInputs(Replacement):
     """Replaces ``preprocess`` of one Transformer of sentence-transformers: within :func:`packed_inputs`, packed tokens.
 
     Texts then go through a copy of the Rust tokenizer, and their ids into one tensor, if that gives what the stock
@@ -68,7 +69,7 @@ class PackedInputs:
     """
 
     def __init__(self, transformer: Any) -> None:
-        self.transformer = transformer
+        super().__init__(transformer)
         self._forget()
 
     def _forget(self) -> None:
@@ -78,10 +79,10 @@ class PackedInputs:
         self._lock, self._process = threading.Lock(), os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"transformer": self.transformer}
+        return {"owner": self.owner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.transformer = state["transformer"]
+        self.owner = state["owner"]
         self._forget()
         register_packed()
 
@@ -106,14 +107,14 @@ class PackedInputs:
                     if (watch := watched()) is not None:
                         watch.see_encodings(encodings[0], plan.truncation)
                     return lambda: self._features(encodings.pop(), plan)
-        features = pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.transformer.model))
+        features = pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.owner.model))
         return lambda: features
 
     def _expands(self, task: Any) -> bool:
-        return task == "query" and getattr(self.transformer, "query_expansion", None) is not None
+        return task == "query" and getattr(self.owner, "query_expansion", None) is not None
 
     def _stock(self, inputs: Sequence[Any], prompt: str | None, kwargs: dict[str, Any]) -> Features:
-        transformer = self.transformer
+        transformer = self.owner
         found: Features = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
         return found
 
@@ -123,7 +124,7 @@ class PackedInputs:
         return self._lock
 
     def _plan(self, prompt: str | None, kwargs: dict[str, Any]) -> _Plan | None:
-        tokenizer = self.transformer.tokenizer
+        tokenizer = self.owner.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch"):
             return None
@@ -149,7 +150,7 @@ class PackedInputs:
         if self._backend is None:
             self._backend = type(backend).from_str(backend.to_str())
             self._backend.no_padding()
-        expected = pack_features(stock, padding_position(self.transformer.model))
+        expected = pack_features(stock, padding_position(self.owner.model))
         got = self._features(self._encodings(probes, prompt, plan), plan)
         same = expected.keys() == got.keys() and all(
             torch.equal(value, got[key]) if isinstance(value, Tensor) else value == got[key]
@@ -175,7 +176,7 @@ class PackedInputs:
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = torch.from_numpy(np.frombuffer(flat, np.intc).astype(np.int64)) if flat else torch.zeros(0).long()
         longest = int(lengths.max(initial=0))
-        padding = padding_position(self.transformer.model)
+        padding = padding_position(self.owner.model)
         return packed_features(ids, torch.from_numpy(lengths), padding, longest) | plan.others
 
 

@@ -19,9 +19,8 @@ class AlphaSchedule(TrainerCallback):
     """Anneal alpha from softmax to its target while a trainer runs, as AdaSplash's encoders do (arXiv 2502.12082).
 
     A callback for ``transformers.Trainer`` and the trainers of sentence-transformers, ``callbacks=[AlphaSchedule()]``,
-    of models that run entmax attention (:func:`tilefold.integrations.transformers.use_entmax`). Alpha follows the
-    number of optimiser steps done, in checkpoints, evaluations and resumed runs too. After ``until`` it stays at the
-    target. Alpha = 1 is softmax attention.
+    of models that run entmax attention (:func:`use_entmax`). Alpha follows the number of optimiser steps done, in
+    checkpoints, evaluations and resumed runs too, and stays at the target after ``until``. Alpha = 1 is softmax.
 
     Args:
         alpha: the target, in [1, 2]; one number, or one per attention layer.
@@ -35,12 +34,7 @@ class AlphaSchedule(TrainerCallback):
     """
 
     def __init__(
-        self,
-        alpha: float | Sequence[float] = 1.5,
-        *,
-        start: float = 1.0,
-        until: float | int = 0.5,
-        shape: str = "linear",
+        self, alpha: float | Sequence[float] = 1.5, *, start: float = 1.0, until: float = 0.5, shape: str = "linear"
     ) -> None:
         self.targets = check_alphas(alpha, len(alpha) if isinstance(alpha, Sequence) else 1)
         self.alpha = alpha
@@ -68,10 +62,7 @@ class AlphaSchedule(TrainerCallback):
         if model is None:
             raise ValueError("model must be passed to the callback by its trainer, got None.")
         if not runs_entmax(model):
-            raise ValueError(
-                "model must run entmax attention, got one that runs none; call use_entmax(model) before the trainer is "
-                "made."
-            )
+            raise ValueError("model must run entmax attention, got one that runs none; call use_entmax(model) first.")
         if has_learned_alpha(model):
             raise ValueError("model must not have learned alphas, got some; a schedule would overwrite them.")
         if isinstance(self.until, int) and self.until > state.max_steps:
@@ -89,14 +80,12 @@ def one_gpu(arguments_class: Any) -> Any:
     """Training arguments with which a Trainer that no launcher started uses one GPU, however many are visible.
 
     There transformers' Trainer would wrap the model in ``torch.nn.DataParallel``, which an accelerated model refuses.
-    With these arguments the Trainer uses ``cuda:0`` alone; under a launcher (``torchrun``, ``accelerate launch``), on
-    one GPU and on the CPU they change nothing::
+    Under a launcher (``torchrun``, ``accelerate launch``), on one GPU and on the CPU they change nothing::
 
         arguments = one_gpu(SparseEncoderTrainingArguments)(output_dir="model", per_device_train_batch_size=32)
 
     Args:
-        arguments_class: ``transformers.TrainingArguments``, or a class derived from it, such as those of
-            sentence-transformers.
+        arguments_class: ``transformers.TrainingArguments``, or a class derived from it.
 
     Returns:
         A class derived from it, whose ``n_gpu`` is at most 1. What is pickled of its instances (``training_args.bin``)

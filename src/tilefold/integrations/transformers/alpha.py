@@ -44,21 +44,20 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     """
     modules = checked_attention_modules(model)
     alphas = check_alphas(alpha, len(modules))
-    by_config: dict[int, list[tuple[nn.Module, float]]] = {}
+    by_config: dict[int, dict[nn.Module, float]] = {}
     for module, value in zip(modules, alphas, strict=True):
-        by_config.setdefault(id(module.config), []).append((module, value))
-    for pairs in by_config.values():
-        values: list[float] = [value for _, value in pairs]
-        in_order = [getattr(module, "layer_idx", None) for module, _ in pairs] == list(range(len(pairs)))
-        setattr(pairs[0][0].config, ALPHA, values[0] if len(set(values)) == 1 else values)
-        for module, value in pairs:
-            _forget_alpha(module)
-            if len(set(values)) > 1 and not in_order:  # the configuration's list could not be looked up
+        _forget_alpha(module)
+        by_config.setdefault(id(module.config), {})[module] = value
+    for chosen in by_config.values():
+        values, places = list(chosen.values()), [getattr(module, "layer_idx", None) for module in chosen]
+        setattr(next(iter(chosen)).config, ALPHA, values[0] if len(set(values)) == 1 else values)
+        if len(set(values)) > 1 and places != list(range(len(places))):  # the list could not be looked up
+            for module, value in chosen.items():
                 setattr(module, ALPHA, value)
 
 
 def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
-    """Give every attention layer of ``model`` one learned alpha per head.
+    """Give every attention layer of ``model`` one learned alpha per head; returns the new modules, one per layer.
 
     The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of every attention
     module: make the optimiser afterwards. The configuration then says that they are learned, and a model that is loaded
@@ -66,11 +65,8 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
     that hold transformers models become :class:`EntmaxTransformer`, which loads them by itself.
 
     Args:
-        model: a transformers model, or any module with one inside.
+        model: as for :func:`set_alpha`.
         initial: alpha at the start, strictly between 1 and 2; one number, or one for every layer.
-
-    Returns:
-        The new modules, one per layer.
 
     Raises:
         ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
@@ -90,18 +86,14 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
 
 
 def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[EntmaxAlpha]:
-    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it.
+    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it; the new modules.
 
     transformers reports ``entmax_alpha.theta`` as unexpected weights; the model refuses to run without its alphas.
 
     Args:
         model: a transformers model, of the saved class or another one of its architecture.
         name_or_path: the folder, or the name on the Hugging Face hub, that it was loaded from.
-        hub: where to look, as for ``from_pretrained``: ``subfolder``, ``revision``, ``token``, ``cache_dir``,
-            ``local_files_only``.
-
-    Returns:
-        The new modules, one per attention layer.
+        hub: ``subfolder``, ``revision``, ``token``, ``cache_dir``, ``local_files_only`` as for ``from_pretrained``.
 
     Raises:
         ValueError: if the checkpoint has no learned alphas, or those of other layers.
@@ -129,13 +121,11 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[E
 def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn: bool = False) -> None:
     """Switch a model in memory, and its checkpoints, to alpha-entmax attention.
 
-    ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. transformers follows it: a checkpoint
-    loads with entmax attention where :func:`register` was called, and raises where it was not; it never runs softmax
-    silently.
+    ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. A checkpoint loads with entmax
+    attention where :func:`register` was called, and raises where it was not; it never runs softmax silently.
 
     Args:
-        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
-        alpha: in [1, 2], one number or one per attention layer; 1 is softmax.
+        model, alpha: as for :func:`set_alpha`.
         learn: learn one alpha per head, starting there, see :func:`learn_alpha`.
 
     Raises:
@@ -158,12 +148,7 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn:
 
 
 def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
-    """Undo :func:`use_entmax`: softmax attention, and no alphas in the model, its configuration and its checkpoints.
-
-    Args:
-        model: a transformers model, or any module with one inside.
-        attn_implementation: which of transformers' implementations to run.
-    """
+    """Undo :func:`use_entmax`: no alphas in the model and its checkpoints, and this one of transformers' attentions."""
     for module in checked_attention_modules(model):
         _forget_alpha(module)
     for inner in _outer_models(model):
@@ -215,12 +200,9 @@ def _forget_alpha(module: nn.Module) -> None:
 
 def _let_reload(model: nn.Module) -> None:
     """Make the modules of sentence-transformers that hold a transformers model able to load learned alphas."""
-    if not any(type(part).__module__.startswith("sentence_transformers.") for part in model.modules()):
-        return
-    from sentence_transformers.base.modules import Transformer  # optional
-
     for part in model.modules():
-        if type(part) is Transformer:
+        kind = type(part)
+        if kind.__name__ == "Transformer" and kind.__module__.startswith("sentence_transformers."):
             part.__class__ = entmax_transformer()
 
 
@@ -232,10 +214,9 @@ def entmax_transformer() -> type:
     class EntmaxTransformer(Transformer):
         """Stock ``Transformer`` that also loads learned alphas, with ``SentenceTransformer(folder)`` and on resuming.
 
-        :func:`tilefold.integrations.transformers.learn_alpha` makes the modules of a model into this. A checkpoint
-        names it in ``modules.json``; since it is no class of sentence-transformers, that asks for
-        ``trust_remote_code=True`` from version 6 on (what runs is the installed tilefold), and fails where tilefold is
-        not installed. Arguments are those of ``Transformer``.
+        :func:`learn_alpha` makes the modules of a model into this. A checkpoint names it in ``modules.json``; since it
+        is no class of sentence-transformers, version 6 asks for ``trust_remote_code=True`` (what runs is the installed
+        tilefold).
         """
 
         __module__ = "tilefold.integrations.sentence_transformers.entmax"  # where checkpoints and pickles look for it
@@ -266,9 +247,9 @@ def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configurations of a module's transformers models and attention layers, each once."""
-    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    owners += [module for module in model.modules() if ALPHA in vars(getattr(module, "config", module))]
-    return list({id(owner.config): owner.config for owner in owners if hasattr(owner, "config")}.values())
+    modules = [module for module in model.modules() if hasattr(module, "config")]
+    kept = [m.config for m in modules if isinstance(m, PreTrainedModel) or ALPHA in vars(m.config)]
+    return list({id(config): config for config in kept}.values())
 
 
 def _theta_of(name: str, found: dict[str, Tensor]) -> Tensor | None:

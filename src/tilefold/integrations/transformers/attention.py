@@ -35,11 +35,8 @@ def register(name: str = NAME) -> None:
     :func:`set_alpha` or :func:`learn_alpha`. A model that has run once stores ``name`` in its configuration, so that
     its checkpoints load with it again; see :func:`use_entmax`.
 
-    Args:
-        name: the implementation's name; one with "flash" in it would be taken for a FlashAttention.
-
     Raises:
-        ValueError: for a name with "flash" in it.
+        ValueError: for a name with "flash" in it, which would be taken for a FlashAttention.
     """
     if "flash" in name:
         raise ValueError(f"name must not contain 'flash', which transformers treats as FlashAttention, got {name!r}.")
@@ -122,10 +119,8 @@ def entmax_attention_forward(
 
     Args:
         module: the attention module that calls; its alpha is looked up there and in its configuration.
-        query, key, value: as transformers passes them, transposed views included.
+        query, key, value, dropout, scaling: as transformers passes them.
         attention_mask: ``[B, Nk]``, as :func:`entmax_mask` returns it.
-        dropout: probability that a weight is dropped.
-        scaling: of the scores.
         sliding_window: keys at a distance below this are seen.
         is_causal: by default what ``module.is_causal`` says.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch of one; others are not used.
@@ -201,12 +196,8 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
 
 def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
     """The modules that call the attention interface, first layer first, and their numbers of query heads."""
-    found = {
-        module: _heads_of(module)
-        for module in model.modules()
-        if hasattr(module, "is_causal") and hasattr(module, "config")
-    }
-    return {module: heads for module, heads in found.items() if heads is not None}
+    asking = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "config")]
+    return {module: heads for module in asking if (heads := _heads_of(module)) is not None}
 
 
 def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
@@ -230,8 +221,8 @@ class LayerSparsity:
 
     Attributes:
         name: of the module, or ``"all layers"``.
-        nonzero: share of the weights that are positive, among those that masks, causality and windows allow; one
-            number per head, like the others.
+        nonzero: share of positive weights among those that masks, causality and windows allow; one number per head,
+            like the others.
         mean_support: positive weights per query.
         live_blocks: share of blocks of 64 queries by 64 keys with a positive weight, among those with an allowed one;
             ``None`` if they were not counted.
@@ -275,20 +266,12 @@ class SparsityRecord:
 
     @property
     def layers(self) -> list[LayerSparsity]:
-        """The layers that ran, first layer first.
-
-        Raises:
-            RuntimeError: if none ran entmax attention while this was recorded.
-        """
+        """The layers that ran, first layer first; a RuntimeError if none ran entmax attention."""
         return [self._described(name, counts) for name, counts in self._ran()]
 
     @property
     def total(self) -> LayerSparsity:
-        """All layers and heads together: lists of one number, weighted by how much was counted.
-
-        Raises:
-            RuntimeError: if no layer ran entmax attention while this was recorded.
-        """
+        """All layers and heads together: lists of one number, weighted by how much was counted."""
         counts = [counts.sum(dim=1, keepdim=True) for _, counts in self._ran()]
         return self._described("all layers", torch.stack(counts).sum(dim=0))
 

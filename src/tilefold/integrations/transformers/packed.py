@@ -134,9 +134,7 @@ def packed_hidden_states(
     position_ids: Tensor | None = None,
     token_type_ids: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states of packed tokens by a stock encoder, ``[T, H]``, with no padding anywhere and no wait for the GPU.
-
-    Differentiable; dropout, autocast and gradient checkpointing are those of the model.
+    """Hidden states ``[T, H]`` of packed tokens by a stock encoder, differentiable, with no wait for the GPU.
 
     Args:
         model: a transformers encoder that :func:`use_packed` accepted. Of one with an LM head, the logits are returned
@@ -224,13 +222,17 @@ def _why_not_by_its_numbers(model: Model) -> str | None:
             got = packed_hidden_states(model, ids[mask.bool()], cu_seqlens, int(lengths.max()))
         except Exception as error:
             return f"two short sequences could not be run ({type(error).__name__}: {error})"
+    scale, difference = max(1e-6, float(expected.abs().max())), apart(got, expected)
     if got.shape != expected.shape:
         return f"packed tokens gave {list(got.shape)} numbers, padded ones {list(expected.shape)}"
-    scale = max(1e-6, float(expected.abs().max()))
-    difference = float((got.float() - expected.float()).abs().max())
     if not difference <= TOLERANCE * scale:
         return f"packed and padded tokens disagree by {difference:.3g} of {scale:.3g} on two short sequences"
     return None
+
+
+def apart(got: Tensor, expected: Tensor) -> float:
+    """The largest difference; NaN of other shapes."""
+    return float((got.float() - expected.float()).abs().max()) if got.shape == expected.shape else float("nan")
 
 
 def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
