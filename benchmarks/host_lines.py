@@ -26,7 +26,6 @@ PLANS = (
     "plans",
     "_plans_other",
     "_gradient_plans",
-    "_steps",
     "configs",
     "_torch_ops",
     "_torch_ops_xtr",

@@ -130,7 +130,7 @@ CASES: dict[str, Sample] = {
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
     "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
     "maxsim/stream.stream_kernel": inference("maxsim", quantized_documents, QUERIES, DOCUMENTS),
-    "maxsim/winner_lists.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
+    "maxsim/backward.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
     "token_scatter/scatter.gather_kernel": scatter(),
     "token_scatter/scatter.scatter_kernel": scatter(reduce="sum"),
 }

@@ -21,12 +21,12 @@ from tilefold.ops._shared.checks import (
     dtype_name,
 )
 from tilefold.ops._shared.operator import Checked
-from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors
+from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES, MaxSimOptions, MaxSimTensors, sequences
 
 PAIRINGS = ("all", "aligned", "grouped")
 REDUCTIONS = ("sum", "mean")
 MASK_MODES = ("exclude", "zero")
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+Dtypes = Sequence[torch.dtype]
 
 
 def checked(
@@ -48,8 +48,9 @@ def checked(
     if scale is not None:
         _check_quantized(queries, normalize)
     dtypes = FLOAT_DTYPES if scale is None else QUANTIZED_DTYPES
-    _check_side("queries", queries, query_mask, cu_queries, False, FLOAT_DTYPES)
-    _check_side("documents", documents, document_mask, cu_documents, mode == "grouped", dtypes)
+    spec = "B N L D" if mode == "grouped" else "N L D"
+    _check_side(("queries", "query_mask", "cu_seqlens_q"), queries, query_mask, cu_queries, "N L D", FLOAT_DTYPES)
+    _check_side(("documents", "document_mask", "cu_seqlens_d"), documents, document_mask, cu_documents, spec, dtypes)
     _check_together(tensors)
     cast = None if scale is not None else _autocast_dtype(queries, documents)
     _check_counts(mode, tensors)
@@ -101,17 +102,11 @@ def _check_quantized(queries: object, normalize: bool) -> None:
 
 
 def _check_side(
-    name: str,
-    rows: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    grouped: bool,
-    dtypes: Sequence[torch.dtype],
+    names: Sequence[str], rows: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, dtypes: Dtypes
 ) -> None:
-    mask_name, cu_name = ("query_mask", "cu_seqlens_q") if name == "queries" else ("document_mask", "cu_seqlens_d")
+    name, mask_name, cu_name = names
     check_tensor(name, rows)
-    spec = "T D" if cu_seqlens is not None else "B N L D" if grouped else "N L D"
-    check_shape(name, rows, spec)
+    check_shape(name, rows, spec if cu_seqlens is None else "T D")
     check_dtype(name, rows, dtypes, "cast it with .to(torch.bfloat16) or another of these.")
     if rows.size(-1) == 0:
         raise ValueError(f"{name} must have D of at least 1, got D=0 in shape {list(rows.shape)}.")
@@ -126,21 +121,14 @@ def _check_side(
 
 
 def _check_together(tensors: MaxSimTensors) -> None:
-    queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, index, _ = tensors
+    queries, documents = tensors[:2]
     if documents.size(-1) != queries.size(-1):
         raise ValueError(
             f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} in shape "
             f"{list(documents.shape)}."
         )
-    others = {
-        "documents": documents,
-        "query_mask": query_mask,
-        "document_mask": document_mask,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_d": cu_seqlens_d,
-        "pairing": index,
-    }
-    check_same_device("queries", queries, others)
+    names = ("documents", "query_mask", "document_mask", "cu_seqlens_q", "cu_seqlens_d", "pairing")
+    check_same_device("queries", queries, dict(zip(names, tensors[1:7], strict=True)))
 
 
 def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
@@ -161,16 +149,14 @@ def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
 
 
 def _check_counts(mode: str, tensors: MaxSimTensors) -> None:
-    queries, documents, _, _, cu_queries, cu_documents, _, _ = tensors
-    n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
-    n_documents = documents.shape[:-2].numel() if cu_documents is None else cu_documents.numel() - 1
+    n_queries, n_documents = sequences(tensors)
     if mode == "aligned" and n_queries != n_documents:
         raise ValueError(
             f"documents must be as many as queries ({n_queries}) for pairing='aligned', got {n_documents}."
         )
     if mode == "grouped":
-        fits = n_documents % max(n_queries, 1) == 0 if cu_documents is not None else documents.size(0) == n_queries
-        if not fits:
+        documents, packed = tensors.documents, tensors.cu_documents is not None
+        if n_documents % max(n_queries, 1) if packed else documents.size(0) != n_queries:
             raise ValueError(
                 f"documents must come in one group of equal size for each of the {n_queries} queries for "
                 f"pairing='grouped', got {n_documents} documents in shape {list(documents.shape)}."

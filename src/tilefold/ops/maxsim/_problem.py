@@ -21,6 +21,8 @@ from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.plan import Buffer
 from tilefold.ops._shared.winners import winner_dtype
 
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
 
 def winner_bits(position: Tensor, dtype: torch.dtype) -> Tensor:
     """Positions as they are stored; uint16, which few operations know, in the bits of int16, where no winner is -1."""
@@ -43,6 +45,13 @@ class MaxSimTensors(NamedTuple):
     cu_documents: Tensor | None
     pairs: Tensor | None  # [P, 2] (query, document), or None
     document_scale: Tensor | None  # factors of quantized documents' rows, or None
+
+
+def sequences(tensors: MaxSimTensors) -> tuple[int, int]:
+    """How many queries there are, and how many documents."""
+    queries, documents, _, _, cu_queries, cu_documents, _, _ = tensors
+    n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
+    return n_queries, math.prod(documents.shape[:-2]) if cu_documents is None else cu_documents.numel() - 1
 
 
 class MaxSimOptions(NamedTuple):
@@ -142,8 +151,7 @@ class Problem:
         """The problem of tensors in whatever shape."""
         queries, documents, query_mask, document_mask, cu_queries, cu_documents, pairs, scale = tensors
         query_length = 0 if cu_queries is not None else queries.size(-2)
-        n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
-        n_documents = math.prod(documents.shape[:-2]) if cu_documents is None else cu_documents.numel() - 1
+        n_queries, n_documents = sequences(tensors)
         longest = query_length if pairs is not None and cu_queries is None else options.longest_query
         return cls(
             queries.reshape(-1, queries.size(-1)),
@@ -179,6 +187,11 @@ class Problem:
     def divisor(self) -> float:
         return float(max(self.query_length, 1)) if self.mean else 1.0
 
+    def made(self, training: bool) -> tuple[bool, ...]:
+        """Which :data:`RESULTS` there are."""
+        norms = training and self.normalize
+        return True, training, norms, norms, training and self.pairing == "all" and self.cu_queries is not None
+
     @property
     def empty(self) -> bool:
         """Whether one side has no element, so that every score is 0."""
@@ -203,14 +216,13 @@ class Problem:
 def outputs(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> tuple[Buffer, ...]:
     """Scores, and what backward reads besides the tensors of the call, empty where it is not there."""
     p = Problem.of(tensors, options)
-    tokens = p.queries.size(0), p.documents.size(0)
-    normalized, ragged = training and p.normalize, training and p.pairing == "all" and p.cu_queries is not None
+    _, _, normalized, _, ragged = p.made(training)
     return (
         Buffer(p.score_shape, wide_dtype(p.queries.dtype)),
         Buffer(p.saved_shape if training else (0, 0), p.saved_dtype),
-        Buffer((tokens[0] if normalized else 0,), torch.float32),
-        Buffer((tokens[1] if normalized else 0,), torch.float32),
-        Buffer((tokens[0] if ragged else 0,), torch.int32),
+        Buffer((normalized * p.queries.size(0),), torch.float32),
+        Buffer((normalized * p.documents.size(0),), torch.float32),
+        Buffer((ragged * p.queries.size(0),), torch.int32),
     )
 
 
@@ -233,9 +245,7 @@ def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -
         check_cu_seqlens("cu_seqlens_d", cu_documents, documents.size(0), "documents")
     if pairs is None or not pairs.numel():
         return
-    n_queries = queries.size(0) if cu_queries is None else cu_queries.numel() - 1
-    n_documents = documents.size(0) if cu_documents is None else cu_documents.numel() - 1
-    sizes = torch.tensor([n_queries, n_documents], device=pairs.device)
+    sizes = torch.tensor(sequences(tensors), device=pairs.device)
     bad = ((pairs < 0) | (pairs >= sizes)).nonzero()
     if bad.numel():
         pair, side = bad[0].tolist()
@@ -244,6 +254,13 @@ def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -
             f"pairing must hold indices below the number of {name} ({int(sizes[side])}), got "
             f"{int(pairs[pair, side])} in pair {pair}; drop that pair or fix its index."
         )
+
+
+def no_winners(problem: Problem, like: Tensor, training: bool = True) -> Tensor:
+    """``saved`` where nothing won: infinity, or -1 in any width; uint16, which few operations know, in int16's bits."""
+    dtype, value = problem.saved_dtype, math.inf if problem.temperature else -1
+    shape = problem.saved_shape if training else (0, 0)
+    return like.new_full(shape, value, dtype=torch.int16 if dtype == torch.uint16 else dtype)
 
 
 def saved_place(problem: Problem, item: Tensor, row: Tensor, start: Tensor) -> Tensor:

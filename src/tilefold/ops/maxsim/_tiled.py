@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.winners import max_over_tokens
-from tilefold.ops.maxsim import _tiled_smooth, _tiled_winners
 from tilefold.ops.maxsim._problem import (
     MaxSimOptions,
     MaxSimSaved,
     MaxSimTensors,
     Problem,
     check_values,
+    no_winners,
     saved_place,
     wide_dtype,
     winner_bits,
 )
-from tilefold.ops.maxsim._sides import Side, inverse_norms, pairs, sides
-from tilefold.ops.maxsim._walk import Meeting, Part, crossed, walk
+from tilefold.ops.maxsim._tiled_winners import add_rows, all_pairs, some_pairs
+from tilefold.ops.maxsim._walk import Meeting, Part, Tile, crossed, walk
 from tilefold.ops.maxsim.quantized import quantize_rows
-from tilefold.ops.maxsim.tiles import row_limit
+from tilefold.ops.maxsim.tiles import Side, inverse_norms, pairs, row_limit, sides
 
 
 def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> tuple[Tensor | None, ...]:
@@ -31,8 +34,7 @@ def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> t
     if host_may_read(tensors.queries.device, "tiled"):
         check_values(tensors)
     problem = Problem.of(tensors, options)
-    dtype, device = wide_dtype(problem.queries.dtype), problem.queries.device
-    scores = torch.zeros(problem.score_shape, dtype=dtype, device=device)
+    scores = problem.queries.new_zeros(problem.score_shape, dtype=wide_dtype(problem.queries.dtype))
     if problem.empty:
         return scores, None, None, None, None
     if problem.documents.dtype == torch.int8:
@@ -40,15 +42,18 @@ def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> t
         rows, scales = (torch.cat(each) if len(found) > 1 else each[0] for each in zip(*found, strict=True))
         problem = replace(problem, queries=rows, query_scale=scales)
     queries, documents = sides(problem)
-    shape = problem.saved_shape if training else (0, 0)
-    if problem.temperature:
-        saved = torch.full(shape, float("inf"), dtype=dtype, device=device)
-    else:  # few operations know uint16: its bits are written as int16, and -1 stands for "no winner" in any width
-        bits = torch.int16 if problem.saved_dtype == torch.uint16 else problem.saved_dtype
-        saved = torch.full(shape, -1, dtype=bits, device=device)
-    reduce = _Reduction(problem, documents, training)
+    saved = no_winners(problem, queries.rows, training)
+    zeros = documents.masked(problem.mask_zero)
+    saves_winners = training and not problem.temperature
+    first_masked = documents.first_masked()[:, None] if saves_winners and zeros is not None else None
     for meeting in walk(problem, queries, documents):
-        value, state = reduce(meeting)
+        masked = None if zeros is None else zeros[meeting.documents]
+        if problem.temperature:
+            sums = _smooth_sums(meeting, problem.temperature, masked)
+            value = sums.peak + problem.temperature * sums.total.log()
+            state = value if training else None
+        else:
+            value, state = _maximum(problem, documents, meeting, training, masked, first_masked)
         owner, exists = meeting.owner, meeting.exists
         if isinstance(owner, Part):
             owner.add_sums(value, scores, meeting.items)
@@ -82,9 +87,11 @@ def backward(
         both = sides(problem)
         grad = (dscores / problem.divisor if options.mean else dscores).to(dtype)
         if problem.temperature:
-            _tiled_smooth.backward(problem, *both, grad, *sums)
+            _add_smooth(problem, *both, grad, *sums)
+        elif problem.pairing == "all":
+            all_pairs(*both, grad, saved.saved, *sums)
         else:
-            _tiled_winners.backward(problem, *both, grad, saved.saved, *sums)
+            some_pairs(problem, *both, grad, saved.saved, *sums)
         if problem.normalize:
             for side, total in zip(both, sums, strict=True):
                 if total is not None:
@@ -116,32 +123,25 @@ def _add_zeros_alone(problem: Problem, queries: Side, documents: Side, scores: T
         scores.view(-1).add_(count[query_of] * value[document_of])
 
 
-class _Reduction:
-    """``[n, C]`` maxima of a meeting over its documents' tokens, and what backward needs of each where ``saving``."""
-
-    def __init__(self, problem: Problem, documents: Side, saving: bool) -> None:
-        self.problem, self.documents, self.saving = problem, documents, saving
-        self.masked = documents.masked(problem.mask_zero)
-        winners = saving and not problem.temperature and self.masked is not None
-        self.first_masked = documents.first_masked()[:, None] if winners else None
-
-    def __call__(self, meeting: Meeting) -> tuple[Tensor, Tensor | None]:
-        masked = None if self.masked is None else self.masked[meeting.documents]
-        temperature = self.problem.temperature
-        if temperature:
-            sums = _tiled_smooth.smooth_sums(meeting, temperature, masked)
-            best = sums.peak + temperature * sums.total.log()
-            return best, best if self.saving else None
-        best, winner = _maxima(meeting, self.saving)
-        if not self.saving:
-            return (best if masked is None else torch.where((masked > 0) & (best < 0), 0, best)), None
-        position = winner - self.documents.starts[meeting.documents][:, None]
-        state = winner_bits(position, self.problem.saved_dtype)
-        if masked is None or self.first_masked is None:
-            return best, state
-        earlier = self.first_masked[meeting.documents] < position
-        lost = (masked > 0) & ((best < 0) | ((best == 0) & earlier))
-        return best.masked_fill(lost, 0), state.masked_fill_(lost, -1)
+def _maximum(
+    problem: Problem,
+    documents: Side,
+    meeting: Meeting,
+    saving: bool,
+    masked: Tensor | None,
+    first_masked: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """``[n, C]`` maxima of a meeting over its documents' tokens, and their winners where ``saving``."""
+    best, winner = _maxima(meeting, saving)
+    if not saving:
+        return (best if masked is None else torch.where((masked > 0) & (best < 0), 0, best)), None
+    position = winner - documents.starts[meeting.documents][:, None]
+    state = winner_bits(position, problem.saved_dtype)
+    if masked is None or first_masked is None:
+        return best, state
+    earlier = first_masked[meeting.documents] < position
+    lost = (masked > 0) & ((best < 0) | ((best == 0) & earlier))
+    return best.masked_fill(lost, 0), state.masked_fill_(lost, -1)
 
 
 def _maxima(meeting: Meeting, with_winners: bool) -> tuple[Tensor, Tensor]:
@@ -166,3 +166,131 @@ def merged(best: Tensor, winner: Tensor, value: Tensor, row: Tensor) -> tuple[Te
     """Maxima and winners of tokens, and of those that follow on them."""
     better = (value > best) | (value.isnan() & ~best.isnan())
     return torch.where(better, value, best), torch.where(better, row, winner)
+
+
+# ---- the smooth maximum: peaks and sums of exponentials over a document's tokens, and its gradient
+
+
+class _Sums(NamedTuple):
+    """``total = sum_j exp((s_j - peak) / temperature)`` over a document's tokens."""
+
+    peak: Tensor  # [n, C]
+    total: Tensor
+    tiles: list[tuple[Tile, Tensor]]  # of documents that are not cut, each with its addends [n, L, C]
+
+
+def _smooth_sums(meeting: Meeting, temperature: float, masked: Tensor | None) -> _Sums:
+    """The sums of a meeting; ``masked`` ``[n, 1]`` tokens of each document take part with a similarity of 0.
+
+    Differences to the peak are taken before anything is divided, so that no temperature is too small.
+    """
+    temperature = _usable(temperature, meeting.queries.dtype)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    tiles: list[tuple[Tile, Tensor]] = []
+    first = 0
+    for tile in meeting.tiles():
+        zeros = None if masked is None or (meeting.cut and found) else masked[first : first + tile.rows.size(0)]
+        sims = _similarities(tile)
+        highest = sims.amax(dim=1)
+        if zeros is not None:
+            highest = torch.where(zeros > 0, highest.clamp_min(0), highest)
+        peak = _finite(highest)
+        weights = _weights(sims, peak, temperature)
+        total = weights.sum(dim=1)
+        if zeros is not None:
+            below = torch.where(zeros > 0, -peak, float("-inf"))  # at most 0 where it counts
+            total = total + zeros * (below / temperature).exp_()
+        found.append((highest, peak, total))
+        if not meeting.cut:
+            tiles.append((tile, weights))
+            first += tile.rows.size(0)
+    if not meeting.cut:
+        _, peaks, totals = zip(*found, strict=True)
+        return _Sums(torch.cat(peaks), torch.cat(totals), tiles)
+    top, joint, total = found[0]
+    for highest, peak, more in found[1:]:
+        top, before = torch.maximum(top, highest), joint
+        joint = _finite(top)
+        total = _moved(total, before, joint, temperature) + _moved(more, peak, joint, temperature)
+    return _Sums(joint, total, [])
+
+
+def _similarities(tile: Tile) -> Tensor:
+    """``[n, L, C]``, minus infinity at places past a document's end."""
+    sims = tile.similarities
+    return sims if tile.exists is None else sims.masked_fill_(~tile.exists[:, :, None], float("-inf"))
+
+
+def _usable(temperature: float, dtype: torch.dtype) -> float:
+    return max(temperature, torch.finfo(dtype).tiny)
+
+
+def _finite(top: Tensor) -> Tensor:
+    return torch.where(top.isfinite(), top, 0)
+
+
+def _weights(sims: Tensor, peak: Tensor, temperature: float) -> Tensor:
+    scaled = sims.sub_(peak[:, None]).div_(temperature)
+    # beside a sum of at least 1, what exp() has no normal number for is nothing, and subnormal ones are very slow
+    lowest = math.log(torch.finfo(sims.dtype).tiny)
+    return torch.threshold_(scaled, lowest, float("-inf")).exp_()
+
+
+def _moved(total: Tensor, peak: Tensor, joint: Tensor, temperature: float) -> Tensor:
+    """A sum measured from another peak."""
+    return torch.where(total == 0, 0, total * ((peak - joint) / temperature).exp())
+
+
+def _add_smooth(
+    problem: Problem, queries: Side, documents: Side, grad: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
+) -> None:
+    """Add the gradients of both sides to ``dqueries`` and ``ddocuments``, from softmax weights of each tile made again.
+
+    The saved maxima are rounded, and their rounding, divided by a small temperature, would be an exponent.
+    """
+    masked, temperature = documents.masked(problem.mask_zero), problem.temperature
+    query_of_row = torch.arange(problem.n_queries, device=grad.device).repeat_interleave(queries.sizes)
+    for meeting in walk(problem, queries, documents):
+        owner, exists, vectors = meeting.owner, meeting.exists, meeting.queries
+        if isinstance(owner, Part):
+            weight = grad.T[meeting.items][:, query_of_row[meeting.rows]]
+        else:
+            weight = grad.reshape(-1)[owner.items][:, None].expand(owner.rows.shape)
+            weight = weight if exists is None else weight.masked_fill(~exists, 0)
+        sums = _smooth_sums(meeting, temperature, None if masked is None else masked[meeting.documents])
+        scale = (weight / torch.where(sums.total == 0, 1, sums.total))[:, None]
+        first = 0
+        for tile, share in _again(meeting.tiles(), sums.peak, temperature) if meeting.cut else sums.tiles:
+            share.mul_(scale[first : first + tile.rows.size(0)])
+            if dqueries is not None:
+                tokens = tile.tokens
+                if tokens is None and tile.span is not None:
+                    tokens = documents.kept(tile.span.start, tile.span.stop).view(*tile.rows.shape, -1)
+                elif tokens is None:
+                    tokens = documents.take(tile.rows)
+                if vectors.dim() == 2:
+                    rows = meeting.rows if isinstance(owner, Part) else owner.rows[0]
+                    dqueries[rows] += share.flatten(0, 1).T @ tokens.flatten(0, 1)
+                elif not isinstance(owner, Part):
+                    _add(dqueries, owner.rows, exists, share.mT @ tokens, False)
+            if ddocuments is not None:
+                found = share @ vectors
+                if tile.span is None:
+                    _add(ddocuments, tile.rows, tile.exists, found, problem.index is None)
+                else:
+                    ddocuments[tile.span] += found.flatten(0, 1)
+            first += 0 if meeting.cut else tile.rows.size(0)
+
+
+def _again(tiles: Iterator[Tile], peak: Tensor, temperature: float) -> Iterator[tuple[Tile, Tensor]]:
+    for tile in tiles:
+        yield tile, _weights(_similarities(tile), peak, _usable(temperature, peak.dtype))
+
+
+def _add(out: Tensor, rows: Tensor, exists: Tensor | None, values: Tensor, differ: bool) -> None:
+    """``out[rows] += values`` where they exist; ``differ`` says that no row comes twice."""
+    rows, values = (rows.view(-1), values.flatten(0, 1)) if exists is None else (rows[exists], values[exists])
+    if differ:
+        out[rows] += values
+    else:
+        add_rows(out, values, rows)

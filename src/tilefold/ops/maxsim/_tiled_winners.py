@@ -13,29 +13,14 @@ from torch.nn.functional import embedding_bag
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim import tiles
 from tilefold.ops.maxsim._problem import Problem, saved_place, wide_dtype
-from tilefold.ops.maxsim._sides import Side, pairs
 from tilefold.ops.maxsim._walk import chunks
+from tilefold.ops.maxsim.tiles import Side, pairs
 
 
-def backward(
-    problem: Problem,
-    queries: Side,
-    documents: Side,
-    grad: Tensor,
-    saved: Tensor,
-    dqueries: Tensor | None,
-    ddocuments: Tensor | None,
-) -> None:
-    """Add the gradients of both sides to ``dqueries`` and ``ddocuments``."""
-    if problem.pairing == "all":
-        _all_pairs(queries, documents, grad, saved, dqueries, ddocuments)
-    else:
-        _some_pairs(problem, queries, documents, grad.reshape(-1), saved, dqueries, ddocuments)
-
-
-def _all_pairs(
+def all_pairs(
     queries: Side, documents: Side, grad: Tensor, saved: Tensor, dqueries: Tensor | None, ddocuments: Tensor | None
 ) -> None:
+    """Add the gradients of both sides to ``dqueries`` and ``ddocuments``."""
     n_rows, limit = queries.rows.size(0), tiles.row_limit(queries.rows.size(1))
     width = min(n_rows, limit)
     query_of_row = torch.arange(queries.starts.numel(), device=grad.device).repeat_interleave(queries.sizes)
@@ -63,7 +48,7 @@ def _all_pairs(
                     query_table = _table(queries, rows.start, rows.stop)
                 row = torch.arange(rows.stop - rows.start, device=grad.device).expand(has.shape)[has]
                 scaled = _scaled(weight[has], queries.scale, row, rows.start)
-                _add_bags(ddocuments[start:stop], query_table, target[has], row, scaled)
+                add_rows(ddocuments[start:stop], query_table, target[has], row, scaled)
 
 
 def _table(side: Side, start: int, stop: int) -> Tensor:
@@ -88,15 +73,11 @@ def _bags(table: Tensor, side: Side, start: int, target: Tensor, weight: Tensor,
     return embedding_bag(row, table, counts.cumsum(0) - counts, mode="sum", per_sample_weights=weight)
 
 
-def _some_pairs(
-    problem: Problem,
-    queries: Side,
-    documents: Side,
-    grad: Tensor,
-    saved: Tensor,
-    dqueries: Tensor | None,
-    ddocuments: Tensor | None,
+def some_pairs(
+    problem: Problem, queries: Side, documents: Side, grad: Tensor, saved: Tensor, *sums: Tensor | None
 ) -> None:
+    """Like :func:`all_pairs`, for pairs that are aligned, grouped or listed, to ``sums``."""
+    (dqueries, ddocuments), grad = sums, grad.reshape(-1)
     query_of, document_of = pairs(problem)
     ends = queries.counts[query_of].cumsum(0)  # entries up to each pair's last
     count = int(ends[-1]) if ends.numel() else 0
@@ -115,10 +96,10 @@ def _some_pairs(
             row, target, weight = row[has], target[has], weight[has]
         if dqueries is not None:
             table, name = _rows_of(documents, target)
-            _add_bags(dqueries, table, row, name, _scaled(weight, documents.scale, target, 0))
+            add_rows(dqueries, table, row, name, _scaled(weight, documents.scale, target, 0))
         if ddocuments is not None:
             table, name = _rows_of(queries, row)
-            _add_bags(ddocuments, table, target, name, _scaled(weight, queries.scale, row, 0))
+            add_rows(ddocuments, table, target, name, _scaled(weight, queries.scale, row, 0))
 
 
 def _rows_of(side: Side, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,18 +117,13 @@ def _positions(saved: Tensor, where: Tensor | tuple[slice, slice]) -> Tensor:
     return saved.view(torch.int16)[where].to(torch.int64).bitwise_and_(0xFFFF)
 
 
-def _add_bags(out: Tensor, table: Tensor, owner: Tensor, row: Tensor, weight: Tensor) -> None:
-    """``out[owner] += weight * table[row]`` over all entries, one owner after the other."""
+def add_rows(
+    out: Tensor, table: Tensor, owner: Tensor, row: Tensor | None = None, weight: Tensor | None = None
+) -> None:
+    """``out[owner] += weight * table[row]`` over all entries, one owner after the other; by default all of it."""
     if owner.numel() == 0:
         return
     owner, order = owner.sort(stable=True)
     unique, counts = torch.unique_consecutive(owner, return_counts=True)
-    starts = counts.cumsum(0) - counts
-    out[unique] += embedding_bag(row[order], table, starts, mode="sum", per_sample_weights=weight[order])
-
-
-def add_rows(out: Tensor, owner: Tensor, values: Tensor) -> None:
-    """``out[owner] += values`` where owners may come several times, one owner after the other."""
-    owner, order = owner.sort(stable=True)
-    unique, counts = torch.unique_consecutive(owner, return_counts=True)
-    out[unique] += embedding_bag(order, values, counts.cumsum(0) - counts, mode="sum")
+    rows, weights = (order if row is None else row[order]), (None if weight is None else weight[order])
+    out[unique] += embedding_bag(rows, table, counts.cumsum(0) - counts, mode="sum", per_sample_weights=weights)

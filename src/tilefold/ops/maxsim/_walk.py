@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilefold.ops.maxsim import tiles
 from tilefold.ops.maxsim._problem import Problem
-from tilefold.ops.maxsim._sides import Side, pairs
+from tilefold.ops.maxsim.tiles import Side, pairs
 
 Index = Tensor | slice
 

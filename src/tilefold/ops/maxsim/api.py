@@ -33,7 +33,8 @@ def _plans() -> ModuleType:
     return plans
 
 
-def _by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
+def by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
+    """Scores by the specification, part of the graph."""
     problem = Problem.of(tensors, options)
     with torch.autocast(problem.queries.device.type, enabled=False):
         check_values(tensors)
@@ -81,7 +82,7 @@ MAXSIM = Operator(
     gradients={"queries": "queries", "documents": "documents"},
     plans=_plans,
     tiled=_tiled,
-    reference=_by_reference,
+    reference=by_reference,
     check_values=check_values,
     variant=_variant,
 )

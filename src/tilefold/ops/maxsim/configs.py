@@ -9,8 +9,8 @@ import torch
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
 from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
 MAX_BLOCK_K = 128
 MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
@@ -192,11 +192,7 @@ def forward_config(
 
 
 def stream_config(
-    capability: tuple[int, int],
-    documents: torch.dtype,
-    dim: int,
-    query_rows: int,
-    queries: torch.dtype = torch.bfloat16,
+    capability: tuple[int, int], documents: torch.dtype, dim: int, query_rows: int, queries: torch.dtype
 ) -> ForwardConfig | None:
     """The configuration of the streaming kernel, if it is better: where documents have 8 bits.
 

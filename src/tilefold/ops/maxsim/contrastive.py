@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tilefold.ops.maxsim._arguments import check_labels, check_scale, labelled_loss
+from tilefold.ops.maxsim._problem import MaxSimTensors
 from tilefold.ops.maxsim.api import maxsim
 
 if TYPE_CHECKING:
@@ -64,18 +65,19 @@ def maxsim_contrastive_loss(
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for labels or a scale that do not fit.
             Where one rank's arguments do not fit, it raises its error, and the others a ``ValueError`` that quotes it.
     """
-    options: dict[str, Any] = {
-        "query_mask": query_mask, "document_mask": document_mask, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_d": cu_seqlens_d, "reduction": reduction, "mask_mode": mask_mode, "temperature": temperature,
-        "normalize": normalize, "impl": impl,
-    }  # fmt: skip
     if group is not None:
         from tilefold.ops.maxsim._ring import loss_over_ranks  # needs torch.distributed
 
-        loss = loss_over_ranks(queries, documents, labels, scale, group, options)
+        tensors = MaxSimTensors(queries, documents, query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, None, None)
+        asked = (reduction, mask_mode, temperature, normalize)
+        loss: Tensor | None = loss_over_ranks(tensors, labels, scale, group, asked, impl)
         if loss is not None:
-            return loss  # type: ignore[no-any-return]
+            return loss
     check_scale(scale)
-    scores = maxsim(queries, documents, **options)
+    scores = maxsim(
+        queries, documents, query_mask=query_mask, document_mask=document_mask, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_d=cu_seqlens_d, reduction=reduction, mask_mode=mask_mode, temperature=temperature,
+        normalize=normalize, impl=impl,
+    )  # fmt: skip
     checked = check_labels(labels, scores.size(0), scores.size(1), scores.device)
     return labelled_loss(scores if scale == 1 else scale * scores, labels, checked, scores.size(1))

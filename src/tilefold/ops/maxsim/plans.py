@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
+from tilefold.ops._shared._triton.offsets import int32_launch
 from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.impl import check_interpreted
-from tilefold.ops._shared.internals import Tma
-from tilefold.ops._shared.plan import Plan, Setting, TorchStep
+from tilefold.ops._shared.internals import Grid, Tma
+from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, arguments_of
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim._problem import (
     RESULTS,
@@ -23,14 +26,12 @@ from tilefold.ops.maxsim._problem import (
     Problem,
     XtrOptions,
     XtrSaved,
+    no_winners,
 )
-from tilefold.ops.maxsim._steps import Steps
-from tilefold.ops.maxsim._triton.backward import ddocuments_kernel, dqueries_kernel, dqueries_row_kernel
-from tilefold.ops.maxsim._triton.forward import all_pairs_kernel, combine_kernel, listed_pairs_kernel
-from tilefold.ops.maxsim._triton.norms import quantize_kernel, unit_gradient_kernel
-from tilefold.ops.maxsim._triton.smooth import smooth_ddocuments_kernel, smooth_dqueries_kernel
+from tilefold.ops.maxsim._triton import backward as gradients
+from tilefold.ops.maxsim._triton import forward as scores
+from tilefold.ops.maxsim._triton import norms, smooth
 from tilefold.ops.maxsim._triton.stream import stream_kernel
-from tilefold.ops.maxsim._triton.winner_lists import ddocuments_listed_kernel
 from tilefold.ops.maxsim.configs import BY_TMA, backward_config, forward_config, stream_config
 
 COMBINED = 256  # documents whose parts of sums a program adds up
@@ -38,6 +39,121 @@ MAX_SLICES = 65535  # of a grid's second axis; programs go on to further tiles
 TILES_OF_PACKED = 4  # programs that share the tiles of a packed document, where lengths are not known
 MANY_ROWS = 16384
 MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
+BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of kernels that go over rows once
+ROW_QUERIES = 256  # rows that a program finds the query of
+BY_POINTERS = Instead(BY_TMA, "Documents are read by pointers instead: the same scores, slower.")
+SAVED_NORMS = {"query_factors": "query_norms", "document_factors": "document_norms"}
+OFFSETS = ("cu_queries", "cu_documents", "pairs")
+TENSORS = {  # by their kernels' names
+    "query_ptr": "queries", "doc_ptr": "documents", "doc_src": "documents", "query_mask_ptr": "query_mask",
+    "doc_mask_ptr": "document_mask", "query_scale_ptr": "query_factors", "doc_scale_ptr": "document_factors",
+    "cu_q_ptr": "cu_queries", "cu_d_ptr": "cu_documents", "index_ptr": "pairs", "score_ptr": "scores",
+    "part_ptr": "parts", "saved_ptr": "saved", "row_query_ptr": "row_query", "dscore_ptr": "dscores",
+    "largest_ptr": "largest", "list_ptr": "lists",
+}  # fmt: skip
+
+
+class Steps:
+    """The steps of a plan in the making. Names that no tensor and no buffer has stand for ``None``.
+
+    Attributes:
+        stands: by the name that launches are written with, the name that the plan has for it.
+        values: by name, what kernels are told of the problem.
+    """
+
+    def __init__(
+        self, p: Problem, setting: Setting, tensors: Mapping[str, Tensor | None], results: Mapping[str, bool]
+    ) -> None:
+        self.problem, self.setting = p, setting
+        self.stands: dict[str, str] = {}
+        self.fills: dict[str, float] = {}
+        self.values: dict[str, object] = {
+            "Tq": p.queries.size(0), "Td": p.documents.size(0), "Nq": p.n_queries, "Nd": p.n_documents,
+            "length_q": p.query_length, "length_d": p.document_length, "group": max(p.group, 1),
+            "longest": p.longest_query, "temperature": p.temperature,
+            "inverse_temperature": 1.0 / p.temperature if p.temperature else 0.0, "divisor": p.divisor,
+            "D": p.queries.size(1), "UNIFORM_Q": p.cu_queries is None, "UNIFORM_D": p.cu_documents is None,
+            "HAS_SCALE": p.normalize or p.document_scale is not None, "HAS_QMASK": p.query_mask is not None,
+            "HAS_DMASK": p.document_mask is not None,
+            "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[p.pairing],
+        }  # fmt: skip
+        self._buffers: dict[str, Buffer | View | None] = dict.fromkeys(n for n, made in results.items() if not made)
+        self._copies: list[Launch | TorchStep] = []
+        self._steps: list[Launch | TorchStep] = []
+        self.known = {name for name, made in results.items() if made}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                self._take(name, tensor)
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        """Bring a tensor to the form that kernels read: contiguous from a multiple of 16 bytes on, offsets in int32."""
+        if not tensor.numel():  # what the registered operator did not make
+            self.stands[name] = f"no_{name}"
+            return
+        self.known.add(name)
+        if not self.setting.aligned:  # a copy costs less than another build of a kernel, and adds up alike
+            self._copies.append(TorchStep(name, _in_order, name))
+        elif not tensor.is_contiguous():
+            self._copies.append(TorchStep(name, Tensor.contiguous, name))
+        if name in OFFSETS and tensor.dtype == torch.int64:
+            self.stands[name] = self.buffer(f"narrow_{name}", tensor.shape, torch.int32)
+            self._steps.append(int32_launch(name, self.stands[name], tensor.numel()))
+
+    def buffer(self, name: str, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> str:
+        """Scratch, by its name."""
+        self._buffers[name] = Buffer(tuple(shape), dtype)
+        return name
+
+    def torch(self, makes: str, function: Callable[..., Tensor], names: str, first: bool = False) -> None:
+        """A step of torch; ``first`` before all launches, of tensors that are given."""
+        self.known.add(makes)
+        steps = self._copies if first else self._steps
+        steps.append(TorchStep(makes, function, " ".join(self.stands.get(name, name) for name in names.split())))
+
+    def launch(
+        self,
+        kernel: object,
+        grid: Grid,
+        own: Mapping[str, object],
+        tensors: Mapping[str, str] = {},
+        tma: Mapping[str, Tma] = {},
+    ) -> None:
+        """A launch, its arguments by the kernel's names: ``tensors`` and values of its ``own``, and the problem's."""
+        places = {name: self.stands.get(place, place) for name, place in {**TENSORS, **tensors}.items()}
+        named, numbers, constants = arguments_of(kernel, places, {**self.values, **own})
+        self._steps.append(Launch(kernel, grid, " ".join(named), numbers, constants, tma, BY_POINTERS if tma else None))
+
+    def over_rows(self, kernel: object, count: int, tensors: Mapping[str, str] = {}, others: int = 0) -> None:
+        """A launch that goes over ``count`` rows once, and over ``others``."""
+        grid = (cdiv(count, BLOCK_ROWS) + cdiv(others, BLOCK_ROWS), 1, 1)
+        own = {"T": count, "BLOCK_R": BLOCK_ROWS, "BLOCK_D": BLOCK_COLUMNS, "num_warps": 4, "num_stages": 3}
+        self.launch(kernel, grid, own, tensors)
+
+    def inverse_norms(self, results: bool) -> None:
+        """``[Tq]`` and ``[Td]`` fp32 by which rows of norm 1 are made, in one launch, as results or buffers."""
+        sides = self.problem.queries.size(0), self.problem.documents.size(0)
+        if results:
+            self.stands |= SAVED_NORMS
+        else:
+            for name, count in zip(SAVED_NORMS, sides, strict=True):
+                self.buffer(name, (count,))
+        self.over_rows(norms.inverse_norms_kernel, sides[0], others=sides[1])
+
+    def plan(self) -> Plan:
+        """All of them."""
+        for step in self._steps:
+            names = step.tensors.split() if isinstance(step, Launch) else ()
+            self._buffers |= dict.fromkeys(name for name in names if name not in self.known | self._buffers.keys())
+        return Plan((*self._copies, *self._steps), self._buffers, self.fills)
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+# ---- scores
 
 
 def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool, setting: Setting) -> Plan:
@@ -45,38 +161,14 @@ def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool, sett
     p = Problem.of(tensors, options)
     if setting.capability == (0, 0):
         check_interpreted("triton", torch.device("cpu"), p.queries.dtype)
-    steps = Steps(p, setting)
-    nothing = p.empty or 0 in p.score_shape
-    made = [
-        training and not nothing, training and p.normalize, training and p.normalize,
-        training and p.pairing == "all" and p.cu_queries is not None,
-    ]  # fmt: skip
-    steps.given("scores", *[name for name, is_made in zip(RESULTS[1:], made, strict=True) if is_made])
-    steps.without(name for name, is_made in zip(RESULTS[1:], made, strict=True) if nothing or not is_made)
-    if nothing:
-        steps.fills["scores"] = 0
-        return steps.plan()
-    steps.take(tensors._asdict())
+    if p.empty or 0 in p.score_shape:
+        return Plan((), dict.fromkeys(RESULTS[1:]), {"scores": 0})
+    steps = Steps(p, setting, tensors._asdict(), dict(zip(RESULTS, p.made(training), strict=True)))
     if training and p.index is not None and p.cu_queries is not None:
         # no token writes the places past the end of a query shorter than the longest
-        value = math.inf if p.temperature else -1
-        steps.torch("saved", functools.partial(_filled, p.saved_shape, p.saved_dtype, value), "queries")
+        steps.torch("saved", lambda queries: no_winners(p, queries).view(p.saved_dtype), "queries")
     _add_scores(steps, training)
     return steps.plan()
-
-
-def xtr_forward(tensors: MaxSimTensors, options: XtrOptions, training: bool, setting: Setting) -> None:
-    """XTR scores are made of torch operations."""
-    if setting.capability == (0, 0):
-        check_interpreted("triton", torch.device("cpu"), tensors.queries.dtype)
-
-
-def xtr_backward(
-    dscores: Tensor, saved: XtrSaved, options: XtrOptions, needs: tuple[bool, ...], setting: Setting
-) -> Plan:
-    """The gradients of the maximum, of the winners that passed."""
-    plan = backward(dscores / saved.divisor, saved.maximum, options.maximum, needs, setting)
-    return plan._replace(steps=(TorchStep("dscores", torch.div, "dscores divisor"), *plan.steps))
 
 
 def _add_scores(steps: Steps, training: bool) -> None:
@@ -89,19 +181,19 @@ def _add_scores(steps: Steps, training: bool) -> None:
     dtype = stored if stored == torch.int8 else p.queries.dtype  # queries of int8 documents are rounded to int8 too
     winners_in = p.document_length if training else None
     config = stream or forward_config(setting.capability, dtype, dim, rows, setting.tf32, winners_in)
-    tma: dict[str, Tma] = {}
+    tma = {}
     if config.use_tma and rows_fit_descriptor(p.documents) and BY_TMA not in setting.given_up:
         block = [config.block_t, config.block_k]
-        tma = {"documents": Tma(p.documents.size(0), dim, functools.partial(_descriptor, block))}
+        tma["documents"] = Tma(p.documents.size(0), dim, functools.partial(_descriptor, block))
     if p.document_scale is not None:
         steps.stands["document_factors"] = "document_scale"
     if p.normalize:
         steps.inverse_norms(results=training)
     elif stored == torch.int8 and not stream:  # which rounds them itself
         steps.buffer("int8_queries", p.queries.shape, torch.int8)
-        steps.buffer("query_factors", p.queries.shape[:1], torch.float32)
+        steps.buffer("query_factors", p.queries.shape[:1])
         rounded = {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"}
-        steps.over_rows(quantize_kernel, p.queries.size(0), rounded)
+        steps.over_rows(norms.quantize_kernel, p.queries.size(0), rounded)
         steps.stands["queries"] = "int8_queries"
     steps.values |= {
         "BLOCK_Q": config.block_q, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
@@ -118,10 +210,10 @@ def _add_scores(steps: Steps, training: bool) -> None:
     elif everything:
         _add_all_pairs(steps, config.block_q, slots, tma)
     else:
-        steps.launch(listed_pairs_kernel, (p.n_pairs, 1, 1), {}, tma=tma)
+        steps.launch(scores.listed_pairs_kernel, (p.n_pairs, 1, 1), {}, tma=tma)
 
 
-def _add_all_pairs(steps: Steps, block_q: int, slots: int, tma: dict[str, Tma]) -> None:
+def _add_all_pairs(steps: Steps, block_q: int, slots: int, tma: Mapping[str, Tma]) -> None:
     p = steps.problem
     rows, length = p.queries.size(0), p.query_length
     direct = 0 < length <= block_q
@@ -132,18 +224,12 @@ def _add_all_pairs(steps: Steps, block_q: int, slots: int, tma: dict[str, Tma]) 
     own = {"tile_rows": tile_rows, "splits": splits, "steps": p.n_queries.bit_length(), "DIRECT": direct}
     own["LQ"] = length if direct and length and block_q % length == 0 else 0
     if not direct:  # partial sums of queries that several tiles share
-        steps.buffer("parts", (tiles + p.n_queries, p.n_documents), torch.float32)
-    steps.launch(all_pairs_kernel, (tiles, splits, 1), own, tma=tma)
+        steps.buffer("parts", (tiles + p.n_queries, p.n_documents))
+    steps.launch(scores.all_pairs_kernel, (tiles, splits, 1), own, tma=tma)
     if not direct:
         grid = (p.n_queries * cdiv(p.n_documents, COMBINED), 1, 1)
         own = {"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3}
-        steps.launch(combine_kernel, grid, own)
-
-
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, value: float, like: Tensor) -> Tensor:
-    if dtype == torch.uint16:  # few operations know it: every bit set is what -1 is in signed integers
-        return like.new_full(shape, value, dtype=torch.int16).view(dtype)
-    return like.new_full(shape, value, dtype=dtype)
+        steps.launch(scores.combine_kernel, grid, own)
 
 
 def _descriptor(block: list[int], rows: Tensor) -> TensorDescriptor:
@@ -160,7 +246,21 @@ def plan_splits(tiles: int, documents: int, slots: int) -> int:
     return min(range(1, limit + 1), key=lambda n: cdiv(tiles * n, slots) * (cdiv(documents, n) + 0.1))
 
 
+def xtr_forward(tensors: MaxSimTensors, options: XtrOptions, training: bool, setting: Setting) -> None:
+    """XTR scores are made of torch operations."""
+    if setting.capability == (0, 0):
+        check_interpreted("triton", torch.device("cpu"), tensors.queries.dtype)
+
+
 # ---- gradients
+
+
+def xtr_backward(
+    dscores: Tensor, saved: XtrSaved, options: XtrOptions, needs: tuple[bool, ...], setting: Setting
+) -> Plan:
+    """The gradients of the maximum, of the winners that passed."""
+    plan = backward(dscores / saved.divisor, saved.maximum, options.maximum, needs, setting)
+    return plan._replace(steps=(TorchStep("dscores", torch.div, "dscores divisor"), *plan.steps))
 
 
 def backward(
@@ -168,49 +268,34 @@ def backward(
 ) -> Plan:
     """The gradients of queries and documents."""
     p = Problem.of(saved.tensors, options)
-    steps = Steps(p, setting)
     if p.empty or saved.saved is None or saved.saved.numel() == 0:
-        steps.fills |= {"dqueries": 0, "ddocuments": 0}
-        return steps.plan()
-    given = {name: tensor for name, tensor in saved._asdict().items() if tensor is None or tensor.numel()}
-    # what forward did not leave is empty in the registered operator
-    steps.stands |= {name: f"no_{name}" for name in saved._fields if name not in given}
-    strides, given["dscores"] = _strides(p, dscores, setting.aligned)
-    if not p.temperature:
-        del given["query_mask"], given["document_mask"]
-    steps.take(given)
-    steps.given("dscores", "dqueries", "ddocuments")
+        return Plan(fills={"dqueries": 0, "ddocuments": 0})
+    everything, strides = p.pairing == "all", dscores.stride()
+    usable = setting.aligned and (everything or dscores.dim() == 1 or dscores.is_contiguous() or not any(strides))
+    strides = strides if usable else (dscores.size(-1), 1)  # a copy at another address is contiguous
+    given = saved._asdict() | ({} if usable else {"dscores": dscores})
+    given |= {} if p.temperature else {"query_mask": None, "document_mask": None}
+    steps = Steps(p, setting, given, {"dscores": True, "dqueries": True, "ddocuments": True})
     has_largest = p.queries.dtype == torch.float16 and (needs[1] or p.temperature > 0)  # scales fp16 products
     steps.values |= {
-        "stride_q": strides[0], "stride_d": strides[1], "factor": 1.0 / p.divisor, "HAS_LARGEST": has_largest,
-        "NO_WINNER": no_winner(saved.saved.dtype),
+        "stride_q": strides[0] if everything else 0, "stride_d": strides[-1], "factor": 1.0 / p.divisor,
+        "HAS_LARGEST": has_largest, "NO_WINNER": no_winner(saved.saved.dtype),
     }  # fmt: skip
-    if p.normalize and given.get("query_norms") is None:
-        steps.inverse_norms(results=False)
+    if p.normalize and "query_norms" in steps.known:
+        steps.stands |= SAVED_NORMS
     elif p.normalize:
-        steps.stands |= {"query_factors": "query_norms", "document_factors": "document_norms"}
-    if p.pairing == "all" and p.cu_queries is not None and given.get("row_query") is None:
-        steps.row_queries()
+        steps.inverse_norms(results=False)
+    if everything and p.cu_queries is not None and "row_query" not in steps.known:
+        rows, bisections = p.queries.size(0), p.n_queries.bit_length()
+        steps.stands["row_query"] = steps.buffer("rows_query", (rows,), torch.int32)
+        own = {"steps": bisections, "BLOCK": ROW_QUERIES, "num_warps": 4, "num_stages": 1}
+        steps.launch(norms.row_query_kernel, (cdiv(rows, ROW_QUERIES), 1, 1), own)
     if has_largest:
-        steps.torch("largest", _largest, "dscores", first=True)
+        steps.torch("largest", functools.partial(torch.linalg.vector_norm, ord=math.inf), "dscores", first=True)
     for side in (1, 0):  # documents first: their lists of winners are gone when the queries' gradient is made
         if needs[side]:
             _add_gradient(steps, side)
     return steps.plan()
-
-
-def _strides(p: Problem, dscores: Tensor, aligned: bool) -> tuple[tuple[int, int], Tensor | None]:
-    """Strides of the scores' gradient over queries, and over documents or pairs; it, where it must be contiguous."""
-    everything, strides = p.pairing == "all", dscores.stride()
-    usable = everything or dscores.dim() == 1 or dscores.is_contiguous() or not any(strides)
-    if not aligned or not usable:  # a copy at another address is contiguous
-        return ((dscores.size(1), 1) if everything else (0, 1)), dscores
-    return ((strides[0], strides[1]) if everything else (0, strides[-1])), None
-
-
-def _largest(dscores: Tensor) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(dscores, math.inf)
-    return largest
 
 
 def _sorted_pairs(side: int, index: Tensor) -> Tensor:
@@ -230,19 +315,21 @@ def _add_gradient(steps: Steps, side: int) -> None:
     p = steps.problem
     name, rows = ("documents", p.documents) if side else ("queries", p.queries)
     everything, dim = p.pairing == "all", p.queries.size(1)
-    capability, tf32 = steps.setting.capability, steps.setting.tf32
-    few = backward_config("row", capability, p.queries.dtype, tf32).pop("FEW_ROWS")
-    kind = (
-        "smooth" if p.temperature
-        else ("listed" if everything else "documents") if side
-        else "row" if everything and rows.size(0) <= few else "rows"
+    facts = steps.setting.capability, p.queries.dtype, steps.setting.tf32
+    few = backward_config("row", *facts)["FEW_ROWS"]
+    kind, kernel = (
+        ("smooth", smooth.smooth_ddocuments_kernel if side else smooth.smooth_dqueries_kernel) if p.temperature
+        else ("listed", gradients.ddocuments_listed_kernel) if side and everything
+        else ("documents", gradients.ddocuments_kernel) if side
+        else ("row", gradients.dqueries_row_kernel) if everything and rows.size(0) <= few
+        else ("rows", gradients.dqueries_kernel)
     )  # fmt: skip
-    config = backward_config(kind, capability, p.queries.dtype, tf32)
+    config = backward_config(kind, *facts)
     # a kernel that has whole rows projects gradients of unit vectors itself
     projects = p.normalize and kind in ("row", "listed") and dim <= config["BLOCK_D"]
     # else that is done in fp32 afterwards, before the only rounding
     apart = p.normalize and not projects
-    out = steps.buffer(f"unit_d{name}", rows.shape, torch.float32) if apart else f"d{name}"
+    out = steps.buffer(f"unit_d{name}", rows.shape) if apart else f"d{name}"
     # rows that no sequence holds, should offsets be broken, have none; those of queries of all pairs are written
     if p.cu_documents is not None if side else p.cu_queries is not None and not everything:
         if apart:
@@ -254,31 +341,21 @@ def _add_gradient(steps: Steps, side: int) -> None:
         steps.torch(f"order{side}", functools.partial(_sorted_pairs, side), "pairs")
         steps.torch(f"first{side}", functools.partial(_first_pairs, side, count), f"pairs order{side}")
     columns = cdiv(dim, config["BLOCK_D"])
-    named = {"order_ptr": f"order{side}", "first_ptr": f"first{side}", "ddoc_ptr": out, "dquery_ptr": out}
-    if side:
-        # programs that share a document's tiles
-        slices = (
-            TILES_OF_PACKED
-            if p.cu_documents is not None
-            else min(cdiv(p.document_length, config["BLOCK_T"]), MAX_SLICES)
-        )
+    if side:  # programs share a document's tiles
+        slices = min(cdiv(p.document_length, config["BLOCK_T"]), MAX_SLICES) or TILES_OF_PACKED
         config |= {"tiles": slices, "slices": slices}
         grid = (p.n_documents, slices, columns)
     else:
         block = config.get("BLOCK_R") or config.get("BLOCK_Q") or 1
         grid = (cdiv(rows.size(0), block) if everything else p.n_queries, columns, 1)
     if kind == "listed":
-        many = p.queries.size(0) >= MANY_ROWS
-        config["BLOCK_S"] = config["BLOCK_S_MANY"] if many else config["BLOCK_S"]
-        config |= {"CAPACITY": 2 * config["BLOCK_S"], "ALIGNED": p.queries.size(0) % 8 == 0}
+        size = config["BLOCK_S_MANY" if p.queries.size(0) >= MANY_ROWS else "BLOCK_S"]
+        config |= {"BLOCK_S": size, "CAPACITY": 2 * size, "ALIGNED": p.queries.size(0) % 8 == 0}
         grid = (min(p.n_documents * slices, MAX_PROGRAMS), columns, 1)
-        steps.buffer("lists", (grid[0] * columns * config["CAPACITY"],), torch.int32)
-    kernels = {
-        "row": dqueries_row_kernel, "rows": dqueries_kernel, "documents": ddocuments_kernel,
-        "listed": ddocuments_listed_kernel, "smooth": smooth_ddocuments_kernel if side else smooth_dqueries_kernel,
-    }  # fmt: skip
-    steps.launch(kernels[kind], grid, config | {"PROJECTS": projects}, named)
+        steps.buffer("lists", (grid[0] * columns * 2 * size,), torch.int32)
+    named = {"order_ptr": f"order{side}", "first_ptr": f"first{side}", "ddoc_ptr": out, "dquery_ptr": out}
+    steps.launch(kernel, grid, config | {"PROJECTS": projects}, named)
     if apart:
         factors = "document_factors" if side else "query_factors"
         named = {"rows_ptr": name, "scale_ptr": factors, "grad_ptr": out, "out_ptr": f"d{name}"}
-        steps.over_rows(unit_gradient_kernel, rows.size(0), named)
+        steps.over_rows(norms.unit_gradient_kernel, rows.size(0), named)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_tensor
+from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
 # the largest number of each format that a token's largest entry is mapped to
 _MAX_VALUE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -32,7 +33,7 @@ class QuantizedTokens:
     def __post_init__(self) -> None:
         check_tensor("values", self.values)
         check_tensor("scales", self.scales)
-        check_dtype("values", self.values, tuple(_MAX_VALUE), "make them with quantize_tokens.")
+        check_dtype("values", self.values, QUANTIZED_DTYPES, "make them with quantize_tokens.")
         check_dtype("scales", self.scales, (torch.float32,), "use scales.float().")
         if self.scales.shape != self.values.shape[:-1] or self.scales.device != self.values.device:
             raise ValueError(

@@ -2,7 +2,11 @@
 
 A query row sums the document rows that won against it, pair by pair. A tile of document rows takes, for the query
 rows of the few pairs that list its document, the product of a matrix with one coefficient a column, at the winner's
-row, and the query rows, on the tensor cores; :mod:`winner_lists` does so where every query meets every document.
+row, and the query rows, on the tensor cores.
+
+Where every query meets every document, a dense product of that one-hot matrix with all query rows would cost what
+forward costs, although each query row has one winner per document. A program reads the winners of its document, 16 bits
+each, keeps the rows in its tile in a short list of its own, in the order of the rows, and multiplies only these.
 """
 
 import triton
@@ -18,21 +22,59 @@ from tilefold.ops.maxsim._triton.device import (
     item_of,
     load_block,
     load_rows,
+    owner_of,
     split_scale,
+    store_rows,
     times_power,
 )
 from tilefold.ops.maxsim._triton.norms import projected
 
 
 @triton.jit
-def query_list(query, first_ptr, Nd, group, PAIRING: tl.constexpr):
-    """The entries of the list of pairs that belong to a query."""
+def query_list(
+    cu_q_ptr, first_ptr, Tq, Nq, Nd, length_q, group,
+    BLOCK: tl.constexpr, PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
+):  # fmt: skip
+    """First and last (excluded) of a program's query rows, a block of all or those of one query, and of its entries."""
     if PAIRING == ALL:
-        return 0 * query, 0 * query + Nd
-    elif PAIRING == GROUPED:
-        return query * group, query * group + group
+        first = tl.program_id(0) * BLOCK
+        return first, tl.minimum(first + BLOCK, Tq), 0, Nd
     else:
-        return tl.load(first_ptr + query).to(tl.int32), tl.load(first_ptr + query + 1).to(tl.int32)
+        query = tl.program_id(0)
+        first, stop, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        if PAIRING == GROUPED:
+            return first, stop, query * group, query * group + group
+        else:
+            return first, stop, tl.load(first_ptr + query).to(tl.int32), tl.load(first_ptr + query + 1).to(tl.int32)
+
+
+@triton.jit
+def document_list(d, first_ptr, PAIRING: tl.constexpr):
+    """The entries of the list of pairs that belong to a document."""
+    if PAIRING == INDEX:
+        return tl.load(first_ptr + d).to(tl.int32), tl.load(first_ptr + d + 1).to(tl.int32)
+    else:
+        return d, d + 1
+
+
+@triton.jit
+def query_of_entry(
+    e, first_item, d, order_ptr, index_ptr, cu_q_ptr, Tq, Nq, length_q, group, longest, stride_d,
+    PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
+):  # fmt: skip
+    """Rows of the query of an entry of a document's list, and where ``saved`` and the scores' gradient have it."""
+    if PAIRING == INDEX:
+        pair, query, _d = item_of(e, first_item, order_ptr, index_ptr, PAIRING)
+        known = (query >= 0) & (query < Nq)
+        query = tl.where(known, query, 0)
+        start, end, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        end = tl.where(known, end, start)
+        return start, end, tl.cast(pair, tl.int64) * longest - start, tl.cast(pair, tl.int64) * stride_d
+    elif PAIRING == GROUPED:
+        start, end, _ok = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
+        return start, end, tl.cast(d % group, tl.int64) * Tq, tl.cast(d, tl.int64) * stride_d
+    else:
+        return 0, Tq, tl.cast(d, tl.int64) * Tq, tl.cast(d, tl.int64) * stride_d
 
 
 @triton.jit
@@ -64,29 +106,17 @@ def dqueries_kernel(
 ):  # fmt: skip
     """``dqueries[r] = sum over pairs of dscore * documents[winner]``, times ``factor``."""
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if PAIRING == ALL:
-        block = tl.program_id(0) * BLOCK_R
-        stop = tl.minimum(block + BLOCK_R, Tq)
-        query = 0
-        q_start = 0
-    else:
-        query = tl.program_id(0)
-        q_start, stop, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
-        block = q_start
-    e0, e1 = query_list(query, first_ptr, Nd, group, PAIRING)
-    for r0 in range(block, stop, BLOCK_R):
+    first, stop, e0, e1 = query_list(cu_q_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_R, PAIRING, UNIFORM_Q)
+    for r0 in range(first, stop, BLOCK_R):
         row = r0 + tl.arange(0, BLOCK_R)
         inside = row < stop
         if PAIRING == ALL:
-            if UNIFORM_Q:
-                owner = row // length_q
-            else:
-                owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
+            owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
         acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
         for e in tl.range(e0, e1):
             pair, _query, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
             start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
-            at = saved_at(e, pair, e0, row, q_start, Tq, longest, PAIRING)
+            at = saved_at(e, pair, e0, row, first, Tq, longest, PAIRING)
             winner = tl.load(saved_ptr + at, mask=inside, other=NO_WINNER).to(tl.int32)  # [BLOCK_R]
             has = mask_if(inside & (winner != NO_WINNER), ok) & (start + winner < end)
             if PAIRING == ALL:
@@ -100,11 +130,7 @@ def dqueries_kernel(
             if HAS_SCALE:
                 x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
             acc += grad[:, None] * x
-        tl.store(
-            dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * factor).to(dquery_ptr.dtype.element_ty),
-            mask=inside[:, None] & (k < D)[None, :],
-        )
+        store_rows(dquery_ptr, row, inside, k, acc * factor, D)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -161,28 +187,14 @@ def ddocuments_kernel(
     d = tl.program_id(0)
     start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
     unit = grad_unit(largest_ptr, HAS_LARGEST)
-    if PAIRING == INDEX:
-        e0 = tl.load(first_ptr + d).to(tl.int32)
-        e1 = tl.load(first_ptr + d + 1).to(tl.int32)
-    else:
-        e0 = d
-        e1 = d + 1
+    e0, e1 = document_list(d, first_ptr, PAIRING)
     for t0 in range(tl.program_id(1) * BLOCK_T, end - start, tiles * BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
-            if PAIRING == INDEX:
-                pair, query, _d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
-                known = (query >= 0) & (query < Nq)
-                query = tl.where(known, query, 0)
-                r_start, r_end, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
-                r_end = tl.where(known, r_end, r_start)
-                base = tl.cast(pair, tl.int64) * longest - r_start
-                offs_pair = tl.cast(pair, tl.int64) * stride_d
-            else:
-                r_start, r_end, _ok = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
-                base = tl.cast(d % group, tl.int64) * Tq
-                offs_pair = tl.cast(d, tl.int64) * stride_d
+            r_start, r_end, base, offs_pair = query_of_entry(
+                e, e0, d, order_ptr, index_ptr, cu_q_ptr, Tq, Nq, length_q, group, longest, stride_d, PAIRING, UNIFORM_Q
+            )
             for r0 in tl.range(r_start, r_end, BLOCK_E):
                 row = r0 + tl.arange(0, BLOCK_E)
                 inside = row < r_end
@@ -198,9 +210,81 @@ def ddocuments_kernel(
                     x = times_power(x, power)
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
                 acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
-        row_d = start + t
-        tl.store(
-            ddoc_ptr + row_d.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * unit * factor).to(ddoc_ptr.dtype.element_ty),
-            mask=(row_d < end)[:, None] & (k < D)[None, :],
-        )
+        store_rows(ddoc_ptr, start + t, start + t < end, k, acc * unit * factor, D)
+
+
+@triton.jit
+def _add_listed(
+    acc, list_ptr, count, dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, row_query_ptr, t0, unit, Tq, length_q,
+    stride_q, k,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, UNIFORM_Q: tl.constexpr, HAS_SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``acc[t] += dscore * queries[row]`` for the listed rows; ``dscore_ptr`` and ``saved_ptr`` are the document's."""
+    t = tl.arange(0, BLOCK_T)
+    for e0 in tl.range(0, count, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)
+        listed = e < count
+        row = tl.load(list_ptr + e, mask=listed, other=0)
+        place = tl.load(saved_ptr + row, mask=listed, other=0).to(tl.int32) - t0
+        owner = owner_of(row_query_ptr, row, listed, length_q, UNIFORM_Q)
+        grad = tl.load(dscore_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(tl.float32) / unit
+        x = load_rows(query_ptr, row, listed, k, D)  # [BLOCK_E, BLOCK_D]
+        if HAS_SCALE:
+            power, rest = split_scale(tl.load(query_scale_ptr + row, mask=listed, other=0.0))
+            grad *= rest
+            x = times_power(x, power)
+        onehot = tl.where(place[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
+        acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=SIZES)
+def ddocuments_listed_kernel(
+    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, cu_d_ptr, row_query_ptr,
+    list_ptr, ddoc_ptr,
+    Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d, factor,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAPACITY: tl.constexpr, ALIGNED: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
+    PROJECTS: tl.constexpr,
+):  # fmt: skip
+    """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times ``factor``.
+
+    Work item ``i`` is slice ``i % slices`` of document ``i // slices``: every ``slices``-th tile of it. ``PROJECTS``:
+    rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
+    """
+    k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    list_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
+    unit = grad_unit(largest_ptr, HAS_LARGEST)
+    for item in range(tl.program_id(0), Nd * slices, tl.num_programs(0)):
+        d = item // slices
+        start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        saved_d = saved_ptr + tl.cast(d, tl.int64) * Tq
+        if ALIGNED:  # rows are a multiple of 8: winners are read 16 bytes at a time
+            saved_d = tl.multiple_of(saved_d, 16)
+        dscore_d = dscore_ptr + tl.cast(d, tl.int64) * stride_d
+        for t0 in range((item % slices) * BLOCK_T, end - start, slices * BLOCK_T):
+            acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+            count = 0
+            for r0 in range(0, Tq, BLOCK_S):
+                row = r0 + tl.arange(0, BLOCK_S)
+                winner = tl.load(saved_d + row, mask=row < Tq, other=NO_WINNER).to(tl.int32)
+                mine = (winner >= t0) & (winner < t0 + BLOCK_T) & (winner != NO_WINNER)
+                place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
+                tl.store(list_ptr + place, row, mask=mine)
+                count += tl.sum(mine.to(tl.int32))
+                if (count > CAPACITY - BLOCK_S) | (r0 + BLOCK_S >= Tq):
+                    tl.debug_barrier()  # the list was written by other threads
+                    acc = _add_listed(
+                        acc, list_ptr, count, dscore_d, saved_d, query_ptr, query_scale_ptr, row_query_ptr, t0, unit,
+                        Tq, length_q, stride_q, k, D, BLOCK_T, BLOCK_E, UNIFORM_Q, HAS_SCALE, PRECISION,
+                    )  # fmt: skip
+                    count = 0
+                    tl.debug_barrier()  # before it is written anew
+            row_d = start + t0 + tl.arange(0, BLOCK_T)
+            acc = acc * unit * factor
+            if PROJECTS:
+                x = load_rows(doc_ptr, row_d, row_d < end, k, D).to(tl.float32)
+                acc = projected(x, tl.load(doc_scale_ptr + row_d, mask=row_d < end, other=0.0), acc)
+            store_rows(ddoc_ptr, row_d, row_d < end, k, acc, D)

@@ -66,6 +66,16 @@ def load_block(ptr, row0, count, k, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def store_rows(ptr, row, mask_row, k, x, D: tl.constexpr):
+    """Round ``[len(row), len(k)]`` and store it where :func:`load_rows` reads."""
+    tl.store(
+        ptr + row.to(tl.int64)[:, None] * D + k[None, :],
+        x.to(ptr.dtype.element_ty),
+        mask=mask_row[:, None] & (k < D)[None, :],
+    )
+
+
+@triton.jit
 def split_scale(scale):
     """A scale as a power of two, by which rows are multiplied exactly, and what is left of it, 1 to 2."""
     power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -156,6 +166,31 @@ def init_state(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
     best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     state = tl.zeros((BLOCK_Q,), tl.float32 if SMOOTH else tl.int32)
     return best, state
+
+
+@triton.jit
+def count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T: tl.constexpr, UNIFORM_D: tl.constexpr):
+    """Tiles of every ``splits``-th document; an empty one takes a tile, in which its score is written."""
+    mine = (Nd - split + splits - 1) // splits
+    if UNIFORM_D:
+        return mine * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
+    else:
+        n_tiles = 0
+        for i0 in range(0, mine, 64):
+            i = i0 + tl.arange(0, 64)
+            start, end, _known = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
+            n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
+            n_tiles += tl.sum(tl.where(i < mine, n, 0))
+        return n_tiles
+
+
+@triton.jit
+def owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q: tl.constexpr):
+    """The queries of rows."""
+    if UNIFORM_Q:
+        return row // length_q
+    else:
+        return tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from tilefold.ops.maxsim._triton.device import (
     INDEX,
     SIZES,
     bounds,
+    count_tiles,
     finish,
     fold_tile,
     init_state,
@@ -107,18 +108,7 @@ def all_pairs_kernel(
     if WITH_SAVED and not UNIFORM_Q:  # for backward
         tl.store(row_query_ptr + row, query_of(cu_q_ptr, row, Nq, steps), mask=mask_if(inside, split == 0))
 
-    # an empty document takes one tile, in which its score is written
-    mine = (Nd - split + splits - 1) // splits
-    if UNIFORM_D:
-        n_tiles = mine * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
-    else:
-        n_tiles = 0
-        for i0 in range(0, mine, 64):
-            i = i0 + tl.arange(0, 64)
-            start, end, _known = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
-            n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
-            n_tiles += tl.sum(tl.where(i < mine, n, 0))
-
+    n_tiles = count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     d = split
     t0 = 0
     parts = 0
@@ -175,18 +165,9 @@ def all_pairs_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def combine_kernel(
-    part_ptr,
-    cu_q_ptr,
-    score_ptr,
-    Tq,
-    Nq,
-    Nd,
-    length_q,
-    tile_rows,
-    divisor,
-    BLOCK: tl.constexpr,
-    UNIFORM_Q: tl.constexpr,
-):
+    part_ptr, cu_q_ptr, score_ptr, Tq, Nq, Nd, length_q, tile_rows, divisor,
+    BLOCK: tl.constexpr, UNIFORM_Q: tl.constexpr,
+):  # fmt: skip
     """Add up the parts of each query, tile by tile."""
     blocks = (Nd + BLOCK - 1) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
     query = tl.program_id(0) // blocks

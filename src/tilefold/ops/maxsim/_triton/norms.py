@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-MIN_SCALE, MAX_SCALE = (
-    tl.constexpr(2.0**-126),
-    tl.constexpr(2.0**126),
-)  # a power of two is a normal number, and so is its inverse
+from tilefold.ops.maxsim._triton.device import load_rows
+
+# a power of two is a normal number, and so is its inverse
+MIN_SCALE, MAX_SCALE = tl.constexpr(2.0**-126), tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -24,8 +24,7 @@ def _inverse_norms(rows_ptr, scale_ptr, block, T, D: tl.constexpr, BLOCK_R: tl.c
     square = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in range(0, D, BLOCK_D):
         k = k0 + tl.arange(0, BLOCK_D)
-        inside = (row < T)[:, None] & (k < D)[None, :]
-        x = tl.load(rows_ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = load_rows(rows_ptr, row, row < T, k, D).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
         before = power
         power = inverse_power_of_two(largest)
@@ -99,8 +98,7 @@ def quantize_kernel(rows_ptr, out_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: t
     largest = tl.zeros((BLOCK_R,), tl.float32)
     for k0 in range(0, D, BLOCK_D):
         k = k0 + tl.arange(0, BLOCK_D)
-        inside = (row < T)[:, None] & (k < D)[None, :]
-        x = tl.load(rows_ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = load_rows(rows_ptr, row, row < T, k, D).to(tl.float32)
         # not a number stays one: nan != nan
         largest = tl.where(tl.max((x != x).to(tl.int32), axis=1) > 0, float("nan"), largest)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1), propagate_nan=tl.PropagateNan.ALL)

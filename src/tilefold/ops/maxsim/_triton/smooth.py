@@ -6,17 +6,17 @@ Owners as in the backward of the maximum: one program for a tile of query rows, 
 import triton
 import triton.language as tl
 
-from tilefold.ops.maxsim._triton.backward import grad_unit, query_list, saved_at
+from tilefold.ops.maxsim._triton.backward import document_list, grad_unit, query_list, query_of_entry, saved_at
 from tilefold.ops.maxsim._triton.device import (
     ALL,
-    GROUPED,
-    INDEX,
     SIZES,
     bounds,
     item_of,
     load_block,
     load_rows,
+    owner_of,
     split_scale,
+    store_rows,
     times_power,
 )
 
@@ -62,32 +62,19 @@ def smooth_dqueries_kernel(
 ):  # fmt: skip
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if PAIRING == ALL:
-        block = tl.program_id(0) * BLOCK_Q
-        stop = tl.minimum(block + BLOCK_Q, Tq)
-        query = 0
-        q_start = 0
-    else:
-        query = tl.program_id(0)
-        q_start, stop, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
-        block = q_start
-    e0, e1 = query_list(query, first_ptr, Nd, group, PAIRING)
-    for r0 in range(block, stop, BLOCK_Q):
+    first, stop, e0, e1 = query_list(cu_q_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_Q, PAIRING, UNIFORM_Q)
+    for r0 in range(first, stop, BLOCK_Q):
         row = r0 + tl.arange(0, BLOCK_Q)
         inside = row < stop
-        owner = row * 0
         if PAIRING == ALL:
-            if UNIFORM_Q:
-                owner = row // length_q
-            else:
-                owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
+            owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
         acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             pair, _query, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
             start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
             known = (d >= 0) & (d < Nd)
             end = tl.where(known, end, start)
-            top = tl.load(saved_ptr + saved_at(e, pair, e0, row, q_start, Tq, longest, PAIRING), mask=inside, other=0.0)
+            top = tl.load(saved_ptr + saved_at(e, pair, e0, row, first, Tq, longest, PAIRING), mask=inside, other=0.0)
             if PAIRING == ALL:
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
             else:
@@ -110,11 +97,7 @@ def smooth_dqueries_kernel(
                     share *= rest[None, :]
                     x = times_power(x, power)
                 acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
-        tl.store(
-            dquery_ptr + row.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * unit * factor).to(dquery_ptr.dtype.element_ty),
-            mask=inside[:, None] & (k < D)[None, :],
-        )
+        store_rows(dquery_ptr, row, inside, k, acc * unit * factor, D)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -130,34 +113,15 @@ def smooth_ddocuments_kernel(
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
     start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    if PAIRING == INDEX:
-        e0 = tl.load(first_ptr + d).to(tl.int32)
-        e1 = tl.load(first_ptr + d + 1).to(tl.int32)
-    else:
-        e0 = d
-        e1 = d + 1
+    e0, e1 = document_list(d, first_ptr, PAIRING)
     for t0 in range(tl.program_id(1) * BLOCK_T, end - start, tiles * BLOCK_T):
         doc_row = start + t0 + tl.arange(0, BLOCK_T)
         inside_d = doc_row < end
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
-            if PAIRING == INDEX:
-                pair, query, _d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
-                known = (query >= 0) & (query < Nq)
-                query = tl.where(known, query, 0)
-                r_start, r_end, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
-                r_end = tl.where(known, r_end, r_start)
-                base = tl.cast(pair, tl.int64) * longest - r_start
-                offs_pair = tl.cast(pair, tl.int64) * stride_d
-            elif PAIRING == GROUPED:
-                r_start, r_end, _ok = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
-                base = tl.cast(d % group, tl.int64) * Tq
-                offs_pair = tl.cast(d, tl.int64) * stride_d
-            else:
-                r_start = 0
-                r_end = Tq
-                base = tl.cast(d, tl.int64) * Tq
-                offs_pair = tl.cast(d, tl.int64) * stride_d
+            r_start, r_end, base, offs_pair = query_of_entry(
+                e, e0, d, order_ptr, index_ptr, cu_q_ptr, Tq, Nq, length_q, group, longest, stride_d, PAIRING, UNIFORM_Q
+            )
             for r0 in range(r_start, r_end, BLOCK_Q):
                 row = r0 + tl.arange(0, BLOCK_Q)
                 inside = row < r_end
@@ -167,10 +131,7 @@ def smooth_ddocuments_kernel(
                 top = tl.load(saved_ptr + base + row, mask=inside, other=0.0)
                 offs = tl.zeros((BLOCK_Q,), tl.int64) + offs_pair
                 if PAIRING == ALL:
-                    if UNIFORM_Q:
-                        owner = row // length_q
-                    else:
-                        owner = tl.load(row_query_ptr + row, mask=inside, other=0).to(tl.int32)
+                    owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
                     offs += owner.to(tl.int64) * stride_q
                 grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
                 share = _weights(
@@ -184,8 +145,4 @@ def smooth_ddocuments_kernel(
                     share *= rest[:, None]
                     x = times_power(x, power)
                 acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)
-        tl.store(
-            ddoc_ptr + doc_row.to(tl.int64)[:, None] * D + k[None, :],
-            (acc * unit * factor).to(ddoc_ptr.dtype.element_ty),
-            mask=inside_d[:, None] & (k < D)[None, :],
-        )
+        store_rows(ddoc_ptr, doc_row, inside_d, k, acc * unit * factor, D)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops.maxsim._triton.device import SIZES, bounds, load_block
+from tilefold.ops.maxsim._triton.device import SIZES, bounds, count_tiles, load_block
 
 _INTERPRETED = tl.constexpr(triton_interpreted())
 TINY = tl.constexpr(2.0**-100)
@@ -87,17 +87,7 @@ def stream_kernel(
         kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
         weight = tl.where(kept_q, weight, -1.0)
 
-    mine = (Nd - split + splits - 1) // splits
-    if UNIFORM_D:
-        n_tiles = mine * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
-    else:  # an empty document takes one tile, in which its score is written
-        n_tiles = 0
-        for i0 in range(0, mine, 64):
-            i = i0 + tl.arange(0, 64)
-            first, last, _known = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
-            n = tl.maximum((last - first + BLOCK_T - 1) // BLOCK_T, 1)
-            n_tiles += tl.sum(tl.where(i < mine, n, 0))
-
+    n_tiles = count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     t0 = 0
     parts = 0
     best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
