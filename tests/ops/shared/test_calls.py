@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 import tilefold
-from tilefold.ops._shared import calls, fallback, internals, library
+from tilefold.ops._shared import calls, fallback, internals
 from tilefold.ops._shared.calls import call_key, gradient_key
 
 SOURCES = Path(tilefold.__file__).parent
@@ -83,12 +83,12 @@ def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(mo
         now.append(index)
         yield
 
-    monkeypatch.setattr(library, "current_gpu", lambda: now[-1])
+    monkeypatch.setattr(calls, "current_gpu", lambda: now[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     for index in (1, 0):
         gpu = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=index)
-        assert library.run(lambda given: now[-1], gpu) == index
-    assert now == [1, 0] and library.run(lambda given: now[-1], torch.ones(1)) == 0
+        assert calls.run(lambda given: now[-1], gpu) == index
+    assert now == [1, 0] and calls.run(lambda given: now[-1], torch.ones(1)) == 0
 
 
 def test_the_names_for_gpus_exist() -> None:

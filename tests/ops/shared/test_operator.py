@@ -208,7 +208,7 @@ def test_a_kernel_that_is_known_to_be_missing_gives_way_before_a_launch(monkeypa
 
     x, w = (leaf.detach() for leaf in leaves(DEVICE))
     expected = toy(x, w, impl="triton")
-    monkeypatch.setattr(TOY, "_plans", lambda: type("", (), {"forward": staticmethod(missing)}))
+    monkeypatch.setattr(TOY, "plans", lambda: type("", (), {"forward": staticmethod(missing)}))
     TOY.forget()
     monkeypatch.setattr(fallback, "GIVEN_UP", {})
     with pytest.warns(fallback.FallbackWarning, match="one launch cannot run on .*: this release has none. Two la"):
@@ -224,7 +224,7 @@ def test_checks_and_plans_are_made_once_for_calls_that_are_alike(monkeypatch: py
         return lambda *given: (asked.append(name), honest(*given))[1]
 
     monkeypatch.setattr(room, "_check", counting("_check"))
-    monkeypatch.setattr(TOY, "_plans", lambda: type("", (), {n: counting(n) for n in ("forward", "backward")}))
+    monkeypatch.setattr(TOY, "plans", lambda: type("", (), {n: counting(n) for n in ("forward", "backward")}))
     for _ in range(3):
         x, w = leaves(DEVICE)
         gradients(toy(x, w, impl="triton"), x, w)

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared import library
 from tilefold.ops._shared._triton.tensors import capability_of, sm_count
-from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, gradient_key
+from tilefold.ops._shared.calls import (
+    APPLY,
+    Key,
+    Pass,
+    as_tuple,
+    bare,
+    call_key,
+    define_op,
+    empty,
+    forbid_double_backward,
+    gradient_key,
+    hashable,
+    is_plain,
+    run,
+    schema_of,
+)
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import (
     SLOWER,
@@ -26,8 +42,7 @@ from tilefold.ops._shared.fallback import (
 )
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
 from tilefold.ops._shared.internals import is_eager, tf32_allowed
-from tilefold.ops._shared.library import is_plain, run
-from tilefold.ops._shared.plan import Buffer, Setting, taker
+from tilefold.ops._shared.plan import Buffer, Setting, Take, taker
 
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
@@ -55,6 +70,7 @@ class Variant(NamedTuple):
     chosen_impl: Callable[[Tensor, str], str]  # from the first tensor and what was asked for
 
 
+@dataclass(eq=False)
 class Operator(Generic[TensorsT, OptionsT]):
     """``operator(tensors, asked, impl, check, into)``: the results, of which the first may be differentiated, once.
 
@@ -63,6 +79,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         tensors, options: record types, whose annotations give the schema; the first tensor chooses device and
             implementation.
         saved: record type of what backward reads, each the name of a tensor or a result.
+        results: their names.
         outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and for compilers. Where
             no gradient may be asked for, ``training`` is false, and a result that only backward reads has no elements.
         gradients: by the name of each tensor that has one (and may be ``None`` in a call) the saved tensor whose shape
@@ -80,56 +97,41 @@ class Operator(Generic[TensorsT, OptionsT]):
         variant: of a call, ``None`` where there is nothing special about it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tensors: type[TensorsT],
-        options: type[OptionsT],
-        saved: type[tuple[Any, ...]],
-        *,
-        results: tuple[str, ...],
-        outputs: Callable[[TensorsT, OptionsT, bool], tuple[Buffer, ...]],
-        gradients: Mapping[str, str | Callable[[Any, OptionsT], Buffer]],
-        plans: Callable[[], Any],
-        tiled: Any,
-        reference: Callable[[TensorsT, OptionsT], Tensor],
-        check_values: Callable[[TensorsT, OptionsT], object] | None = None,
-        reads: Callable[[OptionsT], Collection[str]] | None = None,
-        variant: Callable[[TensorsT], Variant | None] | None = None,
-    ) -> None:
-        self.name = name
-        records: Any = tensors, options, saved
-        self._tensors, self._options, self._saved = records
-        self._results, self._outputs, self._gradients = results, outputs, list(gradients)
-        self._plans, self._tiled, self._reference, self._check_values = plans, tiled, reference, check_values
-        self._reads, self._variant = reads, variant
-        self._places = {each: place for place, each in enumerate((*self._tensors._fields, *results))}
-        self._leaves = [self._places[each] for each in gradients]  # among tensors
-        self._takers: dict[Collection[str], Callable[[Any], tuple[Any, ...]]] = {}
-        self._likes = [
-            self._saved._fields.index(each) if isinstance(each, str) else each for each in gradients.values()
-        ]
-        first = next(iter(gradients))
-        self._chooses = self._likes[0] if isinstance(self._likes[0], int) else self._saved._fields.index(first)
-        self._dfirst = f"d{results[0]}"
-        self.calls: dict[Key, Pass] = {}  # by arguments of the public function, or of the registered operator
-        self.gradients: dict[Key, Pass] = {}
+    name: str
+    tensors: type[TensorsT]
+    options: type[OptionsT]
+    saved: Any
+    results: tuple[str, ...]
+    outputs: Callable[[TensorsT, OptionsT, bool], tuple[Buffer, ...]]
+    gradients: Mapping[str, str | Callable[[Any, OptionsT], Buffer]]
+    plans: Callable[[], Any]
+    tiled: Any
+    reference: Callable[[TensorsT, OptionsT], Tensor]
+    check_values: Callable[[TensorsT, OptionsT], object] | None = None
+    reads: Callable[[OptionsT], Collection[str]] | None = None
+    variant: Callable[[TensorsT], Variant | None] | None = None
+
+    def __post_init__(self) -> None:
+        self._inputs: tuple[str, ...] = cast(Any, self.tensors)._fields
+        self._leaves = [self._inputs.index(each) for each in self.gradients]
+        self._dfirst = f"d{self.results[0]}"
+        self._takers: dict[Collection[str], Take] = {}
+        self.calls: dict[Key, Pass] = {}  # by arguments of the public function, of its gradients, or of the registered
         self._register()
 
     def chosen_impl(self, first: Tensor, impl: str) -> str:
         """Implementation that runs for the first tensor; see :func:`tilefold.ops._shared.impl.chosen_impl`."""
-        return implementations.chosen_impl(self.name, self._tensors._fields[0], first, impl)
+        return implementations.chosen_impl(self.name, self._inputs[0], first, impl)
 
     def _named(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
         """The operator as people call it, and the implementation that it runs."""
-        special = None if self._variant is None else self._variant(tensors)
+        special = None if self.variant is None else self.variant(tensors)
         variant = special or Variant(self.name, self.chosen_impl)
         return variant.name, settled(impl, variant.chosen_impl(tensors[0], impl))
 
     def forget(self) -> None:
         """Drop what is remembered of calls."""
         self.calls.clear()
-        self.gradients.clear()
 
     # A call of the public function
 
@@ -189,23 +191,21 @@ class Operator(Generic[TensorsT, OptionsT]):
         else:
             name, impl = self._named(tensors, impl)
         if impl == "reference":
-            return None, (self._reference(tensors, options), *[None] * (len(self._results) - 1))
+            return None, (self.reference(tensors, options), *[None] * (len(self.results) - 1))
         if key is None and not is_plain(*tensors):
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
-            return None, library.as_tuple(self._registered(*tensors, *options, training, impl))
+            return None, as_tuple(self._by_torch(*tensors, *options, training, impl))
         call = Pass(name, options, impl, training, False, key, ready, tuple(into), self._taker(options))
-        return self._kept(self.calls, call), tensors
+        return self._kept(call), tensors
 
-    def _taker(self, options: OptionsT) -> Callable[[Any], tuple[Any, ...]]:
+    def _taker(self, options: OptionsT) -> Take:
         """Function that selects what backward reads, of a call's tensors, its results and ``None``."""
-        reads = self._saved._fields if self._reads is None else self._reads(options)
-        take = self._takers.get(reads)
-        if take is None:
-            nothing = len(self._places)  # behind all values
-            take = taker([self._places[each] if each in reads else nothing for each in self._saved._fields])
-            self._takers[reads] = take
-        return take
+        reads = self.saved._fields if self.reads is None else self.reads(options)
+        if reads not in self._takers:
+            names = [*self._inputs, *self.results]
+            self._takers[reads] = taker([names.index(e) if e in reads else len(names) for e in self.saved._fields])
+        return self._takers[reads]
 
     # One pass
 
@@ -214,8 +214,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         if call.program is not None and call.program.bound:
             return call.program(*given)
         if call.impl in KERNELS:
-            if self._check_values is not None and not call.backward and not first.is_cuda and may_look(first):
-                self._check_values(self._tensors(*given), call.options)
+            if self.check_values is not None and not call.backward and not first.is_cuda and may_look(first):
+                self.check_values(self.tensors(*given), call.options)
             while call.program is not None or call.impl == "triton" or given_up(call.name, first.device) is None:
                 found = attempt(self._launched, call, given)
                 if not isinstance(found, KernelUnavailableError):
@@ -230,11 +230,17 @@ class Operator(Generic[TensorsT, OptionsT]):
                 why = str(found) if found.instead is None else str(found.args[0])
                 give_up(kernel, first.device, why, sentence)
         refuse_capture(call.name, first.device)
+        return self._tiled(call, first, given)
+
+    def _tiled(self, call: Pass, first: Tensor, given: tuple[Any, ...]) -> Results:
+        found: Results
         if call.backward:
-            count = 1 + len(self._saved._fields)
-            saved, into = self._saved(*given[1:count]), given[count:]
-            return self._tiled.backward(first, saved, call.options, call.wanted, *into)  # type: ignore[no-any-return]
-        return self._tiled.forward(self._tensors(*given), call.options, call.wanted)  # type: ignore[no-any-return]
+            count = 1 + len(self.saved._fields)
+            saved, into = self.saved(*given[1:count]), given[count:]
+            found = self.tiled.backward(first, saved, call.options, call.wanted, *into)
+        else:
+            found = self.tiled.forward(self.tensors(*given), call.options, call.wanted)
+        return found
 
     def _launched(self, call: Pass, given: tuple[Any, ...]) -> Results | None:
         """Run the kernels, and return what they make; ``None`` where they have no plan."""
@@ -246,41 +252,46 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Program of the kernels for such a pass; ``plans.py`` sees layouts and no values."""
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
-        plans, setting = self._plans(), setting_of(given[0].device, call.key is not None and call.key[0])
-        layouts = [
+        plans, setting = self.plans(), setting_of(given[0].device, call.key is not None and call.key[0])
+        layouts: list[Any] = [
             None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given
         ]
-        results: dict[str, Buffer | None]
         if call.backward:
-            saved = self._saved(*layouts[1 : 1 + len(self._saved._fields)])
+            names = (self._dfirst, *self.saved._fields, *[f"d{name}" for name in call.into])
+            saved = self.saved(*layouts[1 : 1 + len(self.saved._fields)])
             setting = setting._replace(added=frozenset(call.into))
             plan = plans.backward(layouts[0], saved, call.options, call.wanted, setting)
-            names = (self._dfirst, *self._saved._fields, *[f"d{name}" for name in call.into])
-            wanted = [need and name not in call.into for name, need in zip(self._gradients, call.wanted, strict=True)]
-            buffers = self._gradient_buffers(saved, call.options, wanted)
-            results = {f"d{name}": buffer for name, buffer in zip(self._gradients, buffers, strict=True)}
         else:
-            names, tensors = self._tensors._fields, self._tensors(*layouts)
+            names, tensors = self._inputs, self.tensors(*layouts)
             plan = plans.forward(tensors, call.options, call.wanted, setting)
-            outputs = self._outputs(self._tensors(*given), call.options, call.wanted)
-            results = dict(zip(self._results, outputs, strict=True))
+        results = self._made(call.backward, given, call.options, call.wanted, call.into)
         return None if plan is None else Program(plan, names, results, given[0].device, setting)
 
-    def _gradient_buffers(self, saved: Any, options: OptionsT, needs: Sequence[bool]) -> list[Buffer | None]:
-        return [
-            None if not need
-            else like(saved, options) if callable(like)
-            else Buffer(tuple(saved[like].shape), saved[like].dtype)
-            for like, need in zip(self._likes, needs, strict=True)
-        ]  # fmt: skip
+    def _made(
+        self, backward: bool, given: Sequence[Any], options: OptionsT, wanted: Any, into: Collection[str] = ()
+    ) -> dict[str, Buffer | None]:
+        """Results of a pass; ``None`` for a gradient that nobody wants, or that is added to a buffer."""
+        if not backward:
+            return dict(zip(self.results, self.outputs(self.tensors(*given), options, wanted), strict=True))
+        saved = self.saved(*given[1 : 1 + len(self.saved._fields)])
+        made: dict[str, Buffer | None] = {}
+        for (name, like), need in zip(self.gradients.items(), wanted, strict=True):
+            if not need or name in into:
+                made[f"d{name}"] = None
+            elif callable(like):
+                made[f"d{name}"] = like(saved, options)
+            else:
+                tensor = getattr(saved, like)
+                made[f"d{name}"] = Buffer(tuple(tensor.shape), tensor.dtype)
+        return made
 
-    def _kept(self, cache: dict[Key, Pass], call: Pass) -> Pass:
+    def _kept(self, call: Pass) -> Pass:
         if call.key is None or call.impl not in KERNELS:
             call.key = None
             return call
-        if len(cache) >= MAX_CALLS:
-            cache.clear()
-        cache[call.key] = call
+        if len(self.calls) >= MAX_CALLS:
+            self.calls.clear()
+        self.calls[call.key] = call
         return call
 
     def backward(
@@ -292,82 +303,70 @@ class Operator(Generic[TensorsT, OptionsT]):
             return self._by_operator(dfirst, saved, call.options, needs, call.impl)
         saved = (*saved, *into)
         key = None if call.key is None else gradient_key(call, needs, dfirst, saved)
-        known = None if key is None else self.gradients.get(key)
+        known = None if key is None else self.calls.get(key)
         if known is None:
-            known = Pass(call.name, call.options, call.impl, needs, True, key, into=call.into)
-            known = self._kept(self.gradients, known)
+            known = self._kept(Pass(call.name, call.options, call.impl, needs, True, key, into=call.into))
         return run(self.compute, dfirst, known, (dfirst, *saved))  # type: ignore[no-any-return]
 
     # The registered operator
 
     def _register(self) -> None:
-        name, options = f"tilefold::{self.name}", typing.get_type_hints(self._options)
-        forward = typing.get_type_hints(self._tensors) | options | {"training": bool, "impl": str}
-        library.define_op(self.name, library.schema_of(forward, len(self._results)), self._registered_forward)
-        torch.library.register_fake(name, self._fake_forward)
-        backward = {self._dfirst: Tensor} | typing.get_type_hints(self._saved) | options
+        options, back = typing.get_type_hints(self.options), f"{self.name}_backward"
+        forward = typing.get_type_hints(self.tensors) | options | {"training": bool, "impl": str}
+        backward = {self._dfirst: Tensor} | typing.get_type_hints(self.saved) | options
         backward |= {"needs": Sequence[bool], "impl": str}
-        library.define_op(
-            f"{self.name}_backward", library.schema_of(backward, len(self._gradients)), self._registered_backward
+        for name, hints, results in ((self.name, forward, self.results), (back, backward, self.gradients)):
+            is_backward = name == back
+            define_op(name, schema_of(hints, len(results)), partial(self._registered, is_backward))
+            torch.library.register_fake(f"tilefold::{name}", partial(self._fake, is_backward))
+        forbid_double_backward(back, self.name)
+        torch.library.register_autograd(
+            f"tilefold::{self.name}", self._differentiate, setup_context=self._setup_context
         )
-        torch.library.register_fake(f"{name}_backward", self._fake_backward)
-        library.forbid_double_backward(f"{self.name}_backward", self.name)
-        torch.library.register_autograd(name, self._differentiate, setup_context=self._setup_context)
-        self._registered = getattr(torch.ops.tilefold, self.name)
-        self._registered_gradients = getattr(torch.ops.tilefold, f"{self.name}_backward")
+        self._by_torch, self._gradients_by_torch = (getattr(torch.ops.tilefold, name) for name in (self.name, back))
 
-    def _split(self, record: Any, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Any, str]:
-        *values, wanted, impl = map(library.hashable, args)
-        count = len(record._fields)
-        return record(*values[:count]), self._options(*values[count:]), wanted, impl
+    def _split(self, backward: bool, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Any, str]:
+        *values, wanted, impl = map(hashable, args)
+        count = 1 + len(self.saved._fields) if backward else len(self._inputs)
+        given = tuple(values[:count]) if backward else self.tensors(*values[:count])
+        return given, self.options(*values[count:]), wanted, impl
 
-    def _registered_forward(self, *args: Any) -> Any:
-        tensors, options, training, impl = self._split(self._tensors, args)
-        name, impl = self._named(tensors, impl)
-        key = call_key(tensors, ("registered", *options, training, impl))
+    def _registered(self, backward: bool, *args: Any) -> Any:
+        given, options, wanted, impl = self._split(backward, args)
+        name = self.name
+        if backward:
+            first, like = next(iter(self.gradients.items()))
+            chooses = given[1 + self.saved._fields.index(first if callable(like) else like)]
+            impl = settled(impl, self.chosen_impl(chooses, impl))
+        else:
+            name, impl = self._named(given, impl)
+        key = call_key(given, ("registered", backward, *options, wanted, impl))
         known = None if key is None else self.calls.get(key)
-        call = known or self._kept(self.calls, Pass(name, options, impl, training, False, key))
-        found = self.compute(tensors[0], call, tensors)
-        if any(result is None for result in found):
-            shapes = self._outputs(tensors, options, training)
-            found = [
-                library.empty(tensors[0], *like).zero_() if x is None else x
-                for x, like in zip(found, shapes, strict=True)
-            ]
-        return library.bare(found)
+        call = known or self._kept(Pass(name, options, impl, wanted, backward, key))
+        found = self.compute(given[0], call, given)
+        if backward:  # operators return tensors only
+            found = [given[0].new_empty(0) if x is None else x for x in found]
+        elif any(result is None for result in found):
+            made = as_tuple(self._fake(backward, *args))
+            found = [each.zero_() if x is None else x for x, each in zip(found, made, strict=True)]
+        return bare(found)
 
-    def _fake_forward(self, *args: Any) -> Any:
-        tensors, options, training, _ = self._split(self._tensors, args)
-        return library.bare(
-            [library.empty(tensors[0], *buffer) for buffer in self._outputs(tensors, options, training)]
-        )
-
-    def _registered_backward(self, dfirst: Tensor, *args: Any) -> Any:
-        saved, options, needs, impl = self._split(self._saved, args)
-        impl = settled(impl, self.chosen_impl(saved[self._chooses], impl))
-        key = call_key((dfirst, *saved), (*options, *needs, impl))
-        known = None if key is None else self.gradients.get(key)
-        call = known or self._kept(self.gradients, Pass(self.name, options, impl, needs, True, key))
-        found = self.compute(dfirst, call, (dfirst, *saved))
-        # operators return tensors only: an empty one stands for a gradient that nobody asked for
-        return library.bare([dfirst.new_empty(0) if gradient is None else gradient for gradient in found])
-
-    def _fake_backward(self, dfirst: Tensor, *args: Any) -> Any:
-        saved, options, needs, _ = self._split(self._saved, args)
-        buffers = self._gradient_buffers(saved, options, needs)
-        return library.bare(
-            [dfirst.new_empty(0) if buffer is None else library.empty(dfirst, *buffer) for buffer in buffers]
-        )
+    def _fake(self, backward: bool, *args: Any) -> Any:
+        """Results without values; an empty one stands for a gradient that nobody asked for."""
+        given, options, wanted, _ = self._split(backward, args)
+        made = self._made(backward, given, options, wanted).values()
+        nothing = Buffer((0,), given[0].dtype)
+        return bare([empty(given[0], *(buffer or nothing)) for buffer in made])
 
     def _by_operator(
         self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str
     ) -> Results:
-        found = library.as_tuple(self._registered_gradients(dfirst, *saved, *options, needs, impl))
+        found = as_tuple(self._gradients_by_torch(dfirst, *saved, *options, needs, impl))
         return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors, ctx.options, ctx.training, ctx.impl = self._split(self._tensors, inputs)
-        results = library.as_tuple(output)
+        tensors, ctx.options, ctx.training, ctx.impl = self._split(False, inputs)
+        results = as_tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*self._taker(ctx.options)((*tensors, *results, None)))

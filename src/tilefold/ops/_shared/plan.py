@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tilefold.ops._shared.internals import Grid, Tma
 
+Take = Callable[[Any], tuple[Any, ...]]  # selects values of a sequence
+
 
 class Setting(NamedTuple):
     """Facts behind plans besides the tensors' layouts and the options."""
@@ -97,7 +99,7 @@ def in_dtype(dtype: torch.dtype, **tensors: Tensor) -> tuple[TorchStep, ...]:
     )
 
 
-def taker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+def taker(places: list[int]) -> Take:
     """Fast getter of the values at these places of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)

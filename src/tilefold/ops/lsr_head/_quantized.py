@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.bytes import as_bytes, from_bytes
+from tilefold.ops._shared.calls import is_plain, run
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, attempt, give_up, refuse_capture
 from tilefold.ops._shared.impl import resolve_impl
-from tilefold.ops._shared.library import is_plain, run
 
 FP8 = torch.float8_e4m3fn
 QUANTIZED_HEAD = "lsr_head with an fp8 weight"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.internals import LaunchAt, hooked
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View, taker
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, Take, TorchStep, View, taker
 
-Take = Callable[[Any], tuple[Any, ...]]
 MAX_TOGETHER = 1 << 20  # bytes of scratch that are held for a step longer than it is read: each block costs the host
 PIECE_ALIGNMENT = 128  # bytes, of scratch in a block: as much as the L2 cache reads at a time
 NOTHING = TorchStep("", lambda: None, "")  # of a plan without steps
