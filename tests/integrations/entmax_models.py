@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,20 @@ def model(name: str, implementation: str = "entmax", **changes: Any) -> Any:
         kind, cls = kinds[name]
         made = cls._from_config(kind(**SMALL, pad_token_id=0, **changes), attn_implementation=implementation)
     return made.eval()
+
+
+def sentence_model(tokenizer_folder: Path, folder: Path, **options: Any) -> Any:
+    """A SentenceTransformer of a tiny BERT with the real tokenizer, by way of a checkpoint in `folder`."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+    BertModel(config).save_pretrained(str(folder))
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    modules = [Transformer(str(folder), max_seq_length=32), Pooling(32)]
+    return SentenceTransformer(modules=modules, device="cpu", **options)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,12 @@ needs_all_causal_logits = pytest.mark.skipif(
     reason="sentence-transformers keeps one token of causal logits before 6.2",
 )
 
+CAUSAL_OPTIONS: dict[str, Any] = {
+    "transformer_task": "text-generation",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+    "module_output_name": "token_embeddings",
+    "processing_kwargs": {"text": {"logits_to_keep": 0}},
+}
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 _ENDS = {"pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
 _CAUSAL = {**_ENDS, "num_key_value_heads": 2}
@@ -57,22 +63,20 @@ NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def five_steps(folder: Path, kind: Any = SparseEncoderTrainingArguments, **options: Any) -> Any:
+def five_steps(folder: Path, **options: Any) -> Any:
     """Arguments of a short training run on the CPU that logs the loss of each step; ``options`` take their place."""
     settings: dict[str, Any] = {
-        "max_steps": 5,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 5e-5,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-        "dataloader_pin_memory": False,
-    }
-    return one_gpu(kind)(str(folder), **settings | options)
+        "max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 5e-5, "logging_steps": 1,
+        "logging_nan_inf_filter": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "use_cpu": True, "seed": 3, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return one_gpu(SparseEncoderTrainingArguments)(str(folder), **settings | options)
+
+
+def logged_losses(trainer: Any) -> list[float]:
+    """The loss of each step of a run."""
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def build_minilm_splade(folder: Path) -> None:
@@ -130,14 +134,7 @@ def tiny_transformer(kind: str, tokenizer_folder: Path, **options: Any) -> Trans
         shutil.copy(file, folder / file.name)
     if kind not in ("llama", "granite", "gemma2"):
         return Transformer(str(folder), transformer_task="fill-mask")
-    return Transformer(
-        str(folder),
-        transformer_task="text-generation",
-        modality_config={"text": {"method": "forward", "method_output_name": "logits"}},
-        module_output_name="token_embeddings",
-        processing_kwargs={"text": {"logits_to_keep": 0}},
-        processor_kwargs={"padding_side": "left"},
-    )
+    return Transformer(str(folder), processor_kwargs={"padding_side": "left"}, **CAUSAL_OPTIONS)
 
 
 def without_dropout(model: SparseEncoder) -> SparseEncoder:

@@ -14,8 +14,8 @@ from sentence_transformers.sparse_encoder.losses import SparseMarginMSELoss, Spl
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
-from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps
+from tests.integrations.multi_vector_models import POSITIVES, build_colbert, needs_stock
+from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps, logged_losses
 from tests.integrations.test_sentence_transformers_packed import (
     PAIRS,
     assert_same,
@@ -68,37 +68,11 @@ def test_batches_that_a_loader_cuts_give_the_losses_of_the_stock_model(
         if data is LABELLED:
             loss = SpladeLoss(model, SparseMarginMSELoss(model), 3e-3, 5e-3)
         given = data.to_iterable_dataset() if streamed else data
-        trainer = SparseEncoderTrainer(
-            model=model,
-            args=five_steps(tmp_path, max_steps=3, accelerator_config=how),
-            train_dataset=given,
-            eval_dataset=given,
-            loss=loss,
-        )
-        trainer.train()
-        results.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        results[-1].append(trainer.evaluate()["eval_loss"])
+        arguments = five_steps(tmp_path, max_steps=3, accelerator_config=how)
+        trainer = SparseEncoderTrainer(model, args=arguments, train_dataset=given, eval_dataset=given, loss=loss)
+        results.append([*logged_losses(trainer), trainer.evaluate()["eval_loss"]])
     assert len(results[1]) == 4 and results[1] == pytest.approx(results[0], rel=1e-4)
     assert set(runs) == {1}
-
-
-@needs_stock
-def test_a_multi_vector_model_trains_on_a_stream(tmp_path: Path) -> None:
-    from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
-
-    rows = Dataset.from_dict({"query": QUERIES, "answer": POSITIVES, "negative": NEGATIVES}).to_iterable_dataset()
-    arguments = five_steps(tmp_path, MultiVectorEncoderTrainingArguments, max_steps=2, per_device_train_batch_size=3)
-    results = []
-    for fused in (False, True):
-        model = without_dropout(build_colbert())
-        if fused:
-            accelerate(model)
-        loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)
-        trainer = MultiVectorEncoderTrainer(model=model, args=arguments, train_dataset=rows, loss=loss)
-        trainer.train()
-        results.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(results[1]) == 2 and results[1] == pytest.approx(results[0], rel=1e-4)
 
 
 def test_packed_features_are_not_cut_and_trainers_that_cut_collate_nothing(tiny: SparseEncoder, tmp_path: Path) -> None:
@@ -229,10 +203,8 @@ def test_texts_without_tokens_have_rows_of_zeros_and_gradients(kind: str, tokeni
     accelerate(model)
     found = [model.encode(texts, batch_size=2).to_dense(), encode_sparse(model, texts, batch_size=1).to_dense()]
     if kind == "roberta":
-        found += [
-            torch.stack([model.encode(text).to_dense() for text in texts]),
-            encode_sparse(model, texts * 9).to_dense()[:4],
-        ]
+        found.append(torch.stack([model.encode(text).to_dense() for text in texts]))
+        found.append(encode_sparse(model, texts * 9).to_dense()[:4])
         columns = [model.preprocess(column) for column in (["", " "], ["a list", "b"])]
         value, gradients = gradients_of(model, splade_loss(model), columns)
         assert 0 < value < float("inf") and all(gradient.isfinite().all() for gradient in gradients.values())

@@ -115,19 +115,16 @@ def test_wrong_arguments_name_themselves(model: SparseEncoder) -> None:
         encode_sparse(model, TEXTS, prompt_name="missing")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"batch_size": 5},
-        {"max_active_dims": 6},
-        {"convert_to_sparse_tensor": False},
-        {"convert_to_tensor": False, "save_to_cpu": True},
-        {"prompt": "find: ", "show_progress_bar": True},
-        {"task": "document"},
-    ],
-    ids=str,
-)
+OF_ROWS: list[dict[str, Any]] = [
+    {}, {"batch_size": 5}, {"max_active_dims": 6}, {"convert_to_sparse_tensor": False}, {"task": "document"},
+    {"convert_to_tensor": False, "save_to_cpu": True}, {"prompt": "find: ", "show_progress_bar": True},
+]  # fmt: skip
+OF_VECTORS: list[dict[str, Any]] = [
+    {}, {"batch_size": 5}, {"convert_to_numpy": True}, {"normalize_embeddings": True}, {"prompt": "find: "}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OF_ROWS, ids=str)
 def test_encode_gives_what_stock_gives(model: SparseEncoder, streams: list[Any], options: dict[str, Any]) -> None:
     expected = model.encode(MANY, **options)
     model.train()
@@ -137,9 +134,8 @@ def test_encode_gives_what_stock_gives(model: SparseEncoder, streams: list[Any],
     if isinstance(expected, list):
         assert isinstance(got, list)
         expected, got = torch.stack(expected), torch.stack(got)
-    assert (got.layout, got.dtype, got.device, got.shape) == (
-        expected.layout, expected.dtype, expected.device, expected.shape,
-    )  # fmt: skip
+    for fact in ("layout", "dtype", "device", "shape"):
+        assert getattr(got, fact) == getattr(expected, fact)
     assert_close(got.to_dense(), expected.to_dense(), FP32_BUDGET)
 
 
@@ -184,22 +180,16 @@ transformer.max_seq_length = 16
 model = SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
 expected = model.encode(texts).to_dense()
 accelerate(model, impl="triton", check=False)
+again, plain = [], stream.SparseStream._plain
+stream.SparseStream._plain = lambda self, texts: again.append(texts) or plain(self, texts)
 for capacity, top_k in ((1024, None), (4, None), (1024, 5)):
-    stream.CAPACITY, again = capacity, 0
-    plain = stream.SparseStream._plain
-    def counted(self, texts):
-        global again
-        again += 1
-        return plain(self, texts)
-    stream.SparseStream._plain = counted
+    stream.CAPACITY = capacity
+    again.clear()
     rows = encode_sparse(model, texts, batch_tokens=10, top_k=top_k)
-    stream.SparseStream._plain = plain
-    want = expected
-    if top_k is not None:
-        best = expected.topk(top_k, dim=1)
-        want = torch.zeros_like(expected).scatter_(1, best.indices, best.values)
+    best = expected.topk(top_k or expected.size(1), dim=1)
+    want = torch.zeros_like(expected).scatter_(1, best.indices, best.values)
     torch.testing.assert_close(rows.to_dense(), want, rtol=1e-5, atol=1e-5)
-    print(capacity, top_k, again > 0)
+    print(capacity, top_k, bool(again))
 """
 
 
@@ -213,11 +203,7 @@ def test_rows_of_fixed_capacity_are_those_of_stock_and_full_ones_are_encoded_aga
     assert done.stdout.splitlines() == ["1024 None False", "4 None True", "1024 5 False"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"batch_size": 5}, {"convert_to_numpy": True}, {"normalize_embeddings": True}, {"prompt": "find: "}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OF_VECTORS, ids=str)
 @pytest.mark.parametrize("side", ["query", "document"])
 def test_vectors_are_those_of_stock(late: Any, streams: list[Any], side: str, options: dict[str, Any]) -> None:
     stock = copy.deepcopy(late)

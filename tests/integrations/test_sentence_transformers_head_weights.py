@@ -28,6 +28,16 @@ from tilefold.testing import relative_error
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # peft, on a second adapter
 
 
+def encode(model: SparseEncoder) -> torch.Tensor:
+    return model.encode(TEXTS).to_dense()
+
+
+def accelerated(stock: SparseEncoder, **options: Any) -> SparseEncoder:
+    fused = copy.deepcopy(stock)
+    accelerate(fused, **options)
+    return fused
+
+
 def with_lora(folder: Path, *names: str, **options: Any) -> SparseEncoder:
     """A tiny untied model with LoRA adapters on its LM head and its attention, B away from zero."""
     model = build_tiny_splade("bert", folder, tie_word_embeddings=False)
@@ -42,18 +52,15 @@ def with_lora(folder: Path, *names: str, **options: Any) -> SparseEncoder:
     return model
 
 
-@pytest.mark.parametrize(
-    ("names", "options"),
-    [((), {}), ((), {"r": 3}), ((), {"lora_bias": True}), ((), {"use_rslora": True}), (("one", "two"), {})],
-)
-def test_lora_of_a_head_trains_as_stock(
-    names: tuple[str, ...], options: dict[str, Any], tokenizer_folder: Path
-) -> None:
+ADAPTERS = [((), {}), ((), {"r": 3}), ((), {"lora_bias": True}), ((), {"use_rslora": True}), (("one", "two"), {})]
+
+
+@pytest.mark.parametrize(("names", "options"), ADAPTERS)
+def test_lora_of_a_head_trains_as_stock(names: tuple[str, ...], options: Any, tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, *names, **options)
     if names:
         stock.set_adapter(list(names))
-    fused = copy.deepcopy(stock)
-    accelerate(fused)
+    fused = accelerated(stock)
     assert_same_training(without_dropout(stock), without_dropout(fused))
     _, gradients = scores_and_gradients(fused)
     trained = [name for name in gradients if "decoder" in name]
@@ -62,8 +69,7 @@ def test_lora_of_a_head_trains_as_stock(
 
 def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, lora_dropout=0.3)
-    fused = copy.deepcopy(stock)
-    accelerate(fused, packed=False)  # packed tokens draw other numbers
+    fused = accelerated(stock, packed=False)  # packed tokens draw other numbers
     torch.manual_seed(9)
     expected, expected_gradients = scores_and_gradients(stock.train())
     torch.manual_seed(9)
@@ -74,8 +80,7 @@ def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
 
 def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, "one", "two")
-    fused = copy.deepcopy(stock)
-    accelerate(fused)
+    fused = accelerated(stock)
     seen = []
     for action in (
         lambda model: model.set_adapter("one"),
@@ -87,8 +92,8 @@ def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: 
     ):
         action(stock)
         action(fused)
-        expected = stock.encode(TEXTS).to_dense()
-        assert_close(fused.encode(TEXTS).to_dense(), expected, 1e-5)
+        expected = encode(stock)
+        assert_close(encode(fused), expected, 1e-5)
         seen.append(expected)
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
@@ -97,12 +102,11 @@ def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: 
 def test_a_head_among_the_modules_to_save_is_trained_as_stock(saved: list[str], tokenizer_folder: Path) -> None:
     stock = build_tiny_splade("bert", tokenizer_folder, tie_word_embeddings=False)
     stock.add_adapter(LoraConfig(r=4, target_modules=["query"], modules_to_save=saved))
-    fused = copy.deepcopy(stock)
-    accelerate(fused)
+    fused = accelerated(stock)
     assert_same_training(without_dropout(stock), without_dropout(fused))
     stock.disable_adapters()
     fused.disable_adapters()
-    assert_close(fused.encode(TEXTS).to_dense(), stock.encode(TEXTS).to_dense(), 1e-5)
+    assert_close(encode(fused), encode(stock), 1e-5)
 
 
 def test_adapters_in_fp32_on_a_half_precision_model_score_as_stock(tokenizer_folder: Path) -> None:
@@ -110,9 +114,7 @@ def test_adapters_in_fp32_on_a_half_precision_model_score_as_stock(tokenizer_fol
     for name, parameter in stock.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    fused = copy.deepcopy(stock)
-    accelerate(fused)
-    assert_close(fused.encode(TEXTS).to_dense(), stock.encode(TEXTS).to_dense(), 2**-6)
+    assert_close(encode(accelerated(stock)), encode(stock), 2**-6)
 
 
 def test_an_adapter_added_afterwards_asks_for_another_call(tokenizer_folder: Path) -> None:
@@ -122,9 +124,9 @@ def test_an_adapter_added_afterwards_asks_for_another_call(tokenizer_folder: Pat
     refused(RuntimeError, r"an adapter was added.*call accelerate\(model\) again", model.encode, TEXTS)
     stock = copy.deepcopy(model)
     restore(stock)
-    expected = stock.encode(TEXTS).to_dense()
+    expected = encode(stock)
     accelerate(model)
-    assert_close(model.encode(TEXTS).to_dense(), expected, 1e-5)
+    assert_close(encode(model), expected, 1e-5)
 
 
 def test_variants_of_lora_are_refused(tokenizer_folder: Path) -> None:
@@ -135,20 +137,12 @@ def test_variants_of_lora_are_refused(tokenizer_folder: Path) -> None:
 FP8_SCORES = 0.05  # both operands rounded to 4 bits: about 3% of a logit, less of its logarithm
 
 
-def encode(model: SparseEncoder) -> torch.Tensor:
-    return model.encode(TEXTS).to_dense()
-
-
-def features(model: SparseEncoder) -> dict[str, torch.Tensor]:
-    return dict(model.preprocess(TEXTS))
-
-
 def test_encoding_rounds_and_training_does_not(model: SparseEncoder) -> None:
     exact = encode(model)
     with accelerate(model, quantize="fp8"):
         rounded = encode(model)
         model.eval()
-        trained = model(features(model))["sentence_embedding"]
+        trained = model(model.preprocess(TEXTS))["sentence_embedding"]
     assert 0 < relative_error(rounded, exact) < FP8_SCORES
     assert trained.requires_grad
     assert relative_error(trained, exact) < 1e-5
@@ -183,10 +177,8 @@ def test_a_changed_weight_is_seen_whatever_changed_it(model: SparseEncoder, chan
     with torch.no_grad():
         CHANGES[change](weight)
     after = encode(model)
-    fresh = copy.deepcopy(model)
-    accelerate(fresh, quantize="fp8")
     assert not torch.equal(after, before)
-    assert torch.equal(after, encode(fresh))
+    assert torch.equal(after, encode(accelerated(model, quantize="fp8")))
 
 
 @pytest.mark.gpu
@@ -199,12 +191,10 @@ def test_a_model_that_moved_encodes_with_the_weight_it_has_there(model: SparseEn
 
 def test_copies_and_pickles_carry_no_rounded_weight(model: SparseEncoder) -> None:
     accelerate(model, quantize="fp8")
-    small = len(pickle.dumps(model))
-    expected = encode(model)
+    small, expected = len(pickle.dumps(model)), encode(model)
     stored = pickle.dumps(model)
-    other = copy.deepcopy(model)
     assert len(stored) < small + 10_000  # the weight in fp8 would be a megabyte
-    for again in (pickle.loads(stored), other):  # noqa: S301
+    for again in (pickle.loads(stored), copy.deepcopy(model)):  # noqa: S301
         assert torch.equal(encode(again), expected)
 
 

@@ -25,12 +25,13 @@ from transformers import TrainingArguments
 from tests import programs
 from tests.integrations.multi_vector_models import build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, VOCABULARY, assert_close, build_tiny_splade
+from tests.kernels import triton_interpreted
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore, warm_up
 from tilefold.integrations.sentence_transformers._warm_up import steps
+from tilefold.integrations.sentence_transformers.packed_inputs import on_device
 from tilefold.integrations.transformers import one_gpu
 from tilefold.modules import StaticQuery
-from tilefold.ops._shared.impl import triton_interpreted
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +60,6 @@ def test_the_first_python_of_the_readme_accelerates_a_model(tiny_folder: Path, m
     namespace: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), namespace)  # noqa: S102
     assert is_accelerated(namespace["model"])
-
-
-RELOAD_WITHOUT_TILEFOLD = """
-import sys, torch
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "tilefold":
-            raise ImportError("tilefold must not be imported")
-sys.meta_path.insert(0, Refuse())
-from sentence_transformers import SparseEncoder
-model = SparseEncoder(sys.argv[1], device="cpu")
-torch.save(model.encode(sys.argv[3:]).to_dense(), sys.argv[2])
-assert "tilefold" not in sys.modules
-"""
-
-
-def test_a_checkpoint_of_an_accelerated_model_loads_without_tilefold(model: SparseEncoder, tmp_path: Path) -> None:
-    keys = list(model.state_dict())
-    expected = encode(model)
-    accelerate(model)
-    assert list(model.state_dict()) == keys
-    model.save_pretrained(str(tmp_path / "saved"))
-    scores = tmp_path / "scores.pt"
-    done = programs.run("-c", RELOAD_WITHOUT_TILEFOLD, tmp_path / "saved", scores, *TEXTS)
-    assert done.returncode == 0, done.stderr
-    assert torch.equal(torch.load(scores, weights_only=True), expected)
 
 
 def test_the_files_of_a_checkpoint_are_those_of_the_stock_model(either: Any, tmp_path: Path) -> None:
@@ -182,8 +157,7 @@ def test_accelerating_and_encoding_leave_modes_and_random_numbers_alone(model: S
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_embedding_dimension_is_known_after_the_first_batch(tiny_folder: Path) -> None:
-    model = SparseEncoder(str(tiny_folder), device="cpu")
+def test_the_embedding_dimension_is_known_after_the_first_batch(model: SparseEncoder) -> None:
     model[1].embedding_dimension = None
     accelerate(model)
     assert model[1].embedding_dimension is None
@@ -260,10 +234,7 @@ def test_torch_still_asks_every_module() -> None:
 def test_data_parallel_on_two_gpus_raises_before_it_scatters_numbers(tiny_folder: Path) -> None:
     model = SparseEncoder(str(tiny_folder), device="cuda:0")
     accelerate(model)
-    features = {
-        key: value.cuda() if hasattr(value, "cuda") else value for key, value in model.preprocess(TEXTS).items()
-    }
-    refused(RuntimeError, REFUSED, nn.DataParallel(model), features)
+    refused(RuntimeError, REFUSED, nn.DataParallel(model), on_device(model.preprocess(TEXTS), "cuda"))
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, SparseEncoderTrainingArguments])
@@ -301,7 +272,7 @@ def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
 def test_what_cannot_be_warmed_up_is_told() -> None:
     model = torch.nn.Linear(2, 2)
     refused(RuntimeError, "torch sees none here", warm_up, model)
-    with pytest.raises(ValueError, match=r"lengths and batch_size must be at least 1, got lengths=\[\], batch_size=32"):
-        warm_up(model, [])
-    with pytest.raises(ValueError, match="inference or training must be true, got neither"):
-        warm_up(model, inference=False, training=False)
+    refused(
+        ValueError, r"lengths and batch_size must be at least 1, got lengths=\[\], batch_size=32", warm_up, model, []
+    )
+    refused(ValueError, "must be true, got neither", warm_up, model, inference=False, training=False)

@@ -125,9 +125,8 @@ def test_lists_of_encoded_texts_and_arrays_are_taken(model: Any) -> None:
         expected = getattr(scoring, name)(queries, documents)
         torch.testing.assert_close(getattr(multi_vector, name)(queries, documents), expected)
     arrays = [t.numpy() for t in problem("colbert_scores").values()]
-    torch.testing.assert_close(
-        multi_vector.colbert_scores(*arrays[:2]), scoring.colbert_scores(*(torch.from_numpy(a) for a in arrays[:2]))
-    )
+    tensors = [torch.from_numpy(array) for array in arrays[:2]]
+    torch.testing.assert_close(multi_vector.colbert_scores(*arrays[:2]), scoring.colbert_scores(*tensors))
 
 
 @needs_stock
@@ -174,12 +173,11 @@ def test_losses_equal_stock(model: Any, kind: str, name: str, options: dict[str,
     torch.testing.assert_close(found, expected)
     assert gradients.keys() == expected_gradients.keys()
     # some gradients vanish in exact arithmetic (a key bias before a softmax): a rounding of the largest one is let pass
-    largest = max(gradient.abs().max().item() for gradient in expected_gradients.values())
+    scales = {name: gradient.abs().max().item() for name, gradient in expected_gradients.items()}
+    rounding = torch.finfo(torch.float32).eps * max(scales.values())
     for parameter, gradient in gradients.items():
         error = (gradient - expected_gradients[parameter]).abs().max().item()
-        allowed = max(
-            FP32_BUDGET * expected_gradients[parameter].abs().max().item(), torch.finfo(torch.float32).eps * largest
-        )
+        allowed = max(FP32_BUDGET * scales[parameter], rounding)
         assert error <= allowed, f"gradient of {parameter}: error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -204,24 +202,32 @@ def test_functions_with_options_of_their_own_are_named_in_a_loss_configuration_a
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:
-    queries, documents, queries_mask, documents_mask = problem("colbert_scores").values()
-    with pytest.raises(ValueError, match=r"documents_embeddings must have shape \[B, N, L, D\], got \[3, 9, 16\]"):
-        multi_vector.colbert_scores(queries, documents[:, 0])
-    with pytest.raises(ValueError, match=r"documents_mask must have shape \[3, 2, 9\].*got \[3, 2, 8\]"):
-        multi_vector.colbert_kd_scores(queries, documents, queries_mask, documents_mask[..., 1:])
-    with pytest.raises(ValueError, match=r"queries_mask must have shape \[3, 5\].*got \[3, 4\]"):
-        multi_vector.colbert_scores(queries, documents, queries_mask[:, 1:], documents_mask)
-    with pytest.raises(ValueError, match="one document for each of the 0 queries, got 3"):
-        multi_vector.colbert_scores_pairwise([], documents[:, 0])
-    refused(ValueError, "one group for each of the 2 queries", multi_vector.colbert_kd_scores, queries[:2], documents)
-    with pytest.raises(ValueError, match=r"sequences of shape \[L, D\], got one of shape \[16\]"):
-        multi_vector.colbert_scores_pairwise(list(queries[0]), documents[:, 0])
+    arguments = problem("colbert_scores")
+    queries, documents, queries_mask, documents_mask = arguments.values()
+    rows, one_each, cut = list(queries[0]), documents[:, 0], documents_mask[..., 1:]
+    called = vars(multi_vector)
+    for name, kind, message, given in (
+        ("colbert_scores", ValueError, r"documents_embeddings must have shape \[B, N, L, D\], got \[3, 9, 16\]",
+         (queries, one_each)),
+        ("colbert_kd_scores", ValueError, r"documents_mask must have shape \[3, 2, 9\].*got \[3, 2, 8\]",
+         (queries, documents, queries_mask, cut)),
+        ("xtr_scores", ValueError, r"documents_mask must have shape \[3, 2, 9\]", (queries, documents, None, cut)),
+        ("colbert_scores", ValueError, r"queries_mask must have shape \[3, 5\].*got \[3, 4\]",
+         (queries, documents, queries_mask[:, 1:], documents_mask)),
+        ("colbert_scores_pairwise", ValueError, "one document for each of the 0 queries, got 3", ([], one_each)),
+        ("colbert_kd_scores", ValueError, "one group for each of the 2 queries", (queries[:2], documents)),
+        ("xtr_kd_scores", ValueError, "one group for each of the 2 queries", (queries[:2], documents)),
+        ("colbert_scores_pairwise", ValueError, r"sequences of shape \[L, D\], got one of shape \[16\]",
+         (rows, one_each)),
+        ("maxsim_pairwise", ValueError, "document for each of the 2 queries, got 3 documents", (queries[:2], queries)),
+        ("maxsim", ValueError, r"a_mask must have shape \[3, 5\].*got \[3, 6\]", (queries, queries, torch.ones(3, 6))),
+        ("maxsim", ValueError, r"b must hold sequences of shape \[L, D\], got one of shape \[16\]", (queries, rows)),
+        ("maxsim", ValueError, r"a must have shape \[B, L, D\], got \[3, 2, 9, 16\]", (documents, queries)),
+        ("maxsim", TypeError, "dtype of queries", (queries, list(queries.bfloat16()))),
+    ):  # fmt: skip
+        refused(kind, message, called[name], *given)
     refused(RuntimeError, "impl='triton'", multi_vector.colbert_scores, queries, documents, impl="triton")
-    arguments = problem("xtr_scores")
     refused(ValueError, "top_k must be a positive integer, got 0", multi_vector.xtr_scores, **arguments, top_k=0)
-    with pytest.raises(ValueError, match=r"documents_mask must have shape \[3, 2, 9\]"):
-        multi_vector.xtr_scores(**{**arguments, "documents_mask": arguments["documents_mask"][..., 1:]})
-    refused(ValueError, "one group for each of the 2 queries", multi_vector.xtr_kd_scores, queries[:2], documents)
 
 
 @pytest.mark.gpu

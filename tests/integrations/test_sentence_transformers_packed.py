@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentence_transformers
 import torch
 from datasets import Dataset
-from packaging.version import Version
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
@@ -23,10 +21,18 @@ from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, Sparse
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
-from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade, five_steps, tiny_transformer
+from tests.integrations.splade_models import (
+    TEXTS,
+    assert_close,
+    build_tiny_splade,
+    five_steps,
+    logged_losses,
+    tiny_transformer,
+)
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import _packing, accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.collating import AheadCollator, PendingBatch
+from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs, padded_inputs
 from tilefold.integrations.transformers.packed import padding_position
 
@@ -87,12 +93,8 @@ def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folde
     assert accelerate(model).padded == {}
     model.max_seq_length = 20
     texts = ["", "one", "[PAD] in a text [MASK]", "a long text " * 20, "\u00e9t\u00e9 \u4e2d\u6587"]
-    for options in (
-        {},
-        {"prompt": "query: "},
-        {"task": "document"},
-        {"processing_kwargs": {"text": {"max_length": 7}}},
-    ):
+    shorter = {"processing_kwargs": {"text": {"max_length": 7}}}
+    for options in ({}, {"prompt": "query: "}, {"task": "document"}, shorter):
         expected = pack_features(model.preprocess(texts, **options), padding_position(model[0].model))
         for _ in range(2):  # the first call plans, the second repeats
             with packed_inputs():
@@ -142,8 +144,6 @@ def test_losses_and_gradients_are_those_of_padding(kind: str, options: dict[str,
 def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None:
     from sentence_transformers.multi_vector_encoder import losses
 
-    from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-
     name = "Cached" * cached + "MultiVectorMultipleNegativesRankingLoss"
     results = []
     for fused in (False, True):
@@ -153,30 +153,23 @@ def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None
         options = {"mini_batch_size": 3} if cached else {}
         loss = getattr(losses, name)(model, similarity_fct=colbert_scores, **options)
         tasks = ["query", "document", "document"]
-        columns = [
-            model.preprocess(texts, task=task)
-            for texts, task in zip((QUERIES, POSITIVES, NEGATIVES), tasks, strict=True)
-        ]
-        for column, task in zip(columns, tasks, strict=True):
-            column["task"] = task
+        texts = zip((QUERIES, POSITIVES, NEGATIVES), tasks, strict=True)
+        columns = [{**model.preprocess(column, task=task), "task": task} for column, task in texts]
         assert ("cu_seq_lens_q" in model[0](dict(columns[1]))) == fused
         results.append(gradients_of(without_dropout(model), loss, columns))
     assert_same(results[1], results[0])
 
 
 def train(model: SparseEncoder, folder: Path, ahead: bool, data: Dataset = PAIRS, **options: Any) -> list[float]:
-    trainer = SparseEncoderTrainer(
-        model=model, args=five_steps(folder, **options), train_dataset=data, eval_dataset=data, loss=splade_loss(model)
-    )
+    given = {"args": five_steps(folder, **options), "train_dataset": data, "eval_dataset": data}
+    trainer = SparseEncoderTrainer(model, loss=splade_loss(model), **given)
     if ahead:
         collate_ahead(trainer)
         collate_ahead(trainer)
         assert isinstance(trainer.data_collator, AheadCollator)
         assert not isinstance(trainer.data_collator.collator, AheadCollator)
         assert trainer.data_collator.join == (len(model) == 2)  # a Router may have several encoders
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [*losses, trainer.evaluate()["eval_loss"]]
+    return [*logged_losses(trainer), trainer.evaluate()["eval_loss"]]
 
 
 def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(tiny: SparseEncoder, tmp_path: Path) -> None:
@@ -187,9 +180,7 @@ def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(tiny: Spars
     arguments = five_steps(tmp_path, max_steps=1, logging_nan_inf_filter=True)
     trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=loss)
     collate_ahead(trainer)
-    trainer.train()
-    assert not trainer.args.logging_nan_inf_filter
-    assert math.isnan(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
+    assert math.isnan(logged_losses(trainer)[0]) and not trainer.args.logging_nan_inf_filter
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}])
@@ -207,16 +198,7 @@ def test_a_training_run_has_the_stock_losses(options: dict[str, Any], tiny: Spar
     assert_close(packed.encode(TEXTS).to_dense(), again.encode(TEXTS).to_dense(), 1e-5)
 
 
-CHECKPOINTING = pytest.param(
-    {"gradient_checkpointing": True},
-    marks=pytest.mark.skipif(
-        Version(sentence_transformers.__version__) < Version("6.2"),
-        reason="sentence-transformers before 6.2 cannot switch checkpointing on under a newer trainer",
-    ),
-)
-
-
-@pytest.mark.parametrize("options", [{}, CHECKPOINTING, {"bf16": True}])
+@pytest.mark.parametrize("options", [{}, {"bf16": True}])
 def test_texts_of_one_length_train_as_stock(
     options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -280,8 +262,8 @@ def test_batches_are_made_in_a_thread_and_their_errors_come_out() -> None:
             raise ValueError("no rows")
         return {"x_input_ids": torch.tensor([row["x"] for row in rows]), "dataset_name": "a"}
 
+    pickle.loads(pickle.dumps(AheadCollator(len)))  # noqa: S301 - of our own making
     ahead = AheadCollator(collate)
-    ahead = pickle.loads(pickle.dumps(AheadCollator(len))) and ahead  # noqa: S301 - of our own making
     batch = ahead([{"x": 1}, {"x": 2}])
     assert isinstance(batch, PendingBatch)
     made = batch.to("cpu", non_blocking=True)
@@ -338,6 +320,6 @@ def test_rounding_in_16_bits_is_told_from_a_fault(
     monkeypatch.setattr(_packing, "padded_inputs", padded_scope)
     tiny.to(getattr(torch, dtype))
     with contextlib.nullcontext() if packed else pytest.warns(UserWarning, match="disagree by"):
-        accelerate(tiny)
-    assert _packing.has_packed_inputs(tiny) is packed
+        handle = accelerate(tiny)
+    assert (not handle.padded) is packed
     assert next(tiny.parameters()).dtype == getattr(torch, dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModel,
-    BertConfig,
     BertForMaskedLM,
     BertModel,
     DistilBertModel,
@@ -23,7 +21,7 @@ from transformers import (
 )
 
 from tests import programs
-from tests.integrations.entmax_models import NAMES, batch, model, output, registered  # noqa: F401
+from tests.integrations.entmax_models import NAMES, batch, model, output, registered, sentence_model  # noqa: F401
 from tests.refusals import refused
 from tilefold.integrations.transformers import (
     learn_alpha,
@@ -42,9 +40,8 @@ def test_alpha_one_is_the_models_own_softmax(name: str) -> None:
     stock, mine = model(name, "eager"), model(name, entmax_alpha=1.0)
     mine.load_state_dict(stock.state_dict())
     kept = mask.bool()
-    torch.testing.assert_close(
-        output(mine, tokens, mask)[kept], output(stock, tokens, mask)[kept], rtol=1e-4, atol=1e-5
-    )
+    found, expected = (output(made, tokens, mask)[kept] for made in (mine, stock))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -209,13 +206,11 @@ def test_learned_alphas_of_a_model_with_a_head_load_without_it_and_from_shards(t
         alpha.theta.data.add_(torch.arange(2))
     whole.save_pretrained(str(tmp_path), max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
+    right = [layer.attention.self.entmax_alpha.theta for layer in whole.bert.encoder.layer]
     for cls in (BertModel, BertForMaskedLM):
         loaded = cls.from_pretrained(str(tmp_path))
-        thetas = [alpha.theta for alpha in load_alpha(loaded, str(tmp_path))]
-        assert all(
-            torch.equal(mine, module.entmax_alpha.theta)
-            for mine, module in zip(thetas, [layer.attention.self for layer in whole.bert.encoder.layer], strict=True)
-        )
+        pairs = zip(load_alpha(loaded, str(tmp_path)), right, strict=True)
+        assert all(torch.equal(alpha.theta, theta) for alpha, theta in pairs)
 
 
 def test_a_checkpoint_without_learned_alphas_is_refused_and_a_folder_without_one_too(tmp_path: Path) -> None:
@@ -244,15 +239,8 @@ TEXTS = ["a list of files", "read json", "threads and locks that wait for each o
 @pytest.mark.parametrize("learned", [False, True])
 def test_sentence_transformers_keep_the_attention(learned: bool, tokenizer_folder: Path, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
 
-    torch.manual_seed(0)
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
-    BertModel(config).save_pretrained(str(tmp_path / "parts"))
-    shutil.copytree(tokenizer_folder, tmp_path / "parts", dirs_exist_ok=True)
-    transformer = Transformer(str(tmp_path / "parts"), max_seq_length=32)
-    made = SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu").eval()
+    made = sentence_model(tokenizer_folder, tmp_path / "parts").eval()
     before = made.encode(TEXTS)
     use_entmax(made, 1.5 if learned else [1.3, 2.0], learn=learned)
     for name, parameter in made.named_parameters():

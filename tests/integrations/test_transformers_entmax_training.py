@@ -17,7 +17,7 @@ pytest.importorskip("datasets", reason="datasets is not installed")
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
-from tests.integrations.entmax_models import NAMES, batch, model, output, registered  # noqa: F401
+from tests.integrations.entmax_models import NAMES, batch, model, output, registered, sentence_model  # noqa: F401
 from tests.refusals import refused
 from tilefold.integrations.transformers import AlphaSchedule, learn_alpha, record_sparsity, set_alpha, use_entmax
 from tilefold.ops import entmax, entmax_attention
@@ -107,28 +107,15 @@ def test_a_schedule_refuses_models_that_it_would_not_change(tmp_path: Path) -> N
 
 def test_learned_alphas_train_in_sentence_transformers_and_go_on(tmp_path: Path, tokenizer_folder: Path) -> None:
     import datasets
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
-    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.sentence_transformer.modules import Pooling
-    from transformers import BertConfig, BertModel
 
-    start = tmp_path / "start"
-    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
-    BertModel(config).save_pretrained(str(start))
-    for file in tokenizer_folder.iterdir():
-        (start / file.name).write_bytes(file.read_bytes())
     texts = ["read files", "a list of rows", "write json", "locks of threads", "parse dates", "sort keys"]
     data = datasets.Dataset.from_dict({"query": texts, "document": [f"how to {text}" for text in texts]})
 
     def run(folder: Path, resume: str | None) -> torch.Tensor:
         # before 6.2 a trainer needs the flag to load its own checkpoint
-        modules = [Transformer(str(start)), Pooling(32)]
-        made = SentenceTransformer(modules=modules, device="cpu", trust_remote_code=True)
+        made = sentence_model(tokenizer_folder, tmp_path / "start", trust_remote_code=True)
         use_entmax(made, learn=True)
         args = SentenceTransformerTrainingArguments(
             str(folder), max_steps=4, per_device_train_batch_size=3, learning_rate=1e-2, use_cpu=True, seed=0,

@@ -11,10 +11,11 @@ import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments, losses
+from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers.processors import TemplateProcessing
 
+from tests.integrations.splade_models import five_steps, logged_losses
 from tests.modules.tiny import QUERIES, TEXTS
 from tests.recipes.small import SUBJECTS
 from tests.refusals import refused
@@ -76,9 +77,7 @@ def test_vectors_and_gradients_are_the_same(model: SparseEncoder) -> None:
     assert got.keys() == expected.keys()
     assert all(name in got for name, p in model.named_parameters() if p.requires_grad and "pooler" not in name)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            got[name], value, rtol=1e-8, atol=1e-10, msg=lambda said, name=name: f"{name}: {said}"
-        )
+        torch.testing.assert_close(got[name], value, rtol=1e-8, atol=1e-10, msg=name)
 
 
 def test_sparse_rows_are_those_of_encode(model: SparseEncoder) -> None:
@@ -195,17 +194,14 @@ def losses_of(name: str, base: str, folder: Path, fused: bool) -> tuple[list[flo
         model, ranking, document_regularizer_weight=0.0, query_regularizer_weight=0.0,
         document_regularizer=NoPenalty(), query_regularizer=NoPenalty(),
     )  # fmt: skip
-    arguments = SparseEncoderTrainingArguments(
-        str(folder), max_steps=20, per_device_train_batch_size=16, learning_rate=5e-3, logging_steps=1, seed=0,
-        lr_scheduler_type="constant", report_to="none", use_cpu=True, dataloader_pin_memory=False, disable_tqdm=True,
-        save_strategy="no",
+    arguments = five_steps(
+        folder, max_steps=20, per_device_train_batch_size=16, learning_rate=5e-3, lr_scheduler_type="constant", seed=0,
         router_mapping={} if recipe.query is None else {c: "query" if c == "query" else "document" for c in data},
     )  # fmt: skip
     model.model_card_data.widget = [{"text": "x"}]
     trainer = SparseEncoderTrainer(model, args=arguments, train_dataset=Dataset.from_dict(data), loss=loss)
     with accelerate(model) if fused else contextlib.nullcontext():
-        trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row], model
+        return logged_losses(trainer), model
 
 
 @pytest.mark.parametrize("name", ["unicoil", "deepimpact", "deepct", "epic"])

@@ -11,6 +11,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss
 
+from tests.integrations.splade_models import CAUSAL_OPTIONS
 from tests.modules.batches import same
 from tests.recipes.small import small_masked_lm
 from tests.recipes.tiny import TEXTS, dense, tiny_causal_lm
@@ -23,15 +24,7 @@ from tilefold.modules.prosper import LITERAL_WEIGHTS, ProsperTransformer, litera
 from tilefold.modules.window import LexicalWindow, keep_heaviest
 from tilefold.recipes.decoders import causal_splade
 
-KINDS = {
-    "causal": {
-        "transformer_task": "text-generation",
-        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
-        "module_output_name": "token_embeddings",
-        "processing_kwargs": {"text": {"logits_to_keep": 0}},
-    },
-    "masked": {"transformer_task": "fill-mask"},
-}
+KINDS: dict[str, dict[str, Any]] = {"causal": CAUSAL_OPTIONS, "masked": {"transformer_task": "fill-mask"}}
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +125,8 @@ def test_vectors_follow_the_formula(bases: dict[str, Path], kind: str, pooling: 
 def test_pooled_states_of_any_mask() -> None:
     hidden = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [-1.0], [0.0]], [[5.0], [5.0], [5.0]]])
     mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0]])
-    picked = {
-        name: pooled_activation(hidden, mask, name).expm1().flatten().round().tolist()
-        for name in ("last", "cls", "max")
-    }
-    assert picked == {"last": [2, 0, 0], "cls": [1, 0, 0], "max": [2, 0, 0]}
+    for name, expected in (("last", [2, 0, 0]), ("cls", [1, 0, 0]), ("max", [2, 0, 0])):
+        assert pooled_activation(hidden, mask, name).expm1().flatten().round().tolist() == expected
 
 
 def test_window_keeps_the_heaviest_of_rows_that_have_more_and_their_gradient() -> None:
