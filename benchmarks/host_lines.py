@@ -24,7 +24,6 @@ SHARED = (
 )  # mathematics, checks
 PLANS = (
     "plans",
-    "_plans_other",
     "_gradient_plans",
     "configs",
     "_torch_ops",

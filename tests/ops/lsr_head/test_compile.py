@@ -14,11 +14,10 @@ from tests.ops.cross_compile import check_spills, compile_kernel
 from tilefold.ops._shared._triton.releases import lean_places, why_no_warp_roles
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.plan import Setting
-from tilefold.ops.lsr_head import _plans_other as other
-from tilefold.ops.lsr_head import configs
+from tilefold.ops.lsr_head import configs, plans
 from tilefold.ops.lsr_head._triton import one_token, pack, quantize, sum_pooling
-from tilefold.ops.lsr_head._triton.max_backward import _count_kernel, _dhidden_kernel, _dweight_kernel, _list_kernel
-from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
+from tilefold.ops.lsr_head._triton.max_backward import count_kernel, dhidden_kernel, dweight_kernel, list_kernel
+from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forward_kernel
 
 if why_no_warp_roles() is None:
     from triton.experimental.gluon import language as gl
@@ -96,7 +95,7 @@ def check_forward(capability: int, dtype: torch.dtype, uniform: bool, *given_up:
         return
     for matrix, block in (("weight_src", config["BLOCK_V"]), ("rows_src", config["BLOCK_T"])):
         types[matrix] = f"tensordesc<{name}[{block},{config['BLOCK_K']}]>" if config["USE_TMA"] else f"*{name}"
-    check(_max_forward_kernel, types, constants, capability, products=dtype != torch.float32)
+    check(max_forward_kernel, types, constants, capability, products=dtype != torch.float32)
 
 
 def hopper_descriptor(dtype: torch.dtype, rows: int, columns: int) -> str:
@@ -125,7 +124,7 @@ def test_the_hopper_forward_builds_without_spills(dtype, with_winners, uniform):
 @pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "ragged"])
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_the_quantized_forward_builds_without_spills(capability, uniform):
-    check(quantize._quantize_rows_kernel, common_types(FP8), quantize.row_constants(1024) | {"D": DIM}, capability)
+    check(quantize.quantize_rows_kernel, common_types(FP8), quantize.row_constants(1024) | {"D": DIM}, capability)
     check_forward(capability, FP8, uniform, configs.BY_ROLES)
     if capability == 90 and why_no_warp_roles() is None:
         check_forward(capability, FP8, uniform)
@@ -157,13 +156,13 @@ def test_max_backward_builds_without_spills(capability, dtype, batch, offsets):
     dweight = constants_of(configs.DWEIGHT, dtype, capability, batch=batch)
     dweight |= {"ALWAYS_ACTIVE": False, "NEED_WEIGHT": True, "NEED_BIAS": True, "ACCUMULATE": False}
     for added_up in (False, True):
-        check(_dhidden_kernel, lists, dhidden | {"ADDED_UP": added_up}, capability)
+        check(dhidden_kernel, lists, dhidden | {"ADDED_UP": added_up}, capability)
     for uniform in (True, False) if offsets == "*i32" else (False,):
         layout = {"UNIFORM": uniform}
-        check(_count_kernel, types, scan | layout, capability)
+        check(count_kernel, types, scan | layout, capability)
         for added_up in (False, True):
-            check(_list_kernel, types, scan | layout | {"ADDED_UP": added_up}, capability)
-        check(_dweight_kernel, types, dweight | layout, capability)
+            check(list_kernel, types, scan | layout | {"ADDED_UP": added_up}, capability)
+        check(dweight_kernel, types, dweight | layout, capability)
 
 
 @pytest.mark.parametrize("offsets", [None, "*i32", "*i64"])
@@ -174,32 +173,32 @@ def test_sum_pooling_builds_without_spills(capability, dtype, offsets):
     constants |= {"HAS_BIAS": True, "HAS_MASK": offsets is None, "UNIFORM": offsets is None, "MEAN": True}
     types = common_types(dtype) | {"cu_ptr": offsets or "*i32"}
     gradient = constants | {"CLEAN": offsets is None, "NEED_BIAS": True}
-    for kernel, given in ((sum_pooling._sum_forward_kernel, constants), (sum_pooling._dlogits_kernel, gradient)):
+    for kernel, given in ((sum_pooling.sum_forward_kernel, constants), (sum_pooling.dlogits_kernel, gradient)):
         check(kernel, types, given, capability, products=dtype != torch.float32)
     needs = {"NEED_HIDDEN": ["drows_ptr", "dhidden_ptr"], "NEED_WEIGHT": ["product_ptr", "dweight_ptr"],
              "NEED_BIAS": ["sum_ptr", "dbias_ptr"]}  # fmt: skip
     for needed in (list(needs), *([name] for name in needs)):
         absent = [pointer for name, pointers in needs.items() if name not in needed for pointer in pointers]
         stored = {name: name in needed for name in needs} | dict.fromkeys(absent)
-        stored |= {"D": DIM, "HAS_UNIT": False, "BLOCK": other.STORE_BLOCK, "BLOCK_B": other.STORE_BIAS[0],
-                   "BLOCK_V": other.STORE_BIAS[1]}  # fmt: skip
-        check(sum_pooling._store_gradients_kernel, types, stored, capability)
+        stored |= {"D": DIM, "HAS_UNIT": False, "BLOCK": plans.STORE_BLOCK, "BLOCK_B": plans.STORE_BIAS[0],
+                   "BLOCK_V": plans.STORE_BIAS[1]}  # fmt: skip
+        check(sum_pooling.store_gradients_kernel, types, stored, capability)
 
 
 @pytest.mark.parametrize("offsets", ["*i32", "*i64"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_packing_builds_without_spills(capability, offsets):
     types = common_types(torch.bfloat16) | {"cu_ptr": offsets}
-    check(sum_pooling._check_offsets_kernel, types, {"BLOCK": other.CHECK_BLOCK}, capability)
+    check(sum_pooling.check_offsets_kernel, types, {}, capability)
     rows = {"D": DIM, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": 16,
             "BLOCK_EMPTY": pack.BLOCK_EMPTY, "WITH_WINNERS": True, "NO_WINNER": 65535}  # fmt: skip
     masked = {"SCAN": pack.SCAN, "HAS_MASK": True, **rows}
     for kernel, constants in (
-        (pack._count_kernel, {"SCAN": pack.SCAN}),
-        (pack._copy_padded_kernel, masked | {"BLOCK_B": 0, "BLOCK_S": 0}),
-        (pack._copy_padded_kernel, masked | {"BLOCK_B": 4, "BLOCK_S": 1024}),
-        (pack._copy_padded_kernel, masked | {"BLOCK_B": 256, "BLOCK_S": 16}),
-        (pack._copy_packed_kernel, {"SCAN_B": 64, **rows}),
+        (pack.count_kernel, {"SCAN": pack.SCAN}),
+        (pack.copy_padded_kernel, masked | {"BLOCK_B": 0, "BLOCK_S": 0}),
+        (pack.copy_padded_kernel, masked | {"BLOCK_B": 4, "BLOCK_S": 1024}),
+        (pack.copy_padded_kernel, masked | {"BLOCK_B": 256, "BLOCK_S": 16}),
+        (pack.copy_packed_kernel, {"SCAN_B": 64, **rows}),
     ):
         check(kernel, types, constants, capability)
 
@@ -220,23 +219,23 @@ def test_one_token_builds_without_spills(capability, dtype, layout, batch):
         "MASKED": masked,
         "LAST": True,
         "HAS_BIAS": True,
-        "CLEAR": other.CLEAR_BLOCK,
+        "CLEAR": plans.CLEAR_BLOCK,
     }
     flags |= {"ACTIVATION": "none"} if layout == "rows" else {}  # of few rows, slopes are multiplied
     forward = constants_of(configs.ONE_TOKEN, dtype, capability) | flags
     forward["BLOCK_B"] = min(forward["BLOCK_B"], batch)
-    finds = {"FIND": other.SHORT_FIND_BLOCK if masked else 0, "WITH_WINNERS": masked}
+    finds = {"FIND": plans.SHORT_FIND_BLOCK if masked else 0, "WITH_WINNERS": masked}
     gradient = constants_of(configs.ONE_TOKEN_GRADIENTS, dtype, capability) | flags
     gradient |= {"NEED_WEIGHT": True, "NEED_BIAS": True}
     stored = {"D": DIM, "BLOCK_B": 4, "BLOCK_D": 256, "NO_WINNER": 65535} | flags
-    found = {"LAST": True, "NO_WINNER": 65535, "BLOCK": other.FIND_BLOCK}
+    found = {"LAST": True, "NO_WINNER": 65535, "BLOCK": plans.FIND_BLOCK}
     for kernel, constants in (
-        (one_token._find_kernel, found),
-        (one_token._forward_kernel, forward | finds),
-        (one_token._forward_kernel, forward | {"FIND": 0, "WITH_WINNERS": False}),
-        (one_token._weight_gradient_kernel, gradient | {"num_warps": other.WEIGHT_WARPS}),
-        (one_token._split_gradient_kernel, gradient | {"num_warps": other.HIDDEN_WARPS}),
-        (one_token._store_rows_kernel, stored),
+        (one_token.find_kernel, found),
+        (one_token.forward_kernel, forward | finds),
+        (one_token.forward_kernel, forward | {"FIND": 0, "WITH_WINNERS": False}),
+        (one_token.weight_gradient_kernel, gradient | {"num_warps": plans.WEIGHT_WARPS}),
+        (one_token.split_gradient_kernel, gradient | {"num_warps": plans.HIDDEN_WARPS}),
+        (one_token.store_rows_kernel, stored),
     ):
         check(kernel, types, constants, capability)
 
@@ -247,4 +246,4 @@ def test_combining_splits_builds_without_spills(capability):
         "BLOCK_T": 256, "BLOCK": 1024, "ACTIVATION": "log1p_relu", "HAS_BIAS": True, "HAS_POSITIONS": True,
         "WITH_WINNERS": True, "UNIFORM": False, "QUANTIZED": False,
     }  # fmt: skip
-    check(_combine_kernel, common_types(torch.bfloat16), constants, capability)
+    check(combine_kernel, common_types(torch.bfloat16), constants, capability)

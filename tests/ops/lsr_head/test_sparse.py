@@ -14,9 +14,7 @@ from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED, only_ke
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tests.refusals import refused
 from tilefold.ops import lsr_head, lsr_head_sparse
-from tilefold.ops.lsr_head import api
-from tilefold.ops.lsr_head import rows as module
-from tilefold.ops.lsr_head.rows import lsr_head_rows
+from tilefold.ops.lsr_head import api, lsr_head_rows
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # what the tests themselves do with CSR tensors
@@ -27,8 +25,8 @@ no_kernels = pytest.mark.skipif(INTERPRETED, reason="nothing here depends on the
 def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 vocabulary entries, so that small problems cross their borders."""
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", 16)
-    monkeypatch.setattr(module, "BLOCK_SCORES", 16)
-    monkeypatch.setattr(module, "_ALIGNMENT", 16)
+    monkeypatch.setattr(api, "ROWS_BLOCK_SCORES", 16)
+    monkeypatch.setattr(api, "ALIGNMENT", 16)
 
 
 def run(inputs: LSRHeadInputs, **options: Any) -> Tensor:

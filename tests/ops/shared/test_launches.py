@@ -460,18 +460,18 @@ def test_calls_that_run_no_kernel_leave_no_plan(operator: Operator) -> None:
 def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tilefold.ops.lsr_head._triton.max_backward import _count_kernel
-    from tilefold.ops.lsr_head._triton.sum_pooling import _check_offsets_kernel
+    from tilefold.ops.lsr_head._triton.max_backward import count_kernel
+    from tilefold.ops.lsr_head._triton.sum_pooling import check_offsets_kernel
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    place = list(_count_kernel.arg_names).index("V")
+    place = list(count_kernel.arg_names).index("V")
 
     def kinds(*values: int) -> set[Any]:
-        kind = launch.Launcher(_count_kernel, {})._kind
+        kind = launch.Launcher(count_kernel, {})._kind
         return {kind((None,) * place + (value,)) for value in values}
 
     # Triton builds another kernel for 1, for multiples of 16 and for 64 bits, and for no other value
     assert len(kinds(*range(2, 2000))) == 2
     assert not kinds(1) & kinds(3, 16) and not kinds(3) & kinds(16) and not kinds(3) & kinds(2**31 + 3)
     assert kinds(0, 16) == kinds(1600) and kinds(2**31) == kinds(2**33)
-    assert len({launch.Launcher(_check_offsets_kernel, {})._kind((None, None, n, n)) for n in range(2000)}) == 1
+    assert len({launch.Launcher(check_offsets_kernel, {})._kind((None, None, n, n)) for n in range(2000)}) == 1

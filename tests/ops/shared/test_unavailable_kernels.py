@@ -30,7 +30,7 @@ from tilefold.ops._shared._triton import launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
-from tilefold.ops.lsr_head import rows as capacity_rows
+from tilefold.ops.lsr_head import lsr_head_rows
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.ops.maxsim.quantized import quantize_tokens
@@ -64,7 +64,7 @@ def quantized_documents(queries: Tensor, documents: Tensor, impl: str, **options
 
 def capacity(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
     """In dense form; of what a caller runs where there are no rows, if there are none."""
-    found = capacity_rows.lsr_head_rows(hidden, weight, capacity=40, impl=impl)
+    found = lsr_head_rows(hidden, weight, capacity=40, impl=impl)
     return lsr_head(hidden, weight, impl=impl) if found is None else found.counts
 
 
@@ -92,29 +92,29 @@ CASES: dict[str, Sample] = {
     "entmax_attention/packing.nan_if_broken_kernel": attention(**PACKS),
     "entmax_attention/packing.tables_kernel": attention(**PACKS),
     "entmax_attention/roots.roots_kernel": attention(40 if INTERPRETED else 300, alpha=1.7),
-    "lsr_head/compact._append_kernel": inference("lsr_head's compaction of rows", capacity, (2, 16, 16), (40, 16)),
-    "lsr_head/max_backward._count_kernel": head(),
-    "lsr_head/max_backward._dhidden_kernel": head(),
-    "lsr_head/max_backward._dweight_kernel": head("max", 2, 21, 16, attention_mask=MASK),
-    "lsr_head/max_backward._list_kernel": head("max", 32, 16, **PACKED),
-    "lsr_head/max_forward._combine_kernel": head("max", 512, 16, cu_seqlens=[0, 300, 300, 512], vocab=16),
-    "lsr_head/max_forward._max_forward_kernel": head(),
+    "lsr_head/compact.append_kernel": inference("lsr_head's compaction of rows", capacity, (2, 16, 16), (40, 16)),
+    "lsr_head/max_backward.count_kernel": head(),
+    "lsr_head/max_backward.dhidden_kernel": head(),
+    "lsr_head/max_backward.dweight_kernel": head("max", 2, 21, 16, attention_mask=MASK),
+    "lsr_head/max_backward.list_kernel": head("max", 32, 16, **PACKED),
+    "lsr_head/max_forward.combine_kernel": head("max", 512, 16, cu_seqlens=[0, 300, 300, 512], vocab=16),
+    "lsr_head/max_forward.max_forward_kernel": head(),
     "lsr_head/max_forward_hopper.max_forward_hopper_kernel": head(dtype=torch.bfloat16),
-    "lsr_head/one_token._find_kernel": head("cls", 2, 2100, 16, attention_mask=LONG_MASK),
-    "lsr_head/one_token._forward_kernel": head("last"),
-    "lsr_head/one_token._split_gradient_kernel": head("last", 32, 16, **PACKED),
-    "lsr_head/one_token._store_rows_kernel": head("cls"),
-    "lsr_head/one_token._weight_gradient_kernel": head("cls"),
-    "lsr_head/pack._copy_packed_kernel": head("max", 32, 16, **PACKED),
-    "lsr_head/pack._copy_padded_kernel": head("max", 2, 21, 16, attention_mask=MASK),
-    "lsr_head/pack._count_kernel": head("max", 2, 2100, 16, attention_mask=LONG_MASK),
-    "lsr_head/quantize._quantize_rows_kernel": inference(
+    "lsr_head/one_token.find_kernel": head("cls", 2, 2100, 16, attention_mask=LONG_MASK),
+    "lsr_head/one_token.forward_kernel": head("last"),
+    "lsr_head/one_token.split_gradient_kernel": head("last", 32, 16, **PACKED),
+    "lsr_head/one_token.store_rows_kernel": head("cls"),
+    "lsr_head/one_token.weight_gradient_kernel": head("cls"),
+    "lsr_head/pack.copy_packed_kernel": head("max", 32, 16, **PACKED),
+    "lsr_head/pack.copy_padded_kernel": head("max", 2, 21, 16, attention_mask=MASK),
+    "lsr_head/pack.count_kernel": head("max", 2, 2100, 16, attention_mask=LONG_MASK),
+    "lsr_head/quantize.quantize_rows_kernel": inference(
         "lsr_head with an fp8 weight", quantized_head, (2, 16, 16), (40, 16)
     ),
-    "lsr_head/sum_pooling._check_offsets_kernel": head("sum", 32, 16, **PACKED),
-    "lsr_head/sum_pooling._dlogits_kernel": head("mean", 2, 21, 16, attention_mask=MASK),
-    "lsr_head/sum_pooling._store_gradients_kernel": head("sum", 2, 40, 16, logit_scale=0.5),
-    "lsr_head/sum_pooling._sum_forward_kernel": head("sum"),
+    "lsr_head/sum_pooling.check_offsets_kernel": head("sum", 32, 16, **PACKED),
+    "lsr_head/sum_pooling.dlogits_kernel": head("mean", 2, 21, 16, attention_mask=MASK),
+    "lsr_head/sum_pooling.store_gradients_kernel": head("sum", 2, 40, 16, logit_scale=0.5),
+    "lsr_head/sum_pooling.sum_forward_kernel": head("sum"),
     "maxsim/backward.ddocuments_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped"),
     "maxsim/backward.dqueries_kernel": late(QUERIES, (2, 5, 16), pairing="aligned"),
     "maxsim/backward.dqueries_row_kernel": late((2, 5, 16), DOCUMENTS),

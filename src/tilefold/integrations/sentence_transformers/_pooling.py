@@ -29,7 +29,7 @@ from tilefold.modules.fused_pooling import (
 )
 from tilefold.modules.static_query import counted_tokens
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
-from tilefold.ops.lsr_head.rows import CapacityRows, lsr_head_rows
+from tilefold.ops.lsr_head import CapacityRows, lsr_head_rows
 
 TEXTS = ["one", "a second text, with a few more tokens than the first"]
 TOLERANCE = 0.02  # of the largest score: wide enough for bf16 logits and TF32, far below a wrong formula

@@ -27,7 +27,7 @@ from tilefold.integrations.sentence_transformers.packed_inputs import PackedInpu
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops import quantize_tokens
 from tilefold.ops.cpu_linear import fast_linear
-from tilefold.ops.lsr_head.rows import CapacityRows
+from tilefold.ops.lsr_head import CapacityRows
 from tilefold.pipeline.ahead import Ahead
 from tilefold.pipeline.ragged import TokenIds, cut_batches
 from tilefold.pipeline.rows import (

@@ -120,7 +120,7 @@ def arguments_of(
     for name in kernel.arg_names:
         if name in places or name.endswith("_ptr"):
             named.append(places.get(name, name.removesuffix("_ptr")))
-        elif name.isupper() and name not in ("B", "T"):  # sequences and tokens
+        elif name in kernel.fn.__annotations__:
             constants[name] = values[name]
         else:
             numbers.append(values[name])

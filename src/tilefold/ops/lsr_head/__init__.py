@@ -1,6 +1,15 @@
 """The fused LSR head (Sparton): hidden states and decoder weight to ``[B, V]`` scores."""
 
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, quantize_weight
-from tilefold.ops.lsr_head.api import chosen_impl, lsr_head, lsr_head_sparse
+from tilefold.ops.lsr_head._sparse import CapacityRows
+from tilefold.ops.lsr_head.api import chosen_impl, lsr_head, lsr_head_rows, lsr_head_sparse
 
-__all__ = ["QuantizedWeight", "chosen_impl", "lsr_head", "lsr_head_sparse", "quantize_weight"]
+__all__ = [
+    "CapacityRows",
+    "QuantizedWeight",
+    "chosen_impl",
+    "lsr_head",
+    "lsr_head_rows",
+    "lsr_head_sparse",
+    "quantize_weight",
+]

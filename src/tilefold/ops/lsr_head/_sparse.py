@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilefold._csr import csr_tensor
+
+
+class CapacityRows(NamedTuple):
+    """Sparse rows of which the host need not know the sizes."""
+
+    counts: Tensor  # int32 [B], entries that each row has; more than the capacity if some did not fit
+    kept: Tensor  # int32 [B], entries that are stored: at most the capacity, or top_k
+    columns: Tensor  # int32 [B, capacity] ([B, top_k]), rising; undefined behind kept[b]
+    values: Tensor  # as columns
+    vocab_size: int
 
 
 def kept_rows(

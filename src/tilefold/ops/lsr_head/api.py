@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared import impl as shared
+from tilefold.ops._shared.fallback import KernelUnavailableError, attempt, give_up, given_up
 from tilefold.ops._shared.operator import Operator, Variant
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_head, checked
@@ -24,10 +27,13 @@ from tilefold.ops.lsr_head._problem import (
     reads,
 )
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
-from tilefold.ops.lsr_head._sparse import kept_rows
+from tilefold.ops.lsr_head._sparse import CapacityRows, kept_rows, largest
 
 # Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
 SPARSE_BLOCK_V = 16384
+COMPACTION = "lsr_head's compaction of rows"
+ROWS_BLOCK_SCORES = 1 << 25  # scores of a block of the vocabulary that lsr_head_rows holds, for the whole batch
+ALIGNMENT = 1024  # columns, so that blocks of the weight begin at multiples of its tiles
 OPTIONS = ("pooling", "activation", "logit_scale", "out_dtype")
 
 
@@ -197,3 +203,60 @@ def lsr_head_sparse(
     with torch.no_grad():
         blocks = ((v0, scores_from(v0)) for v0 in range(0, shape[1], SPARSE_BLOCK_V))
         return kept_rows(blocks, shape, top_k, min_weight, out_dtype)
+
+
+def lsr_head_rows(
+    hidden: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    capacity: int,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    pooling: str = "max",
+    activation: str = "log1p_relu",
+    out_dtype: torch.dtype | None = None,
+    top_k: int | None = None,
+    min_weight: float = 0.0,
+    impl: str = "auto",
+) -> CapacityRows | None:
+    """:func:`lsr_head_sparse` whose rows have room for ``capacity`` entries each, made without waiting for the GPU.
+
+    A row with more entries is incomplete, which its count says; who reads it must encode it again with more room.
+    ``top_k`` chooses among the entries that fit, so it too holds only for rows whose count is at most ``capacity``.
+
+    None where Triton's kernels do not run: :func:`lsr_head_sparse` serves there, which explains the other arguments.
+    """
+    if capacity < 1 or math.isnan(min_weight) or (top_k is not None and top_k < 1):
+        raise ValueError(
+            f"capacity and top_k must be at least 1 and min_weight a number, got capacity={capacity}, top_k={top_k}, "
+            f"min_weight={min_weight}."
+        )
+    if shared.chosen_impl("lsr_head", "hidden", hidden, impl) != "triton" or given_up(COMPACTION, hidden.device):
+        return None
+    from tilefold.ops.lsr_head._triton.compact import append_rows  # triton may be missing
+
+    batch = hidden.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
+    vocab, device = weight.size(0), hidden.device
+    block = max(ALIGNMENT, ROWS_BLOCK_SCORES // max(1, batch) // ALIGNMENT * ALIGNMENT)
+    counts = torch.zeros(batch, dtype=torch.int32, device=device)
+    columns = torch.empty(batch, capacity, dtype=torch.int32, device=device)
+    values = torch.empty(batch, capacity, dtype=torch.float32, device=device)
+    call = functools.partial(lsr_head, hidden, attention_mask=attention_mask, cu_seqlens=cu_seqlens, pooling=pooling)
+    with torch.no_grad():
+        for v0 in range(0, vocab, block):
+            whole, part = v0 == 0 and block >= vocab, slice(v0, v0 + block)
+            some = bias if whole or bias is None else bias[part]
+            rows = weight if whole else weight[part]
+            scores = call(rows, some, activation=activation, out_dtype=torch.float32, impl=impl)
+            failed = attempt(append_rows, scores, v0, min_weight, counts, columns, values)
+            if isinstance(failed, KernelUnavailableError):
+                give_up(COMPACTION, device, str(failed), "lsr_head_sparse runs instead, which waits for the GPU.")
+                return None
+        kept = counts.clamp(max=capacity)
+        if top_k is not None and top_k < capacity:  # NaN comes before all, and what lies behind the last entry last
+            free = torch.arange(capacity, device=device) >= kept[:, None]
+            values, columns = largest(values.masked_fill(free, -math.inf), columns, top_k)
+            kept = kept.clamp(max=top_k)
+    dtype = hidden.dtype if out_dtype is None else out_dtype
+    return CapacityRows(counts, kept, columns, values.to(dtype), vocab)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from tilefold.ops._shared._triton import releases
+from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.operator import setting_of
 from tilefold.ops._shared.plan import Instead, Setting
 from tilefold.ops._shared.tuning import Between, Row, lookup
 
+Constants = dict[str, Any]  # of a kernel, by their names
 FP8 = torch.float8_e4m3fn
 INTERPRETED, FP32, FP16 = {"capability": (0, 0)}, {"dtype": torch.float32}, {"dtype": torch.float16}
 SIXTEEN = frozenset({torch.bfloat16, torch.float16})
@@ -20,6 +23,10 @@ LARGE_BATCH = HOPPER | {"batch": Between(least=33)}  # sequences
 BEFORE_HOPPER, BLACKWELL = {"capability": Between(most=(8, 9))}, {"capability": Between(least=(9, 1))}
 MEASURED, COMPILED = "H200, Triton 3.6", "compiled without spills with Triton 3.4 to 3.9, not timed"
 SMALL = "small, for tests"
+MAX_SPLITS = 32
+MAX_RAGGED_SPLITS = 8  # where sequences differ, each split looks for its first one
+RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
+LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one split
 BY_ROLES = "lsr_head's kernel whose warps load or compute"
 BY_TMA = "lsr_head's portable kernel with TMA"
 PORTABLE = "lsr_head's portable kernel"
@@ -162,12 +169,12 @@ ONE_TOKEN_GRADIENTS = (
 )
 
 
-def constants_of(table: Iterable[Row], dtype: torch.dtype, setting: Setting, **facts: object) -> dict[str, Any]:
+def constants_of(table: Iterable[Row], dtype: torch.dtype, setting: Setting, **facts: object) -> Constants:
     """Constants by a table, for products in ``dtype``."""
     return lookup(table, capability=setting.capability, dtype=dtype, tf32=setting.tf32, **facts)
 
 
-def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) -> dict[str, Any]:
+def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) -> Constants:
     """Constants of the best forward kernel of max pooling that was not given up; pointers are taken by all."""
     capability, given_up = setting.capability, setting.given_up
     # 12.0 has TMA, but no more shared memory than 8.9
@@ -177,7 +184,35 @@ def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) 
     return constants_of(MAX_FORWARD, dtype, setting, tma=tma, roles=roles)
 
 
-def kernel_name(constants: dict[str, Any]) -> str:
+@functools.lru_cache(maxsize=4096)
+def plan_splits(
+    rows: int, vocab: int, uniform_length: int, block_v: int, block_t: int, programs: int
+) -> tuple[int, int]:
+    """Number of splits of the token tiles, and the number of tiles that a split's size is a multiple of.
+
+    The choice that leaves the fewest tiles to the busiest program, at a price per item: 0.1 tile where all sequences
+    have one length (``uniform_length``, else 0), 0.15 where the first one has to be looked for. Splits end with
+    sequences if that length is a multiple of ``block_t``. How many of ragged ``rows`` are valid only the device knows:
+    the choice is then the best on average over several shares.
+    """
+    tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
+    multiple = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1
+    shares, price = ((1.0,), 0.1) if uniform_length else (RAGGED_SHARES, 0.15)
+    counts = [max(1, cdiv(int(rows * share), block_t)) for share in shares]
+    n_vocab = cdiv(vocab, block_v)
+
+    def busiest(splits: int) -> float:
+        total = 0.0
+        for n_tiles in counts:
+            tiles = cdiv(cdiv(n_tiles, splits), multiple) * multiple
+            total += cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + price) / n_tiles
+        return total
+
+    limit = MAX_SPLITS if uniform_length else MAX_RAGGED_SPLITS
+    return min(range(1, min(counts[-1], limit) + 1), key=busiest), multiple
+
+
+def kernel_name(constants: Constants) -> str:
     """The family of forward kernels that has these constants."""
     return BY_ROLES if constants["WARP_ROLES"] else BY_TMA if constants["USE_TMA"] else PORTABLE
 

@@ -1,9 +1,9 @@
-"""Launch plans of the LSR head for tensors of these layouts; poolings other than the maximum in a file beside it."""
+"""Launch plans of the LSR head and its gradients, for tensors of these layouts."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,133 +16,179 @@ from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, contiguous, in_dtype
-from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head import _plans_other as other
-from tilefold.ops.lsr_head import configs
-from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs, Tokens
-from tilefold.ops.lsr_head._triton import pack
-from tilefold.ops.lsr_head._triton.max_backward import (
-    MAX_VOCAB,
-    _count_kernel,
-    _dhidden_kernel,
-    _dweight_kernel,
-    _list_kernel,
+from tilefold.ops._shared.plan import (
+    Buffer,
+    Instead,
+    Launch,
+    Plan,
+    Setting,
+    TorchStep,
+    arguments_of,
+    contiguous,
+    in_dtype,
 )
-from tilefold.ops.lsr_head._triton.max_forward import _combine_kernel, _max_forward_kernel
-from tilefold.ops.lsr_head._triton.pack import _copy_packed_kernel, _copy_padded_kernel
-from tilefold.ops.lsr_head._triton.pack import _count_kernel as _count_tokens_kernel
-from tilefold.ops.lsr_head._triton.quantize import BLOCK_ROWS, _quantize_rows_kernel, row_constants
+from tilefold.ops._shared.winners import no_winner, winner_dtype
+from tilefold.ops.lsr_head import configs
+from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs
+from tilefold.ops.lsr_head._triton import max_backward, one_token, pack, quantize, sum_pooling
+from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forward_kernel
+from tilefold.ops.lsr_head.configs import Constants
 
-MAX_SPLITS = 32
-MAX_RAGGED_SPLITS = 8  # where sequences differ, each split looks for its first one
-RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
-LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one split
 COMBINE_BLOCK = 1024
-Packing = tuple[list[Launch], dict[str, "Buffer | None"], int]
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
+STORE_BLOCK = 2048  # numbers that a program takes to another dtype
+STORE_BIAS = 32, 64  # sequences and columns of sums that one adds up
+FIND_BLOCK, SHORT_FIND_BLOCK = 1024, 64  # entries of a mask that are looked at a time
+MAX_MASK = 1024  # entries that each program of forward looks at itself; more cost the device more than a launch
+CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
+WEIGHT_WARPS, HIDDEN_WARPS = 8, 4  # of the gradients of one token
+# A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within fp32.
+MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
+HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
+EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
+PLACES = {  # of tensors, by their kernels' names
+    "weight_src": "weight", "weight_desc": "weight", "rows_ptr": "hidden", "rows_src": "hidden", "rows_desc": "hidden",
+    "mask_ptr": "attention_mask", "cu_ptr": "cu_seqlens", "winner_ptr": "winners", "out_ptr": "scores",
+}  # fmt: skip
+
+
+class Steps:
+    """The steps of a plan in the making: launches take their arguments by their kernels' own names.
+
+    Attributes:
+        values: numbers and constants of kernels; a launch has ``own`` ones besides.
+        places: tensors that are called something else than by the kernels.
+    """
+
+    def __init__(self, tensors: HeadTensors | HeadSaved, options: HeadOptions, setting: Setting) -> None:
+        self.tensors, self.options, self.setting, self.tokens = tensors, options, setting, tensors.tokens
+        self.quantized = isinstance(tensors, HeadTensors) and tensors.weight_scale is not None
+        # of the rows: products of quantised ones take that of the weight
+        self.dtype = self.tokens.hidden.dtype if self.quantized else options.compute_dtype
+        self.steps: list[Launch | TorchStep] = []
+        self.buffers: dict[str, Buffer | None] = {}
+        self.places = dict(PLACES)
+        masked, packed = tensors.attention_mask is not None, tensors.cu_seqlens is not None
+        self.values: Constants = dict.fromkeys(("length", "uniform_length", "S"), self.tokens.length) | {
+            "B": self.tokens.batch, "V": tensors.weight.size(0), "D": tensors.weight.size(1),
+            "N": self.tokens.n_rows, "T": self.tokens.n_rows, "logit_scale": options.logit_scale,
+            "ACTIVATION": options.activation, "NO_WINNER": no_winner(winner_dtype(self.tokens.length_bound)),
+            "HAS_BIAS": tensors.bias is not None, "HAS_MASK": masked, "MASKED": masked, "PACKED": packed,
+            "UNIFORM": not packed, "LAST": options.pooling == "last", "MEAN": options.pooling == "mean",
+            "SCALED": self.dtype == torch.float16,
+        }  # fmt: skip
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        own: Constants,
+        places: Mapping[str, str] = {},
+        tma: Mapping[str, Tma] = {},
+        instead: Instead | None = None,
+    ) -> None:
+        named, numbers, constants = arguments_of(kernel, self.places | dict(places), self.values | own)
+        x, y, z = (*grid, 1, 1)[:3]
+        self.steps.append(Launch(kernel, (x, y, z), " ".join(named), numbers, constants, tma, instead))
 
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
     """Scores, and winners where a gradient may be asked for."""
-    tokens = tensors.tokens
+    tokens, steps, others = tensors.tokens, Steps(tensors, options, setting), tensors._asdict()
     if setting.capability == (0, 0):
-        products = tokens.hidden.dtype if tensors.weight_scale is not None else options.compute_dtype
-        check_interpreted("triton", torch.device("cpu"), products, options.out_dtype)
+        check_interpreted("triton", torch.device("cpu"), steps.dtype, options.out_dtype)
     if tokens.batch == 0 or (tokens.cu_seqlens is None and tokens.length == 0):
         return Plan(fills={"scores": 0, "winners": no_winner(winner_dtype(tokens.length_bound))})
+    hidden, weight = others.pop("hidden"), others.pop("weight")
+    steps.steps += in_dtype(steps.dtype, hidden=hidden)
+    steps.steps += in_dtype(weight.dtype if steps.quantized else steps.dtype, weight=weight)
+    steps.steps += contiguous(**others)
     if options.pooling == "max":
-        return _max_forward(tensors, options, training, setting)
-    if options.pooling in ("sum", "mean"):
-        return other.sum_forward(tensors, options, setting)
-    return other.one_token_forward(tensors, options, training, setting)
+        _max_forward(steps, training)
+    elif options.pooling in ("sum", "mean"):
+        _sum_forward(steps)
+    else:
+        _one_token_forward(steps, training)
+    return Plan(tuple(steps.steps), steps.buffers)
 
 
 def backward(
     dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: tuple[bool, ...], setting: Setting
 ) -> Plan:
     """Gradients of hidden, weight and bias, where they are needed."""
-    wanted = Needs(*needs)
+    wanted, steps, sums = Needs(*needs), Steps(saved, options, setting), options.pooling in ("sum", "mean")
     if saved.tokens.batch == 0 or saved.tokens.n_rows == 0:
         return Plan(fills={"dhidden": 0, "dweight": 0, "dbias": 0})
+    steps.values["stride_db"], steps.values["stride_dv"] = dscores.stride()
+    steps.values |= {"NEED_WEIGHT": wanted.weight, "NEED_BIAS": wanted.bias}
+    others = saved._asdict()
+    hidden, weight = others.pop("hidden"), others.pop("weight")
+    steps.steps += contiguous(**others)
+    if wanted.hidden or sums:
+        steps.steps += in_dtype(steps.dtype, weight=weight)
+    if wanted.weight or wanted.bias or sums:
+        steps.steps += in_dtype(steps.dtype, hidden=hidden)
     if options.pooling == "max":
-        return _max_backward(dscores, saved, options, wanted, setting)
-    make = other.sum_backward if options.pooling in ("sum", "mean") else other.one_token_backward
-    return make(dscores, saved, options, wanted, setting)
+        _max_backward(steps, wanted)
+    elif sums:
+        _sum_backward(steps, wanted)
+    else:
+        steps.values["MASKED"] = saved.winners is not None and saved.winners.size(0) > 0
+        _row_gradients(steps, wanted)
+    return Plan(tuple(steps.steps), steps.buffers)
 
 
-def _max_forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
-    tokens, weight, quantized = tensors.tokens, tensors.weight, tensors.weight_scale is not None
-    (vocab, dim), batch = weight.shape, tokens.batch
-    given = tokens.hidden.dtype if quantized else options.compute_dtype  # of rows before they are quantised
-    dtype = weight.dtype if quantized else given
-    why, missing = releases.why_no_warp_roles(), configs.instead_of(configs.BY_ROLES)
-    on_hopper = setting.capability == (9, 0) and dtype != torch.float32
+# ---- max pooling
+
+
+def _max_forward(steps: Steps, training: bool) -> None:
+    """The persistent kernel, of packed rows where sequences are no whole groups of rows, and what finishes its cuts."""
+    tensors, setting, (vocab, dim) = steps.tensors, steps.setting, steps.tensors.weight.shape
+    dtype = tensors.weight.dtype if steps.quantized else steps.dtype
+    on_hopper, why = setting.capability == (9, 0) and dtype != torch.float32, releases.why_no_warp_roles()
     if on_hopper and why is not None and configs.BY_ROLES not in setting.given_up:
-        raise KernelUnavailableError("max_forward_hopper_kernel", why, missing)
-    config = configs.max_forward(dtype, setting, setting.aligned and rows_fit_descriptor(weight.to(dtype)))
-    block_t, packing = config["BLOCK_T"], _packing(tokens, vocab, given, training, config["GROUP"])
-    total, length = (tokens.n_rows, tokens.length) if packing is None else (packing[2], 0)
-    splits, multiple = plan_splits(total, vocab, length, config["BLOCK_V"], block_t, setting.multiprocessors)
-    cuts = splits > 1 and (packing is not None or multiple * block_t % length != 0)
-    steps: list[Launch | TorchStep] = [*in_dtype(given, hidden=tokens.hidden), *in_dtype(dtype, weight=weight)]
-    others = tensors._asdict().items()
-    steps += contiguous(**{name: tensor for name, tensor in others if name not in ("hidden", "weight")})
-    buffers: dict[str, Buffer | None] = dict.fromkeys(("offsets", "positions", "scales"))
-    rows = "hidden"
-    if packing is not None:
-        steps, buffers, rows = [*steps, *packing[0]], buffers | packing[1], "rows"
-    if not training:
-        buffers["winners"] = None
-    if quantized:
-        grid = cdiv(total, BLOCK_ROWS), 1, 1
-        steps.append(Launch(_quantize_rows_kernel, grid, f"{rows} values scales", (total,), row_constants(dim)))
-        # whole tiles of scales, as the kernel reads them
-        scales, rows = Buffer((cdiv(total, block_t) * block_t,), torch.float32), "values"
-        buffers |= {"values": Buffer((total, dim), dtype), "scales": scales}
-    flags = {
-        "ACTIVATION": options.activation, "HAS_BIAS": tensors.bias is not None,
-        "HAS_POSITIONS": packing is not None and training, "WITH_WINNERS": training,
-        "UNIFORM": packing is None, "QUANTIZED": quantized, "BLOCK_T": block_t,
+        raise KernelUnavailableError("max_forward_hopper_kernel", why, configs.instead_of(configs.BY_ROLES))
+    config = configs.max_forward(dtype, setting, setting.aligned and rows_fit_descriptor(tensors.weight.to(dtype)))
+    block_t, block_k = config["BLOCK_T"], config["BLOCK_K"]
+    steps.values |= {"WITH_WINNERS": training, "GROUP": config["GROUP"]}
+    packed, length = _pack(steps, config["GROUP"], training), steps.tokens.length
+    total, length = (steps.tokens.n_rows, length) if packed is None else (packed, 0)
+    splits, multiple = configs.plan_splits(total, vocab, length, config["BLOCK_V"], block_t, setting.multiprocessors)
+    steps.values |= {
+        "T": total, "uniform_length": length, "splits": splits, "multiple": multiple, "UNIFORM": packed is None,
+        "HAS_POSITIONS": packed is not None and training, "QUANTIZED": steps.quantized, "BLOCK_T": block_t,
+        "HAS_SCALE": steps.options.logit_scale != 1.0,
     }  # fmt: skip
-    sizes = (batch, vocab, total, length, splits, multiple)
-    folded = "weight_scale bias offsets positions scores winners parts part_winners"
-    constants = config | flags | {"D": dim, "HAS_SCALE": options.logit_scale != 1.0}
-    steps.append(_folding(f"weight {rows} scales {folded}", dtype, (*sizes, options.logit_scale), constants, setting))
-    parts = (2 * splits * vocab if cuts else 0,)  # without a cut nothing is partial
-    buffers["parts"] = Buffer(parts, torch.float32)
-    buffers["part_winners"] = Buffer(parts if training else (0,), torch.int32)
-    if cuts:
-        grid = batch, cdiv(vocab, COMBINE_BLOCK), 1
-        steps.append(Launch(_combine_kernel, grid, folded, sizes, flags | {"BLOCK": COMBINE_BLOCK}))
-    return Plan(tuple(steps), buffers)
-
-
-def _folding(
-    names: str, dtype: torch.dtype, numbers: tuple[int | float, ...], constants: dict[str, Any], setting: Setting
-) -> Launch:
-    """The persistent kernel; ``names`` are those of weight and rows first."""
-    name, block = configs.kernel_name(constants), (constants["BLOCK_V"], constants["BLOCK_K"])
-    instead = None if setting.capability == (0, 0) else configs.instead_of(name)
-    kernel: Any = _max_forward_kernel
-    make: Callable[..., Any] = tma_descriptor
-    if constants.pop("WARP_ROLES"):
+    if not training:
+        steps.buffers["winners"] = None
+    if steps.quantized:
+        # whole tiles of scales, as the kernel reads them
+        steps.buffers["row_scale"] = Buffer((cdiv(total, block_t) * block_t,), torch.float32)
+        steps.buffers["values"] = Buffer((total, dim), dtype)
+        own = {"N": total, **quantize.row_constants(dim)}
+        steps.launch(
+            quantize.quantize_rows_kernel, (cdiv(total, quantize.BLOCK_ROWS),), own, {"scale_ptr": "row_scale"}
+        )
+        steps.places |= {"rows_src": "values", "rows_desc": "values"}
+    # without a cut nothing is partial
+    cuts = splits > 1 and (not length or multiple * block_t % length != 0)
+    parts = (2 * splits * vocab if cuts else 0,)
+    steps.buffers["part"] = Buffer(parts, torch.float32)
+    steps.buffers["part_winner"] = Buffer(parts if training else (0,), torch.int32)
+    name, kernel, make, block_v = configs.kernel_name(config), max_forward_kernel, tma_descriptor, config["BLOCK_V"]
+    if config["WARP_ROLES"]:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
-        kernel, make = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor
-        block = hopper.HALF_V.value, constants["BLOCK_K"]
-        constants |= {"STAGES": constants.pop("num_stages"), "LEAN_PLACES": releases.lean_places()}
-        for other_kernels in ("BLOCK_V", "USE_TMA", "PRECISION"):
-            del constants[other_kernels]
-    tma: dict[str, Tma] = {}
-    if name != configs.PORTABLE:
-        _, vocab, total, *_ = map(int, numbers)
-        weight, rows, *_ = names.split()
-        tma = {
-            weight: Tma(vocab, constants["D"], make(*block, dtype)),
-            rows: Tma(total, constants["D"], make(constants["BLOCK_T"], constants["BLOCK_K"], dtype)),
-        }
-    return Launch(kernel, (setting.multiprocessors, 1, 1), names, numbers, constants, tma, instead)
+        kernel, make, block_v = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor, hopper.HALF_V.value
+        config |= {"STAGES": config.pop("num_stages"), "LEAN_PLACES": releases.lean_places()}
+    described = (
+        {} if name == configs.PORTABLE else {"weight": (vocab, block_v), steps.places["rows_src"]: (total, block_t)}
+    )
+    tma = {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
+    instead = None if setting.capability == (0, 0) else configs.instead_of(name)
+    steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, instead=instead)
+    if cuts:
+        steps.launch(combine_kernel, (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)), {"BLOCK": COMBINE_BLOCK})
 
 
 @functools.cache
@@ -152,145 +198,229 @@ def tma_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Ten
     return lambda tensor: TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
-@functools.lru_cache(maxsize=4096)
-def plan_splits(
-    rows: int, vocab: int, uniform_length: int, block_v: int, block_t: int, programs: int
-) -> tuple[int, int]:
-    """Number of splits of the token tiles, and the number of tiles that a split's size is a multiple of.
+def _pack(steps: Steps, group: int, training: bool) -> int | None:
+    """Pack the valid tokens, score empty sequences, and return the room for rows; ``None`` if all are whole groups.
 
-    The choice that leaves the fewest tiles to the busiest program, at a price per item: 0.1 tile where all sequences
-    have one length (``uniform_length``, else 0), 0.15 where the first one has to be looked for. Splits end with
-    sequences if that length is a multiple of ``block_t``. How many of ragged ``rows`` are valid only the device knows:
-    the choice is then the best on average over several shares.
+    Of ``rows`` the first ``offset[B]`` are meant; ``position`` is theirs in their sequences, where winners are kept.
     """
-    tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
-    multiple = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1
-    shares, price = ((1.0,), 0.1) if uniform_length else (RAGGED_SHARES, 0.15)
-    counts = [max(1, cdiv(int(rows * share), block_t)) for share in shares]
-    n_vocab = cdiv(vocab, block_v)
-
-    def busiest(splits: int) -> float:
-        total = 0.0
-        for n_tiles in counts:
-            tiles = cdiv(cdiv(n_tiles, splits), multiple) * multiple
-            total += cdiv(n_vocab * cdiv(n_tiles, tiles), programs) * (tiles + price) / n_tiles
-        return total
-
-    limit = MAX_SPLITS if uniform_length else MAX_RAGGED_SPLITS
-    return min(range(1, min(counts[-1], limit) + 1), key=busiest), multiple
-
-
-def _packing(tokens: Tokens, vocab: int, dtype: torch.dtype, training: bool, group: int) -> Packing | None:
-    """Packing of valid tokens, scores of empty sequences; ``None`` for unmasked multiples of ``group``.
-
-    Launches, buffers and total: of ``rows`` ``[total, D]`` the first ``offsets[B]`` are meant; ``positions`` are theirs
-    within their sequences, where winners are kept.
-    """
-    hidden, mask, cu_seqlens = tokens
-    dim, batch, length = hidden.size(-1), tokens.batch, tokens.length
-    constants: dict[str, Any] = {
-        "D": dim, "BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "GROUP": group,
-        "BLOCK_EMPTY": pack.BLOCK_EMPTY, "WITH_WINNERS": training,
-        "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),
-    }  # fmt: skip
-    launches: list[Launch] = []
-    counted = None
-    if cu_seqlens is not None:
-        n_rows = hidden.size(0)
-        total = max(1, n_rows + batch * (group - 1))
-        grid, numbers = (max(1, cdiv(n_rows, pack.BLOCK_ROWS)), 1, 1), (batch, n_rows, vocab)
-        names = "hidden cu_seqlens offsets rows positions scores winners"
-        launches.append(Launch(_copy_packed_kernel, grid, names, numbers, constants | {"SCAN_B": 64}))
-    elif mask is None and length % group == 0:
+    tokens, mask, batch, length = steps.tokens, steps.tokens.attention_mask, steps.tokens.batch, steps.tokens.length
+    if tokens.cu_seqlens is None and mask is None and length % group == 0:
         return None
-    else:
+    own = {"BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "BLOCK_EMPTY": pack.BLOCK_EMPTY, "SCAN_B": 64}
+    total = max(1, tokens.n_rows + batch * (group - 1))
+    kernel, grid = pack.copy_packed_kernel, (max(1, cdiv(tokens.n_rows, pack.BLOCK_ROWS)), 1)
+    steps.places |= dict.fromkeys(("rows_ptr", "rows_src", "rows_desc"), "rows")
+    if tokens.cu_seqlens is None:
         total = batch * cdiv(length, group) * group
+        kernel, grid = pack.copy_padded_kernel, (batch, cdiv(length, pack.BLOCK_ROWS))
         blocks = power_of_two(batch, 1), power_of_two(length)
         if mask is None or blocks[0] * blocks[1] > pack.MAX_MASK:
             blocks = 0, 0
         if mask is not None and blocks[0] == 0:
-            counted = Buffer((batch,), torch.int32)
-            count = "attention_mask counts firsts", (length,), {"SCAN": pack.SCAN}
-            launches.append(Launch(_count_tokens_kernel, (batch, 1, 1), *count))
-        constants |= {"SCAN": pack.SCAN, "HAS_MASK": mask is not None, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
-        grid, numbers = (batch, cdiv(length, pack.BLOCK_ROWS), 1), (batch, length, vocab)
-        names = "hidden attention_mask counts firsts offsets rows positions scores winners"
-        launches.append(Launch(_copy_padded_kernel, grid, names, numbers, constants))
-    buffers: dict[str, Buffer | None] = {
-        "rows": Buffer((total, dim), dtype), "offsets": Buffer((batch + 1,), torch.int32),
-        "positions": Buffer((total,), torch.int32) if training else None, "counts": counted, "firsts": counted,
-    }  # fmt: skip
-    return launches, buffers, total
+            steps.buffers |= dict.fromkeys(("count", "first"), Buffer((batch,), torch.int32))
+            steps.launch(pack.count_kernel, (batch,), {"SCAN": pack.SCAN})
+        own |= {"SCAN": pack.SCAN, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
+    steps.launch(kernel, grid, own)
+    steps.buffers["rows"] = Buffer((total, tokens.hidden.size(-1)), steps.dtype)
+    steps.buffers["offset"] = Buffer((batch + 1,), torch.int32)
+    if training:
+        steps.buffers["position"] = Buffer((total,), torch.int32)
+    return total
 
 
-def _max_backward(dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: Needs, setting: Setting) -> Plan:
-    tokens, (vocab, dim), dtype = saved.tokens, saved.weight.shape, options.compute_dtype
-    if vocab > MAX_VOCAB:
-        raise ValueError(f"weight must have at most {MAX_VOCAB} rows for the Triton backward, got {vocab}.")
-    flags = {
-        "ALWAYS_ACTIVE": options.activation in {"softplus", "none"}, "UNIFORM": tokens.cu_seqlens is None,
-        "NO_WINNER": no_winner(winner_dtype(tokens.length_bound)),
-    }  # fmt: skip
-    sizes, strides = (tokens.batch, vocab, tokens.n_rows, tokens.length), dscores.stride()
-    steps: list[Launch | TorchStep] = []
-    steps += contiguous(scores=saved.scores, winners=saved.winners, cu_seqlens=tokens.cu_seqlens)
-    buffers: dict[str, Buffer | None] = {}
+def _max_backward(steps: Steps, needs: Needs) -> None:
+    """Lists of what the rows of hidden won, and their products with the weight; what the rows of the weight won."""
+    dtype, setting, tokens, (vocab, dim) = steps.dtype, steps.setting, steps.tokens, steps.tensors.weight.shape
+    if vocab > max_backward.MAX_VOCAB:
+        raise ValueError(
+            f"weight must have at most {max_backward.MAX_VOCAB} rows for the Triton backward, got {vocab}."
+        )
+    steps.values["ALWAYS_ACTIVE"] = steps.options.activation in {"softplus", "none"}
     if needs.hidden:
-        steps += in_dtype(dtype, weight=saved.weight)
-    if needs.weight or needs.bias:
-        steps += in_dtype(dtype, hidden=tokens.hidden)
-    if needs.hidden:
-        listed, buffers = _hidden_gradient(sizes, dim, strides, options, flags, setting)
-        steps += listed
+        scan = configs.constants_of(configs.SCAN, dtype, setting)
+        product = configs.constants_of(configs.DHIDDEN, dtype, setting) | {"BLOCK_R": scan["BLOCK_R"]}
+        splits, tiles = cdiv(vocab, scan["SPLIT_V"]), cdiv(tokens.n_rows, scan["BLOCK_R"])
+        added_up = tiles * splits > MAX_ADDED  # by torch
+        steps.values |= {"SPLITS": splits, "split_v": scan["SPLIT_V"], "ADDED_UP": added_up}
+        steps.launch(max_backward.count_kernel, (tiles, splits), scan)
+        if added_up:
+            steps.steps.append(TorchStep("place", lambda counts: counts.cumsum(0), "count"))
+        steps.launch(max_backward.list_kernel, (tiles, splits), scan)
+        steps.launch(max_backward.dhidden_kernel, (tiles, cdiv(dim, product["BLOCK_D"])), product)
+        steps.buffers |= {
+            "count": Buffer((tiles * splits,), torch.int32), "code": Buffer((tokens.batch * vocab,), torch.int32),
+            "grad": Buffer((tokens.batch * vocab,), torch.float32 if dtype == torch.float16 else dtype),
+        }  # fmt: skip
     if needs.weight or needs.bias:
         config = configs.constants_of(configs.DWEIGHT, dtype, setting, batch=tokens.batch)
         items = cdiv(vocab, config["BLOCK_V"]) * (cdiv(dim, config["BLOCK_D"]) if needs.weight else 1)
-        programs = min(items, setting.multiprocessors * config.pop("PROGRAMS"))
+        programs = min(items, setting.multiprocessors * config["PROGRAMS"])
         entries = (programs * config["BLOCK_B"] * config["BLOCK_V"],)  # its programs list entries of their own
-        buffers |= {"own_codes": Buffer(entries, torch.int64), "own_grads": Buffer(entries, dtype)}
-        names = "dscores scores winners hidden cu_seqlens own_codes own_grads dweight dbias"
-        constants = config | flags | {
-            "D": dim, "ACTIVATION": options.activation, "NEED_WEIGHT": needs.weight, "NEED_BIAS": needs.bias,
-            "ACCUMULATE": "weight" in setting.added, "SCALED": dtype == torch.float16,
-        }  # fmt: skip
-        numbers = (*sizes, options.logit_scale, *strides)
-        steps.append(Launch(_dweight_kernel, (programs, 1, 1), names, numbers, constants))
-    return Plan(tuple(steps), buffers)
+        steps.buffers |= {"code64": Buffer(entries, torch.int64), "own_grad": Buffer(entries, dtype)}
+        own = config | {"ACCUMULATE": "weight" in setting.added}
+        steps.launch(max_backward.dweight_kernel, (programs,), own, {"grad_ptr": "own_grad"})
 
 
-def _hidden_gradient(
-    sizes: tuple[int, int, int, int],
-    dim: int,
-    strides: tuple[int, ...],
-    options: HeadOptions,
-    flags: dict[str, Any],
-    setting: Setting,
-) -> tuple[list[Launch | TorchStep], dict[str, Buffer | None]]:
-    """Count and list what each tile of rows won, and multiply; ``sizes`` are B, V, rows, length."""
-    (batch, vocab, n_rows, _), dtype = sizes, options.compute_dtype
-    scan = configs.constants_of(configs.SCAN, dtype, setting) | flags
-    split_v, block_r, scaled = scan.pop("SPLIT_V"), scan["BLOCK_R"], dtype == torch.float16
-    splits, tiles = cdiv(vocab, split_v), cdiv(n_rows, block_r)
-    slots, lists = tiles * splits, (*sizes, splits, split_v)
-    added_up = {"ADDED_UP": slots > MAX_ADDED}  # by torch
-    filled = scan | added_up | {"ACTIVATION": options.activation}
-    product = configs.constants_of(configs.DHIDDEN, dtype, setting) | added_up
-    grid = tiles, cdiv(dim, product["BLOCK_D"]), 1
-    product |= {"D": dim, "BLOCK_R": block_r, "SCALED": scaled}
-    count = "scores winners cu_seqlens counts"
-    fill, names = (
-        "dscores scores winners cu_seqlens places counts codes grads",
-        "weight places counts codes grads dhidden",
-    )
-    numbers = n_rows, splits, options.logit_scale
-    steps: list[Launch | TorchStep] = [
-        Launch(_count_kernel, (tiles, splits, 1), count, lists, scan),
-        *([TorchStep("places", lambda counts: counts.cumsum(0), "counts")] if slots > MAX_ADDED else []),
-        Launch(_list_kernel, (tiles, splits, 1), fill, (*lists, *strides), filled),
-        Launch(_dhidden_kernel, grid, names, numbers, product),
-    ]
-    buffers: dict[str, Buffer | None] = {
-        "places": None, "counts": Buffer((slots,), torch.int32), "codes": Buffer((batch * vocab,), torch.int32),
-        "grads": Buffer((batch * vocab,), torch.float32 if scaled else dtype),
+# ---- sums and means
+
+
+def _sum_forward(steps: Steps) -> None:
+    """Scores; NaN where ``cu_seqlens`` is broken."""
+    config = configs.constants_of(configs.SUM, steps.dtype, steps.setting)
+    steps.buffers["winners"] = None
+    if steps.tokens.cu_seqlens is not None:
+        steps.buffers["ok"] = Buffer((1,), torch.int32)
+        steps.launch(sum_pooling.check_offsets_kernel, (1,), {})
+    grid = steps.tokens.batch, cdiv(steps.values["V"], config["BLOCK_V"])
+    steps.launch(sum_pooling.sum_forward_kernel, grid, config)
+
+
+def _sum_backward(steps: Steps, needs: Needs) -> None:
+    """A slab of the vocabulary at a time: its logits are computed again, and their gradients multiplied by torch.
+
+    Of few rows, the kernels of one token per sequence multiply those of all logits: a library's products of few rows
+    are bound by the weight's gradient, stored in fp32 and then in its dtype, and the host.
+    """
+    tokens, options, dtype, (vocab, dim) = steps.tokens, steps.options, steps.dtype, steps.tensors.weight.shape
+    batch, n_rows, given = tokens.batch, tokens.n_rows, (tokens.hidden.dtype, steps.tensors.weight.dtype)
+    config = configs.constants_of(configs.SUM, dtype, steps.setting)
+    scaled, block_v = dtype == torch.float16, config["BLOCK_V"]
+    few = n_rows <= config["FEW_ROWS"] and not scaled and given == (dtype, dtype)
+    slab = max(block_v, config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v)
+    width = vocab if few else min(slab, cdiv(vocab, 8) * 8)
+    steps.buffers["dlogits"] = Buffer((n_rows, width), dtype)
+    clean = tokens.attention_mask is not None and needs.weight  # a copy of rows without what is masked
+    if clean:
+        steps.buffers["clean"] = Buffer((n_rows, dim), dtype)
+    if not few:
+        steps.buffers["sum"] = Buffer((batch if needs.bias else 0, width), torch.float32)  # of each sequence's dlogits
+    if scaled:
+        # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
+        # in fp16 those of a mean, not yet divided by the length, would not fit
+        unit = functools.partial(_unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length)
+        steps.steps += [
+            TorchStep("dscores", _wide, "dscores"),
+            TorchStep("unit", unit, "dscores attention_mask cu_seqlens"),
+            TorchStep("dscores", torch.div, "dscores unit"),
+        ]
+        steps.values |= {"stride_db": vocab, "stride_dv": 1}
+    # products in fp32 are the gradients where nothing is left to be done to them
+    stored = [each != torch.float32 or scaled or options.logit_scale != 1.0 for each in given]
+    stored = [stored[0] and needs.hidden, (stored[1] or width < vocab) and needs.weight]
+    steps.values |= {"stride_out": width, "stride_sum": width}
+    for v0 in range(0, vocab, width):
+        v1 = min(v0 + width, vocab)
+        own = config | {"v_start": v0, "v_end": v1, "CLEAN": clean and v0 == 0, "NEED_BIAS": needs.bias and not few}
+        steps.launch(sum_pooling.dlogits_kernel, (batch, cdiv(v1 - v0, block_v)), own)
+        if few:
+            # each row stands for a sequence, and slopes are in the gradients already
+            steps.values |= {"B": n_rows, "length": 1, "stride_db": vocab, "stride_dv": 1, "ACTIVATION": "none"}
+            steps.values |= {"PACKED": False, "MASKED": False, "LAST": False, "NO_WINNER": -1}
+            steps.places |= {"dscores_ptr": "dlogits", "scores_ptr": "dlogits"}
+            steps.places["rows_ptr"] = "clean" if clean else "hidden"
+            _row_gradients(steps, needs)
+            return
+        if needs.hidden:
+            product = functools.partial(_hidden_product, entries=slice(v0, v1))
+            steps.steps.append(TorchStep("drows", product, "dlogits weight drows" if v0 else "dlogits weight"))
+        if needs.weight:
+            product = functools.partial(_weight_product, entries=v1 - v0)
+            steps.steps.append(TorchStep("product", product, "dlogits clean" if clean else "dlogits hidden"))
+        counts = n_rows * dim if stored[0] and v1 == vocab else 0, (v1 - v0) * dim if stored[1] else 0
+        _store(steps, (*counts, v1 - v0 if needs.bias else 0), v0, last=v1 == vocab)
+    if needs.hidden and not stored[0]:
+        reshape = functools.partial(torch.reshape, shape=tuple(tokens.hidden.shape))
+        steps.steps.append(TorchStep("dhidden", reshape, "drows"))
+    if needs.weight and not stored[1]:
+        steps.steps.append(TorchStep("dweight", lambda product: product, "product"))
+
+
+def _store(steps: Steps, counts: tuple[int, int, int], first: int, last: bool) -> None:
+    """Store so many numbers of hidden, weight and bias, of a slab from entry ``first`` on."""
+    if not any(counts):
+        return
+    blocks = STORE_BLOCK, STORE_BLOCK, STORE_BIAS[1]
+    needs = dict(zip(("NEED_HIDDEN", "NEED_WEIGHT", "NEED_BIAS"), map(bool, counts), strict=True))
+    own = needs | dict(zip(("n_hidden", "n_weight", "n_bias"), counts, strict=True)) | {
+        "v_start": first, "HAS_UNIT": steps.dtype == torch.float16, "BLOCK": STORE_BLOCK, "BLOCK_B": STORE_BIAS[0],
+        "BLOCK_V": STORE_BIAS[1],
     }  # fmt: skip
-    return steps, buffers
+    grid = (sum(map(cdiv, counts, blocks)),)
+    steps.launch(sum_pooling.store_gradients_kernel, grid, own, {"dhidden_ptr": "dhidden" if last else "nothing"})
+
+
+def _unit_of_dlogits(
+    dscores: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, mean: bool, length: int
+) -> Tensor:
+    """Power of two by which fp16 divides the gradients of all logits, none steeper than 1; fp32, on the device."""
+    largest = dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)  # [B, 1], of what is finite
+    if mean and cu_seqlens is not None:
+        largest /= cu_seqlens.diff().clamp(min=1)[:, None]
+    elif mean and attention_mask is not None:
+        largest /= (attention_mask != 0).sum(dim=1, keepdim=True).clamp(min=1)
+    elif mean:
+        largest /= max(length, 1)
+    power = (largest.amax().view(torch.int32) & EXPONENT).view(torch.float32)
+    return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)
+
+
+def _wide(dscores: Tensor) -> Tensor:
+    return dscores.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _hidden_product(dlogits: Tensor, weight: Tensor, drows: Tensor | None = None, *, entries: slice) -> Tensor:
+    """The gradient of rows by these entries of the vocabulary, added to that of the entries before."""
+    found = _wide_product(dlogits[:, : entries.stop - entries.start], weight[entries])
+    return found if drows is None else drows.add_(found)
+
+
+def _weight_product(dlogits: Tensor, rows: Tensor, *, entries: int) -> Tensor:
+    return _wide_product(dlogits[:, :entries].t(), rows.view(-1, rows.size(-1)))
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` handed out in fp32."""
+    if a.dtype == torch.float32:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+# ---- one token per sequence
+
+
+def _one_token_forward(steps: Steps, training: bool) -> None:
+    """Winners are the places of the tokens, kept where a mask hides them."""
+    tokens, masked, vocab = steps.tokens, steps.values["MASKED"], steps.values["V"]
+    config = configs.constants_of(configs.ONE_TOKEN, steps.dtype, steps.setting)
+    block_b = config["BLOCK_B"] = min(config["BLOCK_B"], power_of_two(tokens.batch))
+    finds = masked and block_b * tokens.length <= MAX_MASK
+    if not (masked and training):
+        steps.buffers["winners"] = None
+    if masked and not finds:
+        if not training:  # what no backward reads is scratch
+            steps.places["winner_ptr"] = "places"
+            steps.buffers["places"] = Buffer((tokens.batch, 1), winner_dtype(tokens.length_bound))
+        steps.launch(one_token.find_kernel, (tokens.batch,), {"BLOCK": FIND_BLOCK})
+    config |= {"FIND": SHORT_FIND_BLOCK if finds else 0, "WITH_WINNERS": finds and training}
+    grid = cdiv(vocab, config["BLOCK_V"]), cdiv(tokens.batch, block_b)
+    steps.launch(one_token.forward_kernel, grid, config)
+
+
+def _row_gradients(steps: Steps, needs: Needs) -> None:
+    """Gradients of rows of hidden, one a sequence: ``dhidden`` is zero where none was taken."""
+    batch, vocab, dim = (steps.values[name] for name in "BVD")
+    config = configs.constants_of(configs.ONE_TOKEN_GRADIENTS, steps.dtype, steps.setting)
+    tiles, width, blocks = cdiv(vocab, config["BLOCK_V"]), cdiv(dim, config["BLOCK_D"]), cdiv(batch, config["BLOCK_B"])
+    # splits of the vocabulary that keep the device busy, whole tiles long
+    wanted = cdiv(config["PROGRAMS"] * steps.setting.multiprocessors, width * blocks)
+    split_v = cdiv(tiles, max(1, min(tiles, wanted))) * config["BLOCK_V"]
+    splits = cdiv(vocab, split_v)
+    if needs.hidden:
+        steps.buffers["part"] = Buffer((splits, batch, dim), torch.float32)
+        own = config | {"num_warps": HIDDEN_WARPS, "CLEAR": CLEAR_BLOCK, "split_v": split_v}
+        steps.launch(one_token.split_gradient_kernel, (width, splits, blocks), own)
+        own = {"BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim)), "splits": splits}
+        steps.launch(one_token.store_rows_kernel, (cdiv(batch, 4), cdiv(dim, own["BLOCK_D"])), own)
+    if needs.weight or needs.bias:
+        grid = (tiles * (width if needs.weight else 1),)
+        steps.launch(one_token.weight_gradient_kernel, grid, config | {"num_warps": WEIGHT_WARPS})

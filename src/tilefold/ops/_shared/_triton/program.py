@@ -73,7 +73,8 @@ class Program:
         wanted = {name: each for name, each in results.items() if each and plan.buffers.get(name, each) is not None}
         scratch = {name: each for name, each in plan.buffers.items() if isinstance(each, Buffer) and name in first}
         made = {name: each for name, each in (wanted | scratch).items() if name not in by_torch - scratch.keys()}
-        others = sorted({*plan.buffers, *by_torch, *results} - {*given, *made})
+        # names that nothing else has stand for None
+        others = sorted({*plan.buffers, *by_torch, *results, *first} - {*given, *made})
         places = {name: place for place, name in enumerate([*given, *others, *made])}
         ends = _ends(steps, reads, {*scratch, *by_torch} - results.keys())
         self._turns: list[_Turn] = []

@@ -13,7 +13,7 @@ WARPS = 8
 
 
 @triton.jit(do_not_specialize=["C", "first", "minimum"])
-def _append_kernel(
+def append_kernel(
     scores_ptr, count_ptr, columns_ptr, values_ptr, C, capacity, first, minimum, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Row b of ``scores [B, C]``; ``count_ptr [B]`` says where its entries go on, also past ``capacity``."""
@@ -42,4 +42,4 @@ def append_rows(
     batch, width = scores.shape
     if batch:
         arguments = (scores, counts, columns, values, width, columns.size(1), first_column, float(minimum))
-        launch(_append_kernel, (batch, 1, 1), arguments, {"BLOCK": BLOCK, "num_warps": WARPS})
+        launch(append_kernel, (batch, 1, 1), arguments, {"BLOCK": BLOCK, "num_warps": WARPS})

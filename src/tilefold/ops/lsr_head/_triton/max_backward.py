@@ -66,7 +66,7 @@ def _inverse(power):
 
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length"])
-def _count_kernel(
+def count_kernel(
     scores_ptr, winner_ptr, cu_ptr, count_ptr, B, V, N, uniform_length, SPLITS, split_v,
     BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr, NO_WINNER: tl.constexpr,
     UNIFORM: tl.constexpr,
@@ -102,7 +102,7 @@ def _added_up(count_ptr, first, last):
 
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length"])
-def _list_kernel(
+def list_kernel(
     dscores_ptr, scores_ptr, winner_ptr, cu_ptr, place_ptr, count_ptr, code_ptr, grad_ptr,
     B, V, N, uniform_length, SPLITS, split_v, stride_db, stride_dv,
     BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, ALWAYS_ACTIVE: tl.constexpr,
@@ -147,7 +147,7 @@ def _list_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "logit_scale"])
-def _dhidden_kernel(
+def dhidden_kernel(
     weight_ptr, place_ptr, count_ptr, code_ptr, grad_ptr, dhidden_ptr, N, SPLITS, logit_scale,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, ADDED_UP: tl.constexpr,
@@ -197,7 +197,7 @@ def _dhidden_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "N", "uniform_length", "logit_scale"])
-def _dweight_kernel(
+def dweight_kernel(
     dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, code64_ptr, grad_ptr, dweight_ptr, dbias_ptr,
     B, V, N, uniform_length, logit_scale, stride_db, stride_dv,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,

@@ -46,7 +46,7 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "logit_scale"])
-def _max_forward_kernel(
+def max_forward_kernel(
     weight_src, rows_src, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
     part_ptr, part_winner_ptr,
     B, V, T, uniform_length, splits, multiple, logit_scale,
@@ -183,7 +183,7 @@ def _max_forward_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple"])
-def _combine_kernel(
+def combine_kernel(
     weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
     B, V, T, uniform_length, splits, multiple,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -31,7 +31,7 @@ def _places(
 
 
 @triton.jit(do_not_specialize=["S"])
-def _find_kernel(mask_ptr, winner_ptr, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr):
+def find_kernel(mask_ptr, winner_ptr, S, LAST: tl.constexpr, NO_WINNER: tl.constexpr, BLOCK: tl.constexpr):
     """The place of sequence b, for masks that are too long for every program of forward to look for itself."""
     b = tl.program_id(0) + tl.arange(0, 1)
     place = _places(mask_ptr, b, b >= 0, S, LAST, NO_WINNER, BLOCK)
@@ -58,7 +58,7 @@ def _taken_rows(
 
 
 @triton.jit
-def _offsets_are_whole(cu_ptr, B, N):
+def offsets_are_whole(cu_ptr, B, N):
     """Whether ``cu_seqlens`` starts with 0, never falls and ends with N."""
     ok = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == N)
     for b0 in range(0, B, CHECK_BLOCK):
@@ -70,7 +70,7 @@ def _offsets_are_whole(cu_ptr, B, N):
 
 
 @triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
-def _forward_kernel(
+def forward_kernel(
     weight_ptr, rows_ptr, bias_ptr, mask_ptr, winner_ptr, cu_ptr, out_ptr, B, V, N, length, logit_scale,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, LAST: tl.constexpr, NO_WINNER: tl.constexpr,
@@ -102,7 +102,7 @@ def _forward_kernel(
         acc += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
     scores = tl.where(valid[:, None], activate(acc, ACTIVATION), 0.0)
     if PACKED:  # broken offsets must not give a plausible number
-        scores = tl.where(_offsets_are_whole(cu_ptr, B, N), scores, float("nan"))
+        scores = tl.where(offsets_are_whole(cu_ptr, B, N), scores, float("nan"))
     offs = b.to(tl.int64)[:, None] * V + v[None, :]
     tl.store(out_ptr + offs, scores.to(out_ptr.dtype.element_ty), mask=(b < B)[:, None] & (v < V)[None, :])
 
@@ -120,7 +120,7 @@ def _logit_gradient(
 
 
 @triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
-def _weight_gradient_kernel(
+def weight_gradient_kernel(
     dscores_ptr, scores_ptr, winner_ptr, rows_ptr, cu_ptr, dweight_ptr, dbias_ptr,
     B, V, N, length, logit_scale, stride_db, stride_dv,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -163,7 +163,7 @@ def _weight_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "N", "length"])
-def _split_gradient_kernel(
+def split_gradient_kernel(
     dscores_ptr, scores_ptr, winner_ptr, weight_ptr, cu_ptr, part_ptr, dhidden_ptr,
     B, V, N, length, split_v, stride_db, stride_dv,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -206,7 +206,7 @@ def _split_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "N", "length", "splits", "logit_scale"])
-def _store_rows_kernel(
+def store_rows_kernel(
     winner_ptr, cu_ptr, part_ptr, dhidden_ptr, B, N, length, splits, logit_scale,
     D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     LAST: tl.constexpr, NO_WINNER: tl.constexpr,

@@ -44,7 +44,7 @@ def _store_empty(
 
 
 @triton.jit(do_not_specialize=["S"])
-def _count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr):
+def count_kernel(mask_ptr, count_ptr, first_ptr, S, SCAN: tl.constexpr):
     """Valid tokens of sequence b, and the place of the first one (S if none)."""
     b = tl.program_id(0).to(tl.int64)
     count = 0
@@ -82,7 +82,7 @@ def _counts(
 
 
 @triton.jit(do_not_specialize=["B", "S"])
-def _copy_padded_kernel(
+def copy_padded_kernel(
     hidden_ptr, mask_ptr, count_ptr, first_ptr, offset_ptr, rows_ptr, position_ptr, out_ptr, winner_ptr, B, S, V,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, GROUP: tl.constexpr,
     HAS_MASK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_EMPTY: tl.constexpr,
@@ -130,7 +130,7 @@ def _copy_padded_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "T"])
-def _copy_packed_kernel(
+def copy_packed_kernel(
     hidden_ptr, cu_ptr, offset_ptr, rows_ptr, position_ptr, out_ptr, winner_ptr, B, T, V,
     D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SCAN_B: tl.constexpr,
     BLOCK_EMPTY: tl.constexpr, WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,

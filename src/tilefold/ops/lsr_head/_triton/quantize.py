@@ -18,7 +18,7 @@ BLOCK_ROWS = 8
 
 
 @triton.jit(do_not_specialize=["N"])
-def _quantize_rows_kernel(
+def quantize_rows_kernel(
     rows_ptr, values_ptr, scale_ptr, N, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -52,5 +52,5 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(count, dtype=torch.float32, device=rows.device)
     if count:
         grid = (cdiv(count, BLOCK_ROWS), 1, 1)
-        launch(_quantize_rows_kernel, grid, (rows.contiguous(), values, scale, count), row_constants(dim))
+        launch(quantize_rows_kernel, grid, (rows.contiguous(), values, scale, count), row_constants(dim))
     return values, scale

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import activate, slope_from_logit
 from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops.lsr_head._triton.one_token import offsets_are_whole
 
 
 @triton.jit
@@ -42,19 +43,13 @@ def _logits_tile(
 
 
 @triton.jit(do_not_specialize=["B", "N"])
-def _check_offsets_kernel(cu_ptr, ok_ptr, B, N, BLOCK: tl.constexpr):
-    """Whether ``cu_seqlens`` starts with 0, never falls and ends with N: ``ok`` is 1, else 0."""
-    ok = (narrowed(tl.load(cu_ptr)) == 0) & (narrowed(tl.load(cu_ptr + B)) == N)
-    for b0 in range(0, B, BLOCK):
-        b = b0 + tl.arange(0, BLOCK)
-        start = narrowed(tl.load(cu_ptr + b, mask=b < B, other=0))
-        end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=0))
-        ok = ok & (tl.min((end >= start).to(tl.int32)) > 0)
-    tl.store(ok_ptr, ok.to(tl.int32))
+def check_offsets_kernel(cu_ptr, ok_ptr, B, N):
+    """``ok`` is 1 where ``cu_seqlens`` is whole, else 0."""
+    tl.store(ok_ptr, offsets_are_whole(cu_ptr, B, N).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["uniform_length", "N", "logit_scale"])
-def _sum_forward_kernel(
+def sum_forward_kernel(
     weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, ok_ptr, out_ptr, V, N, uniform_length, logit_scale,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -110,7 +105,7 @@ def _copy_valid(
 
 
 @triton.jit(do_not_specialize=["v_start", "v_end", "uniform_length", "N", "logit_scale"])
-def _dlogits_kernel(
+def dlogits_kernel(
     dscores_ptr, weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, dlogits_ptr, clean_ptr, sum_ptr,
     v_start, v_end, V, N, uniform_length, logit_scale, stride_db, stride_dv, stride_out,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -175,7 +170,7 @@ def _store_scaled(from_ptr, to_ptr, block, count, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["v_start", "B", "logit_scale"])
-def _store_gradients_kernel(
+def store_gradients_kernel(
     drows_ptr, dhidden_ptr, product_ptr, dweight_ptr, sum_ptr, dbias_ptr, unit_ptr,
     n_hidden, n_weight, n_bias, v_start, B, stride_sum, logit_scale,
     D: tl.constexpr, NEED_HIDDEN: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
