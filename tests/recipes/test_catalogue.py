@@ -21,9 +21,9 @@ from tilefold import retrieval
 from tilefold.losses import NoPenalty
 from tilefold.modules import load_encoder
 from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, TrainingError, get_recipe, train
-from tilefold.recipes._watch import Watch
+from tilefold.recipes._watch import SparseWatch
 from tilefold.recipes.catalogue import RECIPES, Entry
-from tilefold.recipes.lsr import load_base_model, make_loss, regularizer_schedule
+from tilefold.recipes.lsr import load_base_model, make_loss
 from tilefold.retrieval.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 
@@ -129,13 +129,13 @@ def test_documents_of_a_group_are_penalised_together_or_by_position() -> None:
     assert of_each(rows) == pytest.approx(sum(together(rows[low : low + 2]) for low in (0, 2, 4)))
 
 
+def splade_loss(**options: Any) -> SpladeLoss:
+    return SpladeLoss(None, SparseMultipleNegativesRankingLoss(None), 0.2, 0.4, **options)
+
+
 def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:
-    recipe = LsrRecipe(
-        query_regularizer=RegularizerSpec("l1", 0.4, warmup_ratio=0.5),
-        document_regularizer=RegularizerSpec("flops", 0.2, warmup_ratio=1.0),
-    )
-    loss = SpladeLoss(None, SparseMultipleNegativesRankingLoss(None), 0.2, 0.4)
-    schedule = regularizer_schedule(recipe, loss)
+    loss = splade_loss()
+    schedule = SparseWatch(loss, {"query": 0.5, "document": 1.0})
     seen = []
     for step in (0, 5, 10, 20):
         state = SimpleNamespace(max_steps=20, global_step=step)
@@ -185,8 +185,8 @@ def logged(callback: Any, **logs: float) -> dict[str, float]:
 
 
 def test_what_is_counted_reaches_the_logs_and_the_warnings() -> None:
-    loss = SimpleNamespace(query_regularizer=NoPenalty(), document_regularizer=NoPenalty())
-    callback = Watch(loss)
+    loss = splade_loss(query_regularizer=NoPenalty(), document_regularizer=NoPenalty())
+    callback = SparseWatch(loss, {})
     rows = torch.zeros(4, 100, requires_grad=True)
     with torch.no_grad():
         rows[0, :8] = 1

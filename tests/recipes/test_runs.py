@@ -323,19 +323,6 @@ def test_one_of_two_gpus_is_used(
     assert said[0].endswith("torchrun --nproc-per-node 2 SCRIPT")
 
 
-def test_runs_from_before_graphs_go_on_without_them(
-    trained: Any, masked_lm: str, collection: Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = shutil.copytree(trained("splade"), tmp_path / "m")
-    record = json.loads((folder / "tilefold_training.json").read_text())
-    del record["settings"]["recipe"]["graphs"]
-    (folder / "tilefold_training.json").write_text(json.dumps(record))
-    recipe = recipe_of("splade", masked_lm)
-    assert train(recipe, collection, folder).reused
-    monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
-    refused(FileExistsError, "differs in graphs", train, replace(recipe, graphs=True), collection, folder)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [SpladeRecipe, ColbertRecipe])
 def test_an_interrupted_run_with_graphs_goes_on(kind: Any, masked_lm: str, collection: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-Check = Callable[[str, Any], None]
+Check = Callable[[str, object], None]
 S = TypeVar("S", bound="Settings")
 
 
@@ -34,11 +34,10 @@ def whole(least: int = 1, *, optional: bool = False) -> Check:
 def number(accept: Callable[[float], bool], expected: str, *, optional: bool = False) -> Check:
     """A rule: a finite number that `accept` takes, or ``None`` where that is allowed."""
 
-    def taken(value: Any) -> bool:
-        if optional and value is None:
-            return True
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        return known and math.isfinite(value) and accept(value)
+    def taken(value: object) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return optional and value is None
+        return math.isfinite(value) and accept(value)
 
     return rule(taken, f"a number {expected}")
 
@@ -86,8 +85,8 @@ class TrainingSettings(Settings):
     """The settings of every training; a recipe inherits them, and has a `base_model` too.
 
     Attributes:
-        max_steps: optimiser steps; ``None`` uses ``epochs``, 0 leaves the untrained start, which needs no pairs.
-        epochs: passes over the training pairs when ``max_steps`` is ``None``.
+        max_steps: optimiser steps; 0 leaves the untrained start, which needs no pairs.
+        epochs: passes over the training pairs where ``max_steps`` is ``None``.
         batch_size: pairs per step, at least 2; every other document of a batch is a negative.
         learning_rate: peak of the linear schedule.
         warmup_ratio: share of the steps over which the learning rate rises.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tilefold._files import naming_full_disk
-from tilefold._typing import Model
+from tilefold._typing import Model, Module
 from tilefold.recipes import _run
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes.loading import quiet_libraries, register_entmax, supports_bf16
@@ -20,42 +20,32 @@ from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
     from tilefold.retrieval.collection import Collection
 
 EXPLODED = 4.0
 _logger = logging.getLogger(__name__)
-Progress = Callable[[int, int, "float | None"], None]
+Progress = _run.Progress
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of ``train``.
+    """The result of ``train``."""
 
-    Attributes:
-        model_dir: the finished stock model.
-        steps: optimiser steps of the model.
-        loss: mean training loss of the last steps that were logged.
-        seconds: wall time of this call.
-        resumed_from: the step that this call resumed from, 0 for a new run.
-        reused: whether the folder already held the finished model of this recipe and data.
-        bf16, fused: whether the run used them.
-        first_ranking_loss, ranking_loss: loss without regularisers, of the first step of this call and the last ones.
-        warnings: what went wrong in the training, and what to do about it.
-        truncated: ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read, repeated
-            ones too, and how many of them were cut there.
-    """
-
-    model_dir: str
-    steps: int
-    loss: float | None
-    seconds: float
-    resumed_from: int
-    reused: bool
-    bf16: bool
-    fused: bool
-    first_ranking_loss: float | None = None
-    ranking_loss: float | None = None
-    warnings: tuple[str, ...] = ()
+    model_dir: str  # of the finished stock model
+    steps: int  # of the optimiser
+    loss: float | None  # mean of the last steps that were logged
+    seconds: float  # wall time of this call
+    resumed_from: int  # the step that this call resumed from, 0 for a new run
+    reused: bool  # whether the folder already held the finished model of this recipe and data
+    bf16: bool  # whether the run used it
+    fused: bool  # and this
+    first_ranking_loss: float | None = None  # without regularisers, of the first step of this call
+    ranking_loss: float | None = None  # and of the last ones
+    warnings: tuple[str, ...] = ()  # what went wrong in the training, and what to do about it
+    #: ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read, repeated ones too, and
+    #: how many of them were cut there
     truncated: tuple[dict[str, int | None], ...] = ()
 
     @property
@@ -136,26 +126,23 @@ def train(
 ) -> TrainResult:
     """Train any recipe on the pairs of the collection's ``"train"`` split, and save a stock model in `output_dir`.
 
-    Checkpoints lie in ``<output_dir>.training`` until the end; the finished model is moved into place atomically. An
-    interrupted run is resumed from its last complete checkpoint by the same call (recipe and data), and a finished run
-    is returned unchanged. Equal recipes, data and machines give equal models. With ``max_steps=0`` the model is saved
-    as it starts.
+    Checkpoints lie in ``<output_dir>.training``; the finished model is moved into place atomically. The same call
+    (recipe and data) goes on from the last complete checkpoint of an interrupted run, and returns a finished one
+    unchanged. Equal recipes, data and machines give equal models; ``max_steps=0`` saves the model as it starts.
 
     Args:
-        negatives: mined negatives, or teacher scores, of the training queries: see
-            :mod:`tilefold.retrieval.training_rows`.
-        resume: resume or return an earlier run; with False, its checkpoints are discarded.
+        negatives: of the training queries, mined or with teacher scores (:mod:`tilefold.retrieval.training_rows`).
+        resume: go on with, or return, an earlier run; False discards its checkpoints.
         overwrite: replace a finished model in `output_dir`.
         progress: called as ``progress(step, steps, loss)`` after every step; loss is ``None`` until it is known.
         verbose: let the libraries log.
 
     Raises:
-        ValueError: for a collection without training pairs, missing data (the message has the command that makes
-            them), checkpoints of another recipe or data, `negatives` for a recipe that reads none, or graphs without a
-            GPU.
-        FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
-        MissingPackageError: if sentence-transformers or the packaged model is not installed.
-        RuntimeError: in one of several processes of a launcher.
+        ValueError: no training pairs, missing data (the message has the command that makes them), checkpoints of
+            another recipe or data, `negatives` for a recipe that reads none, or graphs without a GPU.
+        FileExistsError: `output_dir` holds something other than a model of this recipe and data.
+        MissingPackageError: sentence-transformers or the packaged model is not installed.
+        RuntimeError: this is one of several processes of a launcher.
     """
     if negatives is not None and not recipe.reads_negatives:
         raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
@@ -223,24 +210,25 @@ def _lowered(recipe: TrainingSettings, model: Model) -> str:
 
 def run_trainer(
     job: TrainingJob,
-    trainer_class: Any,
-    arguments_class: Any,
-    loss: Any,
-    callbacks: Sequence[Any] = (),
-    batch_sampler: Any = "no_duplicates",
-    **settings: Any,
+    trainer_class: Callable[..., Trainer],
+    arguments_class: Callable[..., TrainingArguments],
+    loss: Module,
+    callbacks: Sequence[TrainerCallback] = (),
+    batch_sampler: object = "no_duplicates",
+    **settings: object,
 ) -> Losses:
     """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
     from tilefold.integrations.transformers import AlphaSchedule, one_gpu
+    from tilefold.recipes._watch import Watcher
 
     say_unused_gpus()
     recipe, read = job.recipe, job.examples.columns
     card = job.model.model_card_data
     card.widget = card.widget or [{"text": read["query"][0]}]  # else the card draws examples with a progress bar
-    watcher = _run.make_watcher(job.progress, job.run, recipe.save_minutes)
+    watcher = Watcher(job.progress, job.run, recipe.save_minutes)
     annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
     columns = {name: values if name == "label" else cut_texts(job.model, values) for name, values in read.items()}
     trainer = trainer_class(
@@ -253,7 +241,7 @@ def run_trainer(
     collate(trainer, recipe.graphs)
     if not job.verbose:
         trainer.remove_callback(PrinterCallback)
-    with _run.heeding_interrupts(watcher):
+    with watcher.heeding_interrupts():
         trainer.train(resume_from_checkpoint=str(job.run.checkpoint) if job.run.checkpoint else None)
     failed = recipe.graphs and trainer.model[0].forward.graphs.failed
     said = ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",) if failed else ()
@@ -264,7 +252,7 @@ def run_trainer(
     return Losses(watcher.loss, watcher.first_ranking_loss, watcher.ranking_loss, said, cut)
 
 
-def _settings(job: TrainingJob) -> dict[str, Any]:
+def _settings(job: TrainingJob) -> dict[str, object]:
     """The trainer's arguments, without the sampler."""
     import torch
 
@@ -329,7 +317,7 @@ def check_graphs(graphs: bool) -> None:
         raise ValueError("graphs must be False without a GPU of CUDA, got True; leave --graphs out on this machine.")
 
 
-def collate(trainer: Any, graphs: bool) -> None:
+def collate(trainer: Trainer, graphs: bool) -> None:
     """Make the trainer's batches ahead, and with `graphs` repeat the launches of its encoder."""
     from tilefold.integrations.sentence_transformers import collate_ahead
 

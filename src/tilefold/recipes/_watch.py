@@ -1,15 +1,30 @@
-"""Watches a sparse model while it trains: dead vectors, vectors that fill up, no gradient."""
+"""Callbacks of a training: what it reports and saves, Ctrl-C, penalties that rise, vectors that die or fill up."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from tilefold.recipes._run import TrainingError
+from tilefold._files import write_json
+from tilefold._typing import Module
+from tilefold.recipes._run import WHOLE, Progress, TrainingError, TrainingRun
 
+if TYPE_CHECKING:
+    from sentence_transformers.sparse_encoder.losses import SpladeLoss
+    from transformers import TrainerControl, TrainerState
+
+SIDES = ("query", "document")
 FULL = 0.25  # share of the vocabulary above which vectors count as nearly dense
 DEAD_ROWS = 0.5  # share of rows without a term above which a warning is due
 PATIENCE = 2  # logs in a row
@@ -17,6 +32,63 @@ REMEDY = (
     "Train again with a smaller learning rate or a smaller weight of the penalties; a masked-LM head with large logits "
     "(ModernBERT, Ettin) needs document.logit_scale=0.0625"
 )
+
+
+class Watcher(TrainerCallback):
+    """Reports steps, keeps losses, stops where one is not finite or after Ctrl-C, and asks for checkpoints by time."""
+
+    def __init__(self, progress: Progress | None, run: TrainingRun, save_minutes: float) -> None:
+        self.progress, self.run, self.save_minutes = progress, run, save_minutes
+        self.loss: float | None = None
+        self.first_ranking_loss: float | None = None  # without regularisers
+        self.ranking_loss: float | None = None
+        self.interrupted = False
+        self.saved = time.monotonic()
+
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
+    ) -> None:
+        if logs and "loss" in logs:
+            self.loss = float(logs["loss"])
+            if not math.isfinite(self.loss):
+                raise TrainingError(
+                    f"the loss is {self.loss} after {state.global_step} steps: the training has diverged. Train "
+                    "with a smaller learning_rate, from the start (resume=False, --fresh)."
+                )
+            self.ranking_loss = float(logs.get("base_loss", self.loss))
+            if self.first_ranking_loss is None:
+                self.first_ranking_loss = self.ranking_loss
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if self.progress is not None:
+            self.progress(state.global_step, state.max_steps, self.loss)
+        if time.monotonic() - self.saved >= 60 * self.save_minutes:
+            control.should_save = True
+
+    def on_save(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        folder = self.run.work_dir / f"checkpoint-{state.global_step}"
+        if folder.is_dir():
+            write_json(folder / WHOLE, {"step": state.global_step})
+        self.saved = time.monotonic()
+
+    @contextmanager
+    def heeding_interrupts(self) -> Iterator[None]:
+        """Let Ctrl-C stop training at the next step: Python drops what a destructor or a callback from C raises."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            signal.default_int_handler(number, frame)
+
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 class _Seen(NamedTuple):
@@ -30,7 +102,7 @@ class _Seen(NamedTuple):
 class _Counting(nn.Module):
     """A penalty that also counts the terms of every row it sees; nothing waits for the device."""
 
-    def __init__(self, penalty: Any) -> None:
+    def __init__(self, penalty: Module) -> None:
         super().__init__()
         self.penalty = penalty
         self.steps: list[Tensor] = []
@@ -52,27 +124,38 @@ class _Counting(nn.Module):
         self.steps = []
         return _Seen(active, empty, self.width)
 
-    def get_config_dict(self) -> dict[str, Any]:
-        config: dict[str, Any] = getattr(self.penalty, "get_config_dict", dict)()
-        return config
+    def get_config_dict(self) -> dict[str, object]:
+        return getattr(self.penalty, "get_config_dict", dict)()
 
 
-class Watch(TrainerCallback):
-    """Trainer callback: has a ``SpladeLoss`` count terms, adds them to the logs, and stops what cannot recover.
+class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
+    """Raises the weights of a ``SpladeLoss``, with a warm-up (share of the steps) for each side, and counts terms.
 
-    A `bounded` model keeps so many terms when it encodes, and may have any number while it trains.
+    The counts are added to the logs, and a training that cannot recover is stopped. A `bounded` model keeps so many
+    terms when it encodes, and may have any number while it trains.
     """
 
-    def __init__(self, loss: Any, bounded: bool = False) -> None:
-        self.bounded = bounded
-        self.counters = {side: _Counting(getattr(loss, f"{side}_regularizer")) for side in ("query", "document")}
+    def __init__(self, loss: SpladeLoss, warmups: Mapping[str, float], bounded: bool = False) -> None:
+        super().__init__(loss)
+        self.warmups, self.bounded = warmups, bounded
+        self.counters = {side: _Counting(getattr(loss, f"{side}_regularizer")) for side in SIDES}
         for side, counter in self.counters.items():
             setattr(loss, f"{side}_regularizer", counter)
         self.first: dict[str, _Seen] = {}
         self.last: dict[str, _Seen] = {}
-        self.dead = {"query": 0, "document": 0, "gradient": 0}
+        self.dead = dict.fromkeys((*SIDES, "gradient"), 0)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        for side, ratio in self.warmups.items() if self.total_steps is not None else ():
+            risen = float(min(1.0, state.global_step / max(1, int(self.total_steps * ratio)))) ** 2
+            weight = getattr(self, f"max_{side}_regularizer_weight") * risen
+            setattr(self, f"_current_{side}_regularizer_weight", weight)
+            setattr(self.loss, f"{side}_regularizer_weight", weight)
+
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **more: object
+    ) -> None:
+        super().on_log(args, state, control, logs=logs, **more)
         if not logs or "loss" not in logs:
             return
         for side, counter in self.counters.items():
@@ -86,7 +169,7 @@ class Watch(TrainerCallback):
         if "grad_norm" in logs:
             self._count("gradient", float(logs["grad_norm"]) == 0.0)
         step = state.global_step
-        for side in ("query", "document"):
+        for side in SIDES:
             if self.dead[side] >= PATIENCE:
                 raise TrainingError(
                     f"every {side} vector is zero after {step} steps: the model is dead, and no gradient revives "

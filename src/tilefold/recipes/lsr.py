@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from tilefold._typing import Model
+from tilefold._typing import Model, Module
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Check, EncoderSpec, Settings, flag, number, rule, whole
 from tilefold.recipes._training import Examples, Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.encoders import Base, build_encoder
@@ -21,16 +21,9 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 __all__ = [
-    "LOSSES",
-    "REGULARIZERS",
-    "LsrRecipe",
-    "RegularizerSpec",
-    "TrainResult",
-    "fused_head",
-    "load_base_model",
-    "make_loss",
-    "train",
-]
+    "LOSSES", "REGULARIZERS", "LsrRecipe", "RegularizerSpec", "TrainResult", "fused_head", "load_base_model",
+    "make_loss", "train",
+]  # fmt: skip
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
 MASKED_LM = EncoderSpec()
@@ -131,7 +124,9 @@ class LsrRecipe(SparseRecipe):
     }
 
     def __post_init__(self) -> None:
-        self._nest()
+        for side in ("query", "document"):
+            self._nest(side, EncoderSpec)
+            self._nest(f"{side}_regularizer", RegularizerSpec)
         super().__post_init__()
         if self.query_regularizer.per_position:
             raise ValueError("query_regularizer: per_position must be False, a group has one query.")
@@ -139,23 +134,21 @@ class LsrRecipe(SparseRecipe):
             raise ValueError(f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.")
         for name, weight in self.loss.items():
             POSITIVE(f"loss[{name!r}]", weight)
-        if self.needs_scores and not self.negatives:
-            raise ValueError("negatives must be at least 1 for a loss that compares documents with a teacher, got 0.")
-        if "pairwise_softmax" in self.loss and not self.negatives:
-            raise ValueError("negatives must be at least 1 for the loss pairwise_softmax, got 0.")
+        compares = self.needs_scores or "pairwise_softmax" in self.loss
+        if compares and not self.negatives:
+            of = "a loss that compares documents with a teacher" if self.needs_scores else "the loss pairwise_softmax"
+            raise ValueError(f"negatives must be at least 1 for {of}, got 0.")
 
-    def _nest(self) -> None:
-        """Turn specifications that came as dictionaries, from JSON, into objects."""
-        for name in ("query", "document", "query_regularizer", "document_regularizer"):
-            cls: type[Settings] = RegularizerSpec if name.endswith("regularizer") else EncoderSpec
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                try:
-                    object.__setattr__(self, name, cls.from_dict(dict(value)))
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-            elif not isinstance(value, cls) and not (name == "query" and value is None):
-                raise ValueError(f"{name} must be an instance of {cls.__name__}, got {value!r}.")
+    def _nest(self, name: str, cls: type[Settings]) -> None:
+        """Turn a specification that came as a dictionary, from JSON, into an object."""
+        value = getattr(self, name)
+        if isinstance(value, Mapping):
+            try:
+                object.__setattr__(self, name, cls.from_dict(dict(value)))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        elif not isinstance(value, cls) and not (name == "query" and value is None):
+            raise ValueError(f"{name} must be an instance of {cls.__name__}, got {value!r}.")
 
     @property
     def needs_scores(self) -> bool:
@@ -194,30 +187,29 @@ class LsrRecipe(SparseRecipe):
         return losses
 
 
-def load_base_model(recipe: LsrRecipe, texts: list[str]) -> SparseEncoder:
-    """The untrained model of a recipe; `texts` are the documents of the collection."""
-    return recipe.start(texts)
+load_base_model = LsrRecipe.start
 
 
 def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> Losses:
     """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
-    from tilefold.recipes._watch import Watch
+    from tilefold.recipes._watch import SparseWatch
     from tilefold.recipes.decoders import merge_adapters
 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = make_loss(model, recipe, stock=splade)
-    watcher = Watch(loss, bounded=not splade and model.max_active_dims is not None)
-    sampler: Any = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
+    warmups = {"query": recipe.query_regularizer.warmup_ratio, "document": recipe.document_regularizer.warmup_ratio}
+    watcher = SparseWatch(loss, warmups, bounded=not splade and model.max_active_dims is not None)
+    sampler = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with fused_head(model, recipe.fused, needed=splade):
         last = run_trainer(
             job,
             SparseEncoderTrainer,
             SparseEncoderTrainingArguments,
             loss,
-            callbacks=[regularizer_schedule(recipe, loss), watcher],
+            callbacks=[watcher],
             batch_sampler=length_grouped_batches if recipe.group_by_length else sampler,
             **_routes(recipe, job),
         )
@@ -227,19 +219,19 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     return last._replace(warnings=last.warnings + watcher.warnings())
 
 
-def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, Any]:
+def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
     """Arguments of the trainer for a model of two routes, or one that reads queries in another form."""
     if recipe.query is None and recipe.document.kind not in ("echo", "splate"):
         return {}
-    texts = [name for name in job.examples.columns if name != "label"]
-    settings: dict[str, Any] = {"router_mapping": {name: "query" if name == "query" else "document" for name in texts}}
+    routes = {name: "query" if name == "query" else "document" for name in job.examples.columns if name != "label"}
+    settings: dict[str, object] = {"router_mapping": routes}
     learned = recipe.query is not None and recipe.query.kind == "idf" and recipe.query.trainable
     if learned and recipe.idf_learning_rate is not None:
         settings["learning_rate_mapping"] = {r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate}
     return settings
 
 
-def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False) -> Any:
+def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False) -> AbstractContextManager[object]:
     """A context in which `model` scores without the logits, where it has a head to fuse and `fused` asks for it."""
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
@@ -253,14 +245,14 @@ def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False
     return accelerate(model)
 
 
-def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Any:
+def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Module:
     """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights."""
     from sentence_transformers.sparse_encoder import losses
 
     from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
     from tilefold.losses.base_splade import BaseSpladeLoss
 
-    made_by: dict[str, Callable[[], Any]] = {
+    made_by: dict[str, Callable[[], Module]] = {
         "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale),
         "kl": lambda: losses.SparseDistillKLDivLoss(model),
         "margin_mse": lambda: losses.SparseMarginMSELoss(model),
@@ -280,36 +272,15 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Any:
     )
 
 
-def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Any:
+def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
     """The penalty as a module with ``compute_loss_from_embeddings``; a group has so many documents."""
     from tilefold import losses as ours
 
     if spec.kind == "none":
         return ours.NoPenalty()
     if spec.kind == "anti_zero":
-        penalty: Any = ours.RegularizerSum([(ours.GlobalFlopsLoss(), 1.0), (ours.AntiZeroLoss(), 1.0)])
+        penalty: Module = ours.RegularizerSum([(ours.GlobalFlopsLoss(), 1.0), (ours.AntiZeroLoss(), 1.0)])
     else:
         kinds = {"flops": ours.GlobalFlopsLoss, "l1": ours.L1Loss, "l2": ours.L2Loss, "df_flops": ours.DFFlopsLoss}
         penalty = kinds[spec.kind](threshold=spec.threshold)
     return ours.PositionSum(penalty, positions) if spec.per_position else penalty
-
-
-def regularizer_schedule(recipe: LsrRecipe, loss: Any) -> Any:
-    """The stock callback that raises the weights of the penalties, with a warm-up for each side."""
-    from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
-
-    class Schedule(SpladeRegularizerWeightSchedulerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.total_steps is None:
-                return
-
-            def now(spec: RegularizerSpec) -> float:
-                steps = max(1, int(self.total_steps * spec.warmup_ratio))
-                return spec.weight * float(min(1.0, state.global_step / steps)) ** 2
-
-            self._current_query_regularizer_weight = now(recipe.query_regularizer)
-            self._current_document_regularizer_weight = now(recipe.document_regularizer)
-            self.loss.query_regularizer_weight = self._current_query_regularizer_weight
-            self.loss.document_regularizer_weight = self._current_document_regularizer_weight
-
-    return Schedule(loss)
