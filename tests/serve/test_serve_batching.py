@@ -15,14 +15,13 @@ from tests.serve.running import Client, serving
 from tests.serve.test_serve_sockets import hold, inputs_in_flight, posted, service, wait_until
 from tilefold import retrieval as r
 from tilefold.serve import batching
+from tilefold.serve.answers import ServeError
 from tilefold.serve.batching import Lane
-from tilefold.serve.errors import ServeError
 from tilefold.serve.metrics import Metrics
-from tilefold.serve.models import Served
+from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
-from tilefold.serve.text import TextTokens
 
 PANIC = -99
 MOST = 250 * 64  # characters that the tiny model tokenizes

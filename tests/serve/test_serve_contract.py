@@ -14,9 +14,8 @@ import torch
 from tests.serve.running import Client, serving
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.ops import maxsim
-from tilefold.serve.models import Served
+from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.service import Service
-from tilefold.serve.text import TextTokens
 
 TEXTS = ["read csv files", "write json text, with examples", "dates"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
 Check = Callable[[str, object], None]
 S = TypeVar("S", bound="Settings")
+T = TypeVar("T")
 
 
 def rule(accept: Callable[[Any], bool], expected: str) -> Check:
@@ -45,23 +46,25 @@ def number(accept: Callable[[float], bool], expected: str, *, optional: bool = F
 flag = rule(lambda value: isinstance(value, bool), "True or False")
 optional_flag = rule(lambda value: value is None or isinstance(value, bool), "True or False")
 POSITIVE = number(lambda value: value > 0, "greater than 0")
+OPTIONAL_POSITIVE = number(lambda value: value > 0, "greater than 0", optional=True)
 NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
+NAME = rule(lambda value: isinstance(value, str) and value != "", "'minilm', a folder or a model name")
+SEED = rule(lambda value: is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32")
+
+
+def checked(default: T, check: Check) -> T:
+    """A field of :class:`Settings` with a default and a rule."""
+    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A dataclass whose fields are checked on construction, and that a file keeps as a JSON object.
-
-    Attributes:
-        CHECKS: a rule for each field that has one; those of base classes hold too.
-    """
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {}
+    """A dataclass whose fields are checked on construction, and that a file keeps as a JSON object."""
 
     def __post_init__(self) -> None:
-        for kind in reversed(type(self).__mro__):
-            for name, check in vars(kind).get("CHECKS", {}).items():
-                check(name, getattr(self, name))
+        for each in fields(self):
+            if check := each.metadata.get("check"):
+                check(each.name, getattr(self, each.name))
 
     def to_dict(self) -> dict[str, Any]:
         """Field names and values, as a JSON object."""
@@ -105,43 +108,27 @@ class TrainingSettings(Settings):
         anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1, which is softmax; 0 for none.
     """
 
-    max_steps: int | None = None
-    epochs: float = 4.0
-    batch_size: int = 64
-    learning_rate: float = 1e-4
-    warmup_ratio: float = 0.1
-    similarity_scale: float = 1.0
-    max_length: int = 128
-    train_max_length: int | None = None
-    bf16: bool | None = None
-    fused: bool = True
-    graphs: bool = False
-    save_steps: int = 25
-    save_minutes: float = 5.0
-    seed: int = 0
-    attention: str | None = None
-    alpha: float | None = None
-    anneal_alpha: float = 0.0
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "base_model": rule(lambda value: isinstance(value, str) and value != "", "'minilm', a folder or a model name"),
-        "max_steps": whole(0, optional=True),
-        "epochs": POSITIVE,
-        "batch_size": whole(2),  # the others of a batch are the negatives
-        "learning_rate": POSITIVE,
-        "warmup_ratio": number(lambda value: 0 <= value < 1, "in [0, 1)"),
-        "similarity_scale": POSITIVE,
-        "max_length": whole(),
-        "train_max_length": whole(optional=True),
-        "bf16": rule(lambda value: value in (None, True, False), "True, False or None (by hardware)"),
-        "graphs": flag,
-        "save_steps": whole(),
-        "save_minutes": NOT_NEGATIVE,
-        "seed": rule(lambda value: is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32"),
-        "attention": rule(lambda value: value in (None, "softmax", "entmax"), "'softmax', 'entmax' or None"),
-        "alpha": number(lambda value: 1 <= value <= 2, "in [1, 2]", optional=True),
-        "anneal_alpha": number(lambda value: 0 <= value <= 1, "in [0, 1]"),
-    }
+    max_steps: int | None = checked(None, whole(0, optional=True))
+    epochs: float = checked(4.0, POSITIVE)
+    batch_size: int = checked(64, whole(2))
+    learning_rate: float = checked(1e-4, POSITIVE)
+    warmup_ratio: float = checked(0.1, number(lambda value: 0 <= value < 1, "in [0, 1)"))
+    similarity_scale: float = checked(1.0, POSITIVE)
+    max_length: int = checked(128, whole())
+    train_max_length: int | None = checked(None, whole(optional=True))
+    bf16: bool | None = checked(
+        None, rule(lambda value: value in (None, True, False), "True, False or None (by hardware)")
+    )
+    fused: bool = checked(True, flag)
+    graphs: bool = checked(False, flag)
+    save_steps: int = checked(25, whole())
+    save_minutes: float = checked(5.0, NOT_NEGATIVE)
+    seed: int = checked(0, SEED)
+    attention: str | None = checked(
+        None, rule(lambda value: value in (None, "softmax", "entmax"), "'softmax', 'entmax' or None")
+    )
+    alpha: float | None = checked(None, number(lambda value: 1 <= value <= 2, "in [1, 2]", optional=True))
+    anneal_alpha: float = checked(0.0, number(lambda value: 0 <= value <= 1, "in [0, 1]"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,28 +204,19 @@ class EncoderSpec(Settings):
     base_model: str | None = None
     pooling: str | None = None
     activation: str | None = None
-    logit_scale: float | None = None
-    drop_special_tokens: bool | None = None
-    top_k: int | None = None
+    logit_scale: float | None = checked(None, OPTIONAL_POSITIVE)
+    drop_special_tokens: bool | None = checked(None, optional_flag)
+    top_k: int | None = checked(None, whole(optional=True))
     normalize: str | None = None
-    scale: float | None = None
-    trainable: bool | None = None
+    scale: float | None = checked(None, OPTIONAL_POSITIVE)
+    trainable: bool | None = checked(None, optional_flag)
     idf: str | None = None
-    layers: int | None = None
-    shared_network: bool = False
-    lora: int | None = None
-    literal_residual: bool | None = None
+    layers: int | None = checked(None, whole(optional=True))
+    shared_network: bool = checked(False, flag)
+    lora: int | None = checked(None, whole(optional=True))
+    literal_residual: bool | None = checked(None, optional_flag)
     head_model: str | None = None
-    saturation: float | None = None
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        **dict.fromkeys(("top_k", "layers", "lora"), whole(optional=True)),
-        "shared_network": flag,
-        **dict.fromkeys(("drop_special_tokens", "trainable", "literal_residual"), optional_flag),
-        **dict.fromkeys(
-            ("logit_scale", "scale", "saturation"), number(lambda value: value > 0, "greater than 0", optional=True)
-        ),
-    }
+    saturation: float | None = checked(None, OPTIONAL_POSITIVE)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

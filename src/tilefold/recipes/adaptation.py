@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from tilefold._typing import Model, Tokenizer
-from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Check, Settings, whole
+from tilefold._typing import Model, Network, Tokenizer
+from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Settings, checked, whole
 from tilefold.recipes._training import Progress, check_one_process, say_unused_gpus
 from tilefold.recipes.decoders import evaluated
 from tilefold.recipes.loading import supports_bf16
@@ -20,56 +20,29 @@ _DYING = 0.5
 
 @dataclass(frozen=True)
 class AdaptationRecipe(Settings):
-    """Configuration of the adaptation phase; the defaults are those of the paper.
+    """Configuration of the adaptation phase; the defaults are those of the paper."""
 
-    Attributes:
-        steps: optimiser steps.
-        batch_size: blocks per step.
-        length: tokens per block of packed text.
-        learning_rate: peak of the cosine schedule.
-        warmup_steps: over which the learning rate rises.
-        activated_weight: the factor of the loss on ``log1p(relu(logits))``.
-        chunk: positions whose logits exist at a time.
-        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
-        seed: of the order of blocks.
-    """
-
-    steps: int = 10_000
-    batch_size: int = 32
-    length: int = 2048
-    learning_rate: float = 1e-5
-    warmup_steps: int = 1000
-    activated_weight: float = 1.0
-    chunk: int = 1024
-    bf16: bool | None = None
-    seed: int = 0
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        **dict.fromkeys(("steps", "batch_size", "chunk"), whole()),
-        "length": whole(2),
-        "warmup_steps": whole(0),
-        "learning_rate": POSITIVE,
-        "activated_weight": NOT_NEGATIVE,
-    }
+    steps: int = checked(10_000, whole())  # of the optimiser
+    batch_size: int = checked(32, whole())  # blocks per step
+    length: int = checked(2048, whole(2))  # tokens per block of packed text
+    learning_rate: float = checked(1e-5, POSITIVE)  # peak of the cosine schedule
+    warmup_steps: int = checked(1000, whole(0))  # over which the learning rate rises
+    activated_weight: float = checked(1.0, NOT_NEGATIVE)  # of the loss on ``log1p(relu(logits))``
+    chunk: int = checked(1024, whole())  # positions whose logits exist at a time
+    bf16: bool | None = None  # autocast; None uses it where the hardware has it
+    seed: int = 0  # of the order of blocks
 
 
 @dataclass(frozen=True)
 class AdaptationResult:
-    """The report of :func:`adapt`.
+    """The report of :func:`adapt`, with losses of the first and the last step."""
 
-    Attributes:
-        steps: optimiser steps.
-        first_plain, plain: next-token loss of the first and the last step.
-        first_activated, activated: the same of ``log1p(relu(logits))``.
-        first_alive, alive: share of positions with a logit above 0.
-    """
-
-    steps: int
-    first_plain: float
+    steps: int  # of the optimiser
+    first_plain: float  # next-token loss
     plain: float
-    first_activated: float
+    first_activated: float  # of ``log1p(relu(logits))``
     activated: float
-    first_alive: float
+    first_alive: float  # share of positions with a logit above 0
     alive: float
 
     @property
@@ -99,7 +72,7 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
 
 
 def adapt(
-    network: Any,
+    network: Network,
     tokenizer: Tokenizer,
     texts: Iterable[str],
     recipe: AdaptationRecipe | None = None,
@@ -123,7 +96,7 @@ def adapt(
         ValueError: for a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
         RuntimeError: if the loss is not a number, with the step; in one of several processes of a launcher.
     """
-    from transformers import TrainingArguments
+    from transformers import TrainingArguments, default_data_collator
 
     from tilefold.integrations.transformers import one_gpu
 
@@ -157,7 +130,7 @@ def adapt(
         )
         rows = [{"input_ids": block} for block in blocks]
         made = _trainer_class(recipe, seen, progress)
-        made(model=network, args=arguments, train_dataset=rows, data_collator=_collate).train()
+        made(model=network, args=arguments, train_dataset=rows, data_collator=default_data_collator).train()
     told = (getattr(step, name) for name in ("plain", "activated", "alive") for step in (seen[0], seen[-1]))
     return AdaptationResult(recipe.steps, *map(float, told))
 
@@ -197,13 +170,7 @@ def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress
     return AdaptationTrainer
 
 
-def _collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-    import torch
-
-    return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
-
-
-def _check_head(network: Any) -> None:
+def _check_head(network: Network) -> None:
     """Refuse a model that does more with its logits than its head: soft-capping, a scale."""
     import torch
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from tilefold._typing import Tokenizer
-from tilefold.recipes._settings import Check, flag, is_whole, rule, whole
+from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
 from tilefold.recipes._training import Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 from tilefold.recipes.loading import (
@@ -46,21 +45,18 @@ class ColbertRecipe(Recipe):
     The others are those of :class:`TrainingSettings`.
     """
 
-    base_model: str = "minilm"
+    base_model: str = checked("minilm", NAME)
     _: KW_ONLY
-    dimension: int | None = 128
-    query_length: int = 32
-    expand_queries: bool = False
-    skip_punctuation: bool = True
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "dimension": rule(
+    dimension: int | None = checked(
+        128,
+        rule(
             lambda value: value is None or (is_whole(value, 1) and value % 8 == 0 and value <= MAX_DIMENSION),
             f"a multiple of 8 up to {MAX_DIMENSION} or None",  # for the kernels
         ),
-        "query_length": whole(),
-        **dict.fromkeys(("expand_queries", "skip_punctuation", "fused"), flag),
-    }
+    )
+    query_length: int = checked(32, whole())
+    expand_queries: bool = checked(False, flag)
+    skip_punctuation: bool = checked(True, flag)
 
     def start(self, texts: list[str]) -> MultiVectorEncoder:
         """The stock MultiVectorEncoder that training starts from, whatever the texts."""

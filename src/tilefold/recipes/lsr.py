@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tilefold._typing import Model, Module
-from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Check, EncoderSpec, Settings, flag, number, rule, whole
+from tilefold.recipes._settings import (
+    NAME,
+    NOT_NEGATIVE,
+    OPTIONAL_POSITIVE,
+    POSITIVE,
+    EncoderSpec,
+    Settings,
+    checked,
+    flag,
+    number,
+    rule,
+    whole,
+)  # fmt: skip
 from tilefold.recipes._training import Examples, Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.encoders import Base, build_encoder
 from tilefold.recipes.training_data import length_grouped_batches, make_examples
@@ -44,19 +56,11 @@ class RegularizerSpec(Settings):
             the values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
     """
 
-    kind: str = "flops"
-    weight: float = 0.1
-    warmup_ratio: float = 1 / 3
-    threshold: int | None = None
-    per_position: bool = False
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "kind": rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"),
-        "weight": NOT_NEGATIVE,
-        "warmup_ratio": RATIO,
-        "threshold": whole(optional=True),
-        "per_position": flag,
-    }
+    kind: str = checked("flops", rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"))
+    weight: float = checked(0.1, NOT_NEGATIVE)
+    warmup_ratio: float = checked(1 / 3, RATIO)
+    threshold: int | None = checked(None, whole(optional=True))
+    per_position: bool = checked(False, flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,15 +81,11 @@ class SparseRecipe(Recipe):
         group_by_length: batches of documents of similar length, with little padding.
     """
 
-    start_percentile: float = 99.95
-    start_deviations: float | None = None
-    group_by_length: bool = False
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "start_percentile": number(lambda value: 0 < value < 100, "in (0, 100)"),
-        "start_deviations": number(lambda value: value >= 0, "0 or more, or None", optional=True),
-        "group_by_length": flag,
-    }
+    start_percentile: float = checked(99.95, number(lambda value: 0 < value < 100, "in (0, 100)"))
+    start_deviations: float | None = checked(
+        None, number(lambda value: value >= 0, "0 or more, or None", optional=True)
+    )
+    group_by_length: bool = checked(False, flag)
 
 
 @dataclass(frozen=True)
@@ -105,23 +105,19 @@ class LsrRecipe(SparseRecipe):
     """
 
     name: str = "custom"
-    base_model: str = "minilm"
+    base_model: str = checked("minilm", NAME)
     query: EncoderSpec | None = None
     document: EncoderSpec = MASKED_LM
     loss: Mapping[str, float] = field(default_factory=lambda: {"infonce": 1.0})
     query_regularizer: RegularizerSpec = RegularizerSpec()
     document_regularizer: RegularizerSpec = RegularizerSpec()
-    negatives: int = 0
+    negatives: int = checked(0, whole(0))
     _: KW_ONLY
-    batch_size: int = 32
-    idf_learning_rate: float | None = None
-    max_length: int = 256
+    batch_size: int = checked(32, whole(2))
+    idf_learning_rate: float | None = checked(None, OPTIONAL_POSITIVE)
+    max_length: int = checked(256, whole())
 
     reads_negatives: ClassVar[bool] = True
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "negatives": whole(0),
-        "idf_learning_rate": number(lambda value: value > 0, "greater than 0", optional=True),
-    }
 
     def __post_init__(self) -> None:
         for side in ("query", "document"):

@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from tilefold._files import InUseError, atomic_directory
 from tilefold._typing import Model, Module
 from tilefold._version import __version__
 from tilefold.recipes import lsr
-from tilefold.recipes._settings import Check, number, whole
+from tilefold.recipes._settings import NAME, POSITIVE, checked, number, whole
 from tilefold.recipes._training import Losses, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
 from tilefold.recipes.loading import (
@@ -56,19 +56,13 @@ class SpladeRecipe(SparseRecipe):
     The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
     """
 
-    base_model: str = "minilm"
+    base_model: str = checked("minilm", NAME)
     _: KW_ONLY
-    learning_rate: float = 2e-4
-    query_regularizer: float = 1e-2
-    document_regularizer: float = 1e-2
-    regularizer_warmup_ratio: float = 1 / 3
-    frozen_layers: int = 0
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        **dict.fromkeys(("query_regularizer", "document_regularizer"), number(lambda value: value >= 0, "0 or more")),
-        "regularizer_warmup_ratio": RATIO,
-        "frozen_layers": whole(0),
-    }
+    learning_rate: float = checked(2e-4, POSITIVE)
+    query_regularizer: float = checked(1e-2, number(lambda value: value >= 0, "0 or more"))
+    document_regularizer: float = checked(1e-2, number(lambda value: value >= 0, "0 or more"))
+    regularizer_warmup_ratio: float = checked(1 / 3, RATIO)
+    frozen_layers: int = checked(0, whole(0))
 
     def as_lsr(self) -> LsrRecipe:
         """This training as the general record: both sides share a masked language model."""

@@ -19,9 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tilefold._version import __version__
-from tilefold.serve.answers import plain
+from tilefold.serve.answers import ServeError, plain
 from tilefold.serve.endpoints import JSON, add_route
-from tilefold.serve.errors import ServeError
 from tilefold.serve.models import SIDES
 from tilefold.serve.routes import Routes
 from tilefold.serve.searching import search_router

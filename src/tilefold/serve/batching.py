@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilefold.serve.errors import ServeError
+from tilefold.serve.answers import ServeError
 from tilefold.serve.metrics import Metrics
 
 __all__ = ["Answer", "Lane", "Permits"]

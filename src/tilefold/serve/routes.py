@@ -18,11 +18,10 @@ from pydantic import ValidationError
 from tilefold._version import __version__
 from tilefold.ops import maxsim
 from tilefold.serve import answers, bodies
+from tilefold.serve.answers import ServeError, empty, invalid, wrong_model
 from tilefold.serve.endpoints import JSON, add_route, explained
-from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
-from tilefold.serve.models import Kind, Side
+from tilefold.serve.models import Kind, Side, TextTokens
 from tilefold.serve.service import Asked, Outcome, Service, all_of
-from tilefold.serve.text import TextTokens
 
 __all__ = ["Routes"]
 
@@ -104,22 +103,26 @@ class Routes:
         """JSON list of the rows, which a helper thread writes."""
         return answers.listed(await self.service.in_portions(rows, write, self.service.off_loop, size))
 
+    async def _vectors(
+        self, kind: Kind, body: bodies.EmbedAll, write: Write, size: Callable[[Any], int] = len, normalize: bool = True
+    ) -> Response:
+        outcome = await self._encoded(kind, body.inputs, self._asked(body, normalize))
+        return self._answer(await self._written(outcome.rows, write, size), outcome, kind, _method(body.inputs))
+
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
-        write = partial(answers.sparse_rows, body=body, text=self.service.model("sparse").text)
-        outcome = await self._encoded("sparse", body.inputs, self._asked(body))
-        content = await self._written(outcome.rows, write, lambda row: len(row[0]))
-        return self._answer(content, outcome, "sparse", _method(body.inputs))
+        write = partial(answers.sparse_rows, body=body, token=self.service.model("sparse").text.token)
+        return await self._vectors("sparse", body, write, lambda row: len(row[0]))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
-        outcome = await self._encoded("multi-vector", body.inputs, self._asked(body))
-        content = await self._written(outcome.rows, answers.matrices, lambda row: row.numel())
-        return self._answer(content, outcome, "multi-vector", _method(body.inputs))
+        return await self._vectors("multi-vector", body, answers.matrices, lambda row: row.numel())
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
         self._check_dense()
-        outcome = await self._encoded("dense", body.inputs, self._asked(body, body.normalize))
-        rows = [_shaped(row, body.dimensions, body.normalize) for row in outcome.rows]
-        return self._answer(await self._written(rows, answers.vectors), outcome, "dense", _method(body.inputs))
+
+        def write(rows: Sequence[answers.Vector]) -> list[bytes]:
+            return answers.vectors([_shaped(row, body.dimensions, body.normalize) for row in rows])
+
+        return await self._vectors("dense", body, write, normalize=body.normalize)
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
         self._check_dense()

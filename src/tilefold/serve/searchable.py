@@ -19,11 +19,12 @@ from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.answers import Row, strongest
-from tilefold.serve.models import Served
-from tilefold.serve.text import TextTokens
+from tilefold.serve.models import Served, TextTokens
 
 __all__ = ["Searchable"]
 
+Options = Mapping[str, Any]
+Explanation = dict[str, object]
 QUERY = "query"  # the id of the one query of a request
 _MARKED = 4000  # characters of a text in which terms are marked
 _TERMS = 512  # of a query's vector that are shown
@@ -33,35 +34,22 @@ _TERMS = 512  # of a query's vector that are shown
 class Searchable:
     """An index to serve, with what belongs to it.
 
-    Attributes:
-        name: of the index in the addresses.
-        index: of sparse vectors, or of words.
-        encoder: makes the queries' vectors; None for an index of words.
-        documents: id -> document; empty where none are shown.
-        vectors: of the documents, for explanations and feedback; None without.
-        words: a BM25 index to fuse with, or None.
-        late: the multi-vector model that reranks, or None.
-        store: its token vectors of the documents; without, the documents are encoded when they are candidates.
-        query_top_k: terms kept of a query; None keeps all.
-        options: of the index's search, such as Seismic's ``heap_factor``.
-        dense: the model of the dense vectors of the index, which is a Qdrant collection with such, or None.
-
     Raises:
         DataError: parts of other documents than the index, or by another model; that `encoder` made the index is not
             checked.
     """
 
-    name: str
+    name: str  # in the addresses
     index: SparseIndex | BM25Index
-    encoder: Served | None = None
-    documents: Mapping[str, Document] = field(default_factory=dict)
-    vectors: SparseVectors | None = None
-    words: BM25Index | None = None
-    late: Served | None = None
-    store: TokenStore | None = None
-    query_top_k: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    dense: Served | None = None
+    encoder: Served | None = None  # makes the queries' vectors; none for an index of words
+    documents: Mapping[str, Document] = field(default_factory=dict)  # by id; empty where none are shown
+    vectors: SparseVectors | None = None  # of the documents, for explanations and feedback
+    words: BM25Index | None = None  # to fuse with
+    late: Served | None = None  # the multi-vector model that reranks
+    store: TokenStore | None = None  # its vectors of the documents; without, candidates are encoded
+    query_top_k: int | None = None  # terms kept of a query
+    options: Options = field(default_factory=dict)  # of the index's search, such as Seismic's ``heap_factor``
+    dense: Served | None = None  # the model of the dense vectors of the index, a Qdrant collection with such
 
     def __post_init__(self) -> None:
         _ = self.searcher  # made by the thread that loads: a check may encode
@@ -122,7 +110,7 @@ class Searchable:
         (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k)
         return {hit.id: hit.score for hit in hits}
 
-    def explain_query(self, ranking: Ranking, query: str) -> dict[str, Any]:
+    def explain_query(self, ranking: Ranking, query: str) -> Explanation:
         """The terms of the query as searched, heaviest first, and where they stand in its text."""
         if self.encoder is None:
             return {}
@@ -143,14 +131,14 @@ class Searchable:
         ]
         return {"terms": terms, "terms_in_all": len(weights), "marks": _marks(text, query, set(shown))}
 
-    def explain_document(self, ranking: Ranking, name: str) -> dict[str, Any]:
+    def explain_document(self, ranking: Ranking, name: str) -> Explanation:
         """The rank and score of a document in every stage, and the terms that it shares with the query as searched."""
         stages = {
             stage: {"rank": list(run[QUERY]).index(name) + 1, "score": run[QUERY][name]}
             for stage, run in ranking.stages.items()
             if name in run[QUERY]
         }
-        found: dict[str, Any] = {"stages": stages}
+        found: Explanation = {"stages": stages}
         row = self.rows.get(name)
         if self.vectors is None or self.encoder is None or row is None:
             return found | {"terms": []}

@@ -20,11 +20,10 @@ from tilefold.retrieval.reranking import Reranking
 from tilefold.retrieval.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.tokens import TokenVectors
 from tilefold.retrieval.vectors import SparseVectors
-from tilefold.serve.answers import plain
+from tilefold.serve.answers import ServeError, invalid, plain
 from tilefold.serve.bodies import Body
 from tilefold.serve.endpoints import JSON, add_route
-from tilefold.serve.errors import ServeError, invalid
-from tilefold.serve.searchable import QUERY, Searchable
+from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import Asked, Service
 
 __all__ = ["search_router"]
@@ -271,7 +270,7 @@ class _SearchRoutes:
         self, body: SearchBody, ranking: Ranking, columns: dict[str, Run], times: dict[str, float], brief: bool
     ) -> bytes:
         """The answer, in a helper thread: documents are read from their file."""
-        found, query = self.searchable, {"text": body.query}
+        found, query = self.searchable, Explanation(text=body.query)
         candidates = []
         for rank, (name, score) in enumerate(list(ranking.run[QUERY].items())[: body.hits], start=1):
             document = found.documents.get(name)
@@ -279,7 +278,7 @@ class _SearchRoutes:
             candidates.append(entry | ({"explanation": found.explain_document(ranking, name)} if body.explain else {}))
         if body.explain:
             query |= found.explain_query(ranking, body.query)
-        answer: dict[str, Any] = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
+        answer: Explanation = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
         if columns:
             answer["columns"] = {name: self._column(run[QUERY], body.hits) for name, run in columns.items()}
         if not brief:

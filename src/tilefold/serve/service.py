@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from tilefold.serve.answers import ServeError, empty, invalid, wrong_model
 from tilefold.serve.batching import Lane, Permits
-from tilefold.serve.errors import ServeError, empty, invalid, wrong_model
 from tilefold.serve.metrics import Metrics
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
@@ -221,7 +221,7 @@ class Service:
         value: T = answer.value
         return value
 
-    def permit(self, inputs: Sequence[object], name: str = "inputs") -> Any:
+    def permit(self, inputs: Sequence[object], name: str = "inputs") -> AbstractContextManager[None]:
         """Hold a permit per input while the ``with`` block runs; see :class:`Permits`."""
         if not inputs:
             raise ServeError("Empty", f"`{name}` cannot be empty")

@@ -23,36 +23,22 @@ def check_origins(origins: Sequence[str]) -> None:
 class Limits:
     """Limits of a service. The first six are those of text-embeddings-inference, with its defaults.
 
-    Attributes:
-        max_concurrent_requests: inputs (texts, not HTTP requests) in work or waiting at once; the next one gets a 429.
-        max_batch_tokens: tokens of a batch, padding included.
-        max_client_batch_size: inputs of one request.
-        payload_limit: bytes of a body.
-        auto_truncate: cut inputs that are too long where a request does not say; else they are refused.
-        tokenization_workers: threads that count tokens and write answers; ``/tokenize`` and ``/decode`` have as many.
-        max_hits: documents that a search may ask for.
-        max_connections: open connections; the next one is told so and closed.
-        header_seconds: time for the head of a request, from the first byte or the opening of the connection.
-        body_seconds: time for its body, and to read some more of an answer.
-        keep_alive_seconds: time that an idle connection is kept.
-        shutdown_seconds: time for running requests after a signal to stop.
-
     Raises:
         ValueError: a value below 1 (times: not above 0), or more inputs in a request than there may be at once.
     """
 
-    max_concurrent_requests: int = 512
-    max_batch_tokens: int = 16384
-    max_client_batch_size: int = 32
-    payload_limit: int = 2_000_000
-    auto_truncate: bool = True
-    tokenization_workers: int = 2
-    max_hits: int = 1000
-    max_connections: int = 1024
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    keep_alive_seconds: float = 15.0
-    shutdown_seconds: float = 30.0
+    max_concurrent_requests: int = 512  # inputs (texts, not HTTP requests) in work or waiting; the next one gets a 429
+    max_batch_tokens: int = 16384  # padding included
+    max_client_batch_size: int = 32  # inputs of one request
+    payload_limit: int = 2_000_000  # bytes of a body
+    auto_truncate: bool = True  # cut inputs that are too long where a request does not say; else they are refused
+    tokenization_workers: int = 2  # threads that count tokens and write answers; `/tokenize` and `/decode` have as many
+    max_hits: int = 1000  # documents that a search may ask for
+    max_connections: int = 1024  # open ones; the next one is told so and closed
+    header_seconds: float = 10.0  # for the head of a request, from the first byte or the opening of the connection
+    body_seconds: float = 30.0  # for its body, and to read some more of an answer
+    keep_alive_seconds: float = 15.0  # that an idle connection is kept
+    shutdown_seconds: float = 30.0  # for running requests after a signal to stop
 
     def __post_init__(self) -> None:
         for field in fields(self):
