@@ -113,16 +113,16 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
 
 
 def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.retrieval import stored_documents
+    from tilefold.retrieval import datasets
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
-    monkeypatch.setattr(stored_documents, "SMALLEST", 0)
-    monkeypatch.setattr(stored_documents, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(datasets, "SMALLEST", 0)
+    monkeypatch.setattr(datasets, "SETTLED_SECONDS", 0.0)
     assert call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code == 0
     search = ("search", "csv files", "--index", work / "words", "--data", work / "data", "--json")
     first = call(*search)
     assert first.code == 0, first.err
-    monkeypatch.setattr(stored_documents, "load_documents", lambda file: pytest.fail("the whole file was read"))
+    monkeypatch.setattr(datasets, "load_documents", lambda file: pytest.fail("the whole file was read"))
     again = call(*search)
     assert (again.code, again.out) == (0, first.out)
 

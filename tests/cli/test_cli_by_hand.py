@@ -14,7 +14,7 @@ import pytest
 from tests.cli.program import Call, fails, measured, run_steps
 from tests.recipes.small import small_collection
 from tilefold import retrieval as r
-from tilefold.cli._models import load_dense, load_encoder
+from tilefold.cli._models import load_encoder, load_model
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.evaluation import choose_weights
@@ -241,7 +241,7 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, f
 
 
 def test_evaluate_with_dense_feedback_and_a_run_is_the_python_functions(call: Call, fed: Path, tmp_path: Path) -> None:
-    collection, model = small_collection(), load_dense("minilm")
+    collection, model = small_collection(), load_model("minilm", kinds=("dense",))[0]
     texts, queries = collection.contents(), collection.split_queries("test")
     vectors, asked = r.encode_dense(model, texts, kind="document"), r.encode_dense(model, queries, kind="query")
 

@@ -34,7 +34,7 @@ def _run(args: list[str], debug: bool) -> int:
         return 1
     from tilefold.cli import _common, _options
 
-    _common.keeps(None)
+    _common.kept.clear()
     _options.arguments[:] = [*args, *(["--debug"] if debug else [])]
     try:
         with _common.saying_cuts():
@@ -53,7 +53,7 @@ def _run(args: list[str], debug: bool) -> int:
         return _report(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         resumable = "Finished work is kept: run the same command again to resume."
-        _say(f"Interrupted. {resumable if _common.kept_work() else 'Nothing was kept.'}")
+        _say(f"Interrupted. {resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}")
     return code
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.provenance import Provenance
 
 Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
 
@@ -62,6 +61,22 @@ def note(text: str) -> None:
 def print_json(value: Any) -> None:
     """Print the result of a ``--json`` call on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], title: str = "", fold: Iterable[str] = (), **look: Any
+) -> None:
+    """Print a table on stdout; a column whose name ends in ``>`` is aligned right, those to `fold` are never cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title) if title else None, **look)
+    for name in columns:
+        justify: Any = "right" if name.endswith(">") else "left"
+        table.add_column(name.removesuffix(">"), justify=justify, overflow="fold" if name in fold else "ellipsis")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    stdout().print(table)
 
 
 def print_result(result: Any, as_json: bool, *lines: str) -> None:
@@ -169,17 +184,8 @@ def saying_cuts() -> Iterator[None]:
         note(line)
 
 
-_kept: list[Callable[[], bool]] = []
-
-
-def keeps(check: Callable[[], bool] | None) -> None:
-    """Say how to find out, after Ctrl-C, whether there is work that the same command would go on from; None: never."""
-    _kept[:] = [check] if check else []
-
-
-def kept_work() -> bool:
-    """Whether an interrupted command left work that the same command would go on from."""
-    return any(check() for check in _kept)
+# how to find out, after Ctrl-C, whether there is work that the same command would go on from
+kept: list[Callable[[], bool]] = []
 
 
 def load_data(
@@ -194,15 +200,6 @@ def load_data(
 def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
     """Loader of the documents of --data, None without it."""
     return None if data is None else lambda: load_data(data, documents_only=True).contents()
-
-
-def open_documents(name_or_path: str) -> tuple[Collection, Provenance]:
-    """The documents alone, read from their file as they are asked for where that is possible, and their fingerprint."""
-    from tilefold.retrieval.datasets import open_documents as opened
-    from tilefold.retrieval.provenance import Provenance
-
-    collection, digest = opened(name_or_path)
-    return collection, Provenance(texts_sha256=digest)
 
 
 def known(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold import retrieval
 from tilefold._typing import Model
 from tilefold.cli import _common
 from tilefold.cli._common import note
+from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.errors import DataError, MissingPackageError
+from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
     from tilefold.recipes.splade import SpladeRecipe, TrainResult
-    from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
@@ -60,8 +63,6 @@ def size_for(minutes: float) -> Size:
 
 def split(collection: Collection, size: Size) -> Collection:
     """The collection with some training queries, evenly spaced, moved to a split ``"dev"``."""
-    from tilefold.retrieval.collection import Collection
-
     test, train = collection.qrels[TEST], collection.qrels["train"]
     # a short training sees few pairs twice, and more test queries make the standard error of a difference smaller
     wanted = min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8) - len(test)
@@ -79,8 +80,6 @@ def split(collection: Collection, size: Size) -> Collection:
 
 def take(collection: Collection, count: int | None) -> Collection:
     """The collection with `count` documents, in its own order: relevant ones, which all stay, and others at random."""
-    from tilefold.retrieval.collection import Collection
-
     judged = {name for grades in collection.qrels.values() for pairs in grades.values() for name in pairs}
     others = sorted(collection.documents.keys() - judged, key=_rank)
     judged &= collection.documents.keys()
@@ -147,33 +146,25 @@ def train_model(folder: Path, size: Size, seed: int, collection: Collection, tic
 
 def encode_documents(folder: Path, encoder: Model, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
     """The documents' vectors, saved in ``<folder>/vectors``, and whether they were there already."""
-    from tilefold.retrieval.encoding import encode_collection
-    from tilefold.retrieval.errors import DataError
-    from tilefold.retrieval.vectors import read_manifest, read_vectors
-
     path = folder / "vectors"
     try:
-        reused = read_manifest(path).complete
+        reused = retrieval.read_manifest(path).complete
     except (FileNotFoundError, DataError):
         reused = False
-    options: dict[str, Any] = {"shard_size": 512, "top_k": DOCUMENT_TERMS}
-    options["progress"] = lambda done, total: tick(done, total, "")
-    encode_collection(encoder, collection.contents(), path, **options)
-    return read_vectors(path), reused
+    options = {"shard_size": 512, "top_k": DOCUMENT_TERMS, "progress": tick}
+    retrieval.encode_collection(encoder, collection.contents(), path, **options)
+    return retrieval.read_vectors(path), reused
 
 
 def build_indexes(folder: Path, vectors: SparseVectors) -> dict[str, SparseIndex]:
     """An exact index in ``<folder>/index``, and a Seismic one beside it if its package is installed."""
-    from tilefold.retrieval.errors import DataError, MissingPackageError
-    from tilefold.retrieval.index import build_index, load_index
-
     built: dict[str, SparseIndex] = {}
     for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
         try:
             try:
-                built[backend] = load_index(folder / name)
+                built[backend] = retrieval.load_index(folder / name)
             except (FileNotFoundError, DataError):
-                built[backend] = build_index(vectors, backend)
+                built[backend] = retrieval.build_index(vectors, backend)
                 built[backend].save(folder / name)
         except MissingPackageError as error:
             note(f"  {backend} index left out: {_common.first_line(error)}")
@@ -194,10 +185,6 @@ def zero_shot(root: Path, collection: Collection, queries: dict[str, str], max_l
     """Computed once for these texts and this length, and saved with the model that --rerank needs."""
     from tilefold.recipes.backbone import load_dense_minilm
     from tilefold.recipes.loading import fast_inference
-    from tilefold.retrieval import open_tokens
-    from tilefold.retrieval.dense import rank_by_similarity
-    from tilefold.retrieval.errors import DataError
-    from tilefold.retrieval.evaluation import read_trec_run, write_trec_run
 
     key = hashlib.sha256(f"{collection_digest(collection)} {sorted(queries)} {max_length}".encode()).hexdigest()[:8]
     path, folder = root / f"dense-{key}.trec", root / f"minilm-{key}"
@@ -206,11 +193,11 @@ def zero_shot(root: Path, collection: Collection, queries: dict[str, str], max_l
     with fast_inference():
         vectors, query_tokens = _encode_once(model, queries, "query", "fp16")
         try:
-            return ZeroShot(read_trec_run(path), open_tokens(folder / "tokens"), query_tokens, True)
+            return ZeroShot(retrieval.read_trec_run(path), retrieval.open_tokens(folder / "tokens"), query_tokens, True)
         except (FileNotFoundError, DataError):
             dense, store = _encode_documents_once(model, collection, folder, tick)
-    run = rank_by_similarity(model, dense, vectors, list(collection.documents), list(queries), DEPTH)
-    write_trec_run(run, path)
+    run = retrieval.rank_by_similarity(model, dense, vectors, list(collection.documents), list(queries), DEPTH)
+    retrieval.write_trec_run(run, path)
     return ZeroShot(run, store, query_tokens, False)
 
 
@@ -229,9 +216,7 @@ def _encode_documents_once(model: Model, collection: Collection, folder: Path, t
     import torch
 
     from tilefold.recipes.loading import quiet_libraries
-    from tilefold.retrieval.provenance import texts_digest
     from tilefold.retrieval.token_encoding import token_model_fingerprint
-    from tilefold.retrieval.tokens import TokenManifest, TokenVectorWriter, open_tokens
 
     late = _late_interaction(model)
     with quiet_libraries():
@@ -239,9 +224,9 @@ def _encode_documents_once(model: Model, collection: Collection, folder: Path, t
     source = str((folder / "model").resolve())
     dimension = int(model.get_embedding_dimension())
     texts = collection.contents()
-    manifest = TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
+    manifest = retrieval.TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
     manifest.settings["texts_sha256"] = texts_digest(texts)
-    writer = TokenVectorWriter(folder / "tokens", manifest, resume=False)
+    writer = retrieval.TokenVectorWriter(folder / "tokens", manifest, resume=False)
     dense: list[Any] = []
     tick(0, len(texts), "")
     for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
@@ -251,19 +236,17 @@ def _encode_documents_once(model: Model, collection: Collection, folder: Path, t
         writer.write_shard(number, tokens)
         tick(start + len(ids), len(texts), "")
     writer.finish()
-    return torch.cat(dense), open_tokens(folder / "tokens")
+    return torch.cat(dense), retrieval.open_tokens(folder / "tokens")
 
 
 def _encode_once(model: Model, texts: dict[str, str], kind: str, storage: str) -> tuple[Any, TokenVectors]:
     """Dense vectors ``[N, D]`` and normalised token vectors of id -> text, from one pass."""
     import torch
 
-    from tilefold.retrieval.tokens import TokenVectors
-
     encode = model.encode_query if kind == "query" else model.encode_document
     states = encode(list(texts.values()), batch_size=64, output_value="token_embeddings", show_progress_bar=False)
     unit = [torch.nn.functional.normalize(row.float(), dim=-1) for row in states]
-    tokens = TokenVectors.pack(list(texts), unit, int(model.get_embedding_dimension()), storage)
+    tokens = retrieval.TokenVectors.pack(list(texts), unit, int(model.get_embedding_dimension()), storage)
     return torch.stack([_pooled(model, row) for row in states]), tokens
 
 
@@ -279,13 +262,12 @@ def rerank_candidates(
     run: Run, queries: TokenVectors, documents: TokenStore, dev: dict[str, dict[str, int]]
 ) -> tuple[tuple[float, ...], Run]:
     """Late interaction over the best candidates of `run`, interpolated with its scores by weights chosen on `dev`."""
-    from tilefold.retrieval import interpolate, rerank
     from tilefold.retrieval.evaluation import choose_weights
 
     best = {query: dict(sorted(scores.items(), key=lambda item: -item[1])[:RERANKED]) for query, scores in run.items()}
-    late = rerank({query: scores for query, scores in best.items() if scores}, queries, documents)
+    late = retrieval.rerank({query: scores for query, scores in best.items() if scores}, queries, documents)
     weights, _ = choose_weights((run, late), dev, measure=NDCG, k=DEPTH)
-    return weights, interpolate((run, late), weights, k=DEPTH)
+    return weights, retrieval.interpolate((run, late), weights, k=DEPTH)
 
 
 def overlap(exact: Run, other: Run, k: int = 10) -> float:

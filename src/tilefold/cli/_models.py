@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
 from tilefold.cli._common import CommandError, UsageError, first_line, note
+from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
-    from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+    from sentence_transformers import SparseEncoder
 
     from tilefold.retrieval.collection import Collection
 
@@ -40,7 +41,8 @@ def find_model(name: str, option: str) -> str:
         return name
     if path.exists():
         raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
-    if name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or _parent_is_here(path):
+    parent_is_here = len(path.parts) > 1 and Path(path.parts[0]).exists()  # it was meant as a path
+    if name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or parent_is_here:
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
     if problem := _hub_problem(name):
         raise UsageError(f"{option}: there is no folder {name}, and {problem}; train a model with: tilefold train")
@@ -54,22 +56,11 @@ def find_models(options: Mapping[str, str | None]) -> None:
             find_model(name, option)
 
 
-def _parent_is_here(path: Path) -> bool:
-    """Whether the first folder of `path` exists, so that it was meant as a path."""
-    return len(path.parts) > 1 and Path(path.parts[0]).exists()
-
-
 @cache
 def _hub_problem(name: str) -> str | None:
     """Why `name` cannot be had from the hub, or None; one question without retries."""
     try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            GatedRepoError,
-            HFValidationError,
-            RepositoryNotFoundError,
-        )
+        from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     except ImportError:
         return None  # loading the model says what to install
 
@@ -77,13 +68,13 @@ def _hub_problem(name: str) -> str | None:
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
-    except EntryNotFoundError:
+    except errors.EntryNotFoundError:
         pass  # the model is there, without a file of that name
-    except HFValidationError:
+    except errors.HFValidationError:
         problem = "no model can have that name"
-    except GatedRepoError:
+    except errors.GatedRepoError:
         problem = "the model of that name on the Hugging Face hub is gated: log in with hf auth login"
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         problem = "no model of that name on the Hugging Face hub"
     except Exception as error:  # by the library's version: of requests, httpx or its own
         problem = f"the Hugging Face hub could not be asked for one of that name ({first_line(error)})"
@@ -93,16 +84,6 @@ def _hub_problem(name: str) -> str | None:
 def load_encoder(name: str, option: str = "--model") -> SparseEncoder:
     """A SparseEncoder, with the fused head where its architecture allows."""
     return load_model(name, option, ("sparse",))[0]
-
-
-def load_multi_vector(name: str, option: str) -> MultiVectorEncoder:
-    """A MultiVectorEncoder."""
-    return load_model(name, option, ("multi-vector",))[0]
-
-
-def load_dense(name: str, option: str = "--model") -> SentenceTransformer:
-    """A SentenceTransformer."""
-    return load_model(name, option, ("dense",))[0]
 
 
 def load_untrained(texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None, what: str) -> SparseEncoder:
@@ -143,25 +124,20 @@ def load_model(
     """
     path = find_model(name, option)
     check_sentence_transformers()
-    if name == PACKAGED and kinds == ("multi-vector",):
-        from tilefold.recipes.colbert import untrained_colbert
-
-        model = untrained_colbert()
-        if kinds[0] in fast:
-            _accelerate(model)
-        return model, kinds[0]
     from safetensors import SafetensorError
 
+    from tilefold.recipes.colbert import untrained_colbert
     from tilefold.recipes.loading import load_saved, quiet_libraries, saved_kind
 
     with quiet_libraries():
-        saved = saved_kind(path)
+        late = name == PACKAGED and kinds == ("multi-vector",)
+        saved = "multi-vector" if late else saved_kind(path)
         kind = "sparse" if saved == "backbone" else saved
         if kind not in kinds:
             expected = " or ".join(_NAMES[wanted] for wanted in kinds)
             raise UsageError(f"{option}: {name} is {_NAMES[saved]}; expected {expected}. {_remedy(name, kind, kinds)}")
         try:
-            model = load_saved(path, saved)
+            model = untrained_colbert() if late else load_saved(path, saved)
         except OSError as error:
             raise CommandError(f"{option}: {name} could not be loaded ({first_line(error)}).") from error
         except SafetensorError as error:
@@ -185,8 +161,6 @@ def load_kind(model: str, kind: str | None, collection: Collection | None) -> tu
             f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "
             "tilefold train --steps 0"
         )
-    from tilefold.retrieval.provenance import texts_digest
-
     documents = collection.contents()
     what = f"the documents of {collection.name}"
     return load_untrained(texts_digest(documents), lambda: documents, what), "sparse"

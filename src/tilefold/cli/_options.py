@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import typer
 from typer.core import TyperCommand
 
 from tilefold._version import __version__
 from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.retrieval.errors import DataError
 
 # types of options that may be left out
 Text: TypeAlias = str | None
@@ -121,9 +122,9 @@ RULES: dict[str, _Rules] = {
 }  # fmt: skip
 
 
-def option(help: str, *flags: str, default: object = None, **bounds: float) -> Any:
-    """An option of a command, under its parameter's name unless `flags` are given, with ``min=`` and ``max=``."""
-    return typer.Option(default, *flags, help=help, **bounds)  # type: ignore[arg-type]
+def option(help: str, *flags: str, default: object = None, **settings: Any) -> Any:
+    """An option of a command, under its parameter's name unless `flags` are given, with those of ``typer.Option``."""
+    return typer.Option(default, *flags, help=help, **settings)
 
 
 required = functools.partial(option, default=...)
@@ -182,8 +183,6 @@ def as_options(*same: str, **names: str) -> Iterator[None]:
     `same` are arguments that are called like a parameter of the command. What files hold is a failure, a value that
     cannot be is an error of usage. A name with a colon, such as ``--bm25: FOLDER``, is the beginning of the sentence.
     """
-    from tilefold.retrieval.errors import DataError
-
     try:
         yield
     except ValueError as error:
@@ -200,13 +199,6 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tilefold {__version__}")
         raise typer.Exit
-
-
-def check_rules(command: str | None, values: Mapping[str, Any]) -> None:
-    """Refuse options that the table has for a command, with these values of its parameters."""
-    for options, where, why in RULES.get(command or "", ()):
-        if all(any(_holds(each, values) for each in part.split("|")) for part in where.split()):
-            refuse(options.split(), why.format_map(values))
 
 
 def _holds(condition: str, values: Mapping[str, Any]) -> bool:
@@ -236,15 +228,15 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, once its options go together."""
-        check_rules(ctx.info_name, ctx.params)
+        """Run the command, unless the table refuses its options."""
+        for names, where, why in RULES.get(ctx.info_name or "", ()):
+            if all(any(_holds(each, ctx.params) for each in part.split("|")) for part in where.split()):
+                refuse(names.split(), why.format_map(ctx.params))
         return super().invoke(ctx)
 
 
 def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
+    version: bool = flag("Show the version and exit.", "--version", callback=_show_version, is_eager=True),
     debug: bool = flag("Show the whole traceback of an error.", "--debug"),
 ) -> None:
     """Train, encode, index, search and evaluate neural retrievers. Start with: tilefold demo"""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._typing import Model
+from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, note
 from tilefold.cli._options import flag, option
+from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.feedback import Feedback, Interpolation
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
-    from tilefold.retrieval.provenance import Provenance
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.searcher import Searcher
     from tilefold.retrieval.tokens import TokenStore
@@ -62,7 +62,11 @@ def load_index(
 
     `texts` are the documents of --data, from which the untrained start is made again where it is not in the cache.
     """
-    index, path = _opened(asked)
+    from tilefold.retrieval.searcher import check_model, open_index
+
+    path = asked.get("index")
+    index = retrieval.build_index(read_documents(asked["vectors"]), "exact") if path is None else open_index(path)
+    path = path or asked["vectors"]
     options = _common.known({name: asked[name] for name in ("query_cut", "heap_factor")})
     if index.backend != "seismic":
         _options.refuse(options, f"is for seismic indexes, and {path} is searched as {index.backend}")
@@ -74,10 +78,21 @@ def load_index(
     if model is None:
         raise UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
     if model == _models.PACKAGED:
-        encoder = _untrained(path, made_by.texts_sha256, texts)
+        if made_by.texts_sha256 is None:
+            raise UsageError(
+                f"--model: {model} is the untrained start for the documents of an index, and {path} does not say which "
+                "those are: give the folder of the model that made it."
+            )
+        encoder = _models.load_untrained(made_by.texts_sha256, texts, f"the documents of {path}")
     else:
         encoder = _models.load_encoder(model)
-    _check_model(made_by, encoder, str(model), path, asked["other_model"])
+    try:
+        if not check_model(made_by, encoder, model, f"the index {path}"):
+            note(f"--index: {path} does not say which model made it, so that {model} could not be compared with it")
+    except ValueError as error:
+        if not asked["other_model"]:
+            raise CommandError(f"--{error}") from error
+        note(f"--model: {model} is not the model that made the index {path}")
     return index, encoder, options
 
 
@@ -94,45 +109,11 @@ def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance]
         return Searcher(index, encoder, query_top_k=asked["query_top_k"], options=options, other_model=True, **parts)
 
 
-def _opened(asked: Asked) -> tuple[SparseIndex | BM25Index, Path]:
-    """The index at --index, or an exact one of the vectors at --vectors, and its path."""
-    from tilefold.retrieval import build_index
-    from tilefold.retrieval.searcher import open_index
-
-    path: Path | None = asked.get("index")
-    if path is not None:
-        return open_index(path), path
-    return build_index(read_documents(asked["vectors"]), "exact"), asked["vectors"]
-
-
 def read_documents(path: Path) -> Any:
     """The encoded documents that --vectors names."""
-    from tilefold.retrieval import read_manifest, read_vectors
-
-    if (kind := read_manifest(path).kind) != "document":
+    if (kind := retrieval.read_manifest(path).kind) != "document":
         raise UsageError(f"--vectors: {path} holds {kind} vectors; encode documents without --queries.")
-    return read_vectors(path)
-
-
-def _untrained(path: Path, texts_sha256: str | None, texts: Texts | None) -> Any:
-    if texts_sha256 is None:
-        raise UsageError(
-            f"--model: {_models.PACKAGED} is the untrained start for the documents of an index, and {path} does not "
-            "say which those are: give the folder of the model that made it."
-        )
-    return _models.load_untrained(texts_sha256, texts, f"the documents of {path}")
-
-
-def _check_model(made_by: Provenance, encoder: Model, name: str, path: Path, other_model: bool) -> None:
-    from tilefold.retrieval.searcher import check_model
-
-    try:
-        if not check_model(made_by, encoder, name, f"the index {path}"):
-            note(f"--index: {path} does not say which model made it, so that {name} could not be compared with it")
-    except ValueError as error:
-        if not other_model:
-            raise CommandError(f"--{error}") from error
-        note(f"--model: {name} is not the model that made the index {path}")
+    return retrieval.read_vectors(path)
 
 
 def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
@@ -140,7 +121,7 @@ def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None,
     from tilefold.retrieval.searcher import DenseRetriever, Searcher
 
     _options.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
-    model = _models.load_dense(asked["model"])
+    model, _ = _models.load_model(asked["model"], kinds=("dense",))
     if asked["max_length"] is not None:
         model.max_seq_length = asked["max_length"]
     with _common.progress_bar("encoding") as update:
@@ -226,15 +207,13 @@ def load_late(source: str, model: str | None, texts: bool, option: str = "--rera
         raise UsageError(f"{option}-model goes with token vectors in {option}, which here is a model itself.")
     if not texts:
         raise UsageError(f"{option} with a model encodes the candidates' texts: give the collection with --data.")
-    return _models.load_multi_vector(source, option), None
+    return _models.load_model(source, option, ("multi-vector",))[0], None
 
 
 def _stored(folder: Path, model: str | None, option: str) -> tuple[Any, TokenStore]:
-    from tilefold.retrieval import open_tokens
-
-    store = open_tokens(folder)
+    store = retrieval.open_tokens(folder)
     source = model or store.manifest.model_source
     if source is None or (model is None and Path(source).is_absolute() and not Path(source).is_dir()):
         where = "unknown" if source is None else f"no longer in {source}"
         raise UsageError(f"{option}: the model that made {folder} is {where}; name it with {option}-model.")
-    return _models.load_multi_vector(source, f"{option}-model"), store
+    return _models.load_model(source, f"{option}-model", ("multi-vector",))[0], store

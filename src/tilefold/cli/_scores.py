@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold import retrieval
 from tilefold.cli import _common
 from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.retrieval.provenance import Provenance, texts_digest
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.collection import Collection, Document
     from tilefold.retrieval.fusion import Run
-    from tilefold.retrieval.provenance import Provenance
 
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
 SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
@@ -87,12 +88,9 @@ def load_splits(
 
 def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = None) -> None:
     """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which model, made it."""
-    from tilefold.retrieval.evaluation import write_trec_run
-    from tilefold.retrieval.provenance import Provenance
-
     if path is not None:
         best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
-        write_trec_run(best, path, tag=Provenance(named.provenance.model_fingerprint, texts.texts_sha256).tag)
+        retrieval.write_trec_run(best, path, tag=Provenance(named.provenance.model_fingerprint, texts.texts_sha256).tag)
 
 
 def check_savable(path: Path | None, collection: Collection, queries: Iterable[str]) -> None:
@@ -111,8 +109,6 @@ def check_savable(path: Path | None, collection: Collection, queries: Iterable[s
 
 def texts_of(collection: Collection) -> Provenance:
     """The fingerprint of a collection's documents."""
-    from tilefold.retrieval.provenance import Provenance, texts_digest
-
     return Provenance(texts_sha256=texts_digest(collection.contents()))
 
 
@@ -126,36 +122,37 @@ def check_texts(name: str, made_by: Provenance, collection: Collection, texts: P
         )
 
 
+def open_documents(data: str, index: Path, made_by: Provenance) -> Mapping[str, Document]:
+    """The documents that an index was made from, read from their file as they are asked for where that is possible."""
+    from tilefold.retrieval.datasets import open_documents as opened
+
+    collection, digest = opened(data)
+    check_texts(f"--index {index}", made_by, collection, Provenance(texts_sha256=digest))
+    return collection.documents
+
+
 def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]) -> None:
     """Refuse a run that answers no judged query of one of the splits, or knows no document of the collection."""
     for split in splits:
-        _check_split_answers(named, collection, split)
-
-
-def _check_split_answers(named: NamedRun, collection: Collection, split: str) -> None:
-    judged = collection.qrels[split]
-    answered = [query for query in judged if named.run.get(query)]
-    if not answered:
-        seen = next(iter(named.run), None)
-        detail = (
-            "it is empty" if seen is None else f"its first query is {seen!r}, that of the split {next(iter(judged))!r}"
-        )
-        raise CommandError(
-            f"{named.name}: no result for any of the {len(judged)} judged queries of {collection.name}, {split} "
-            f"({detail}). Give the collection and the split that it was made for: --data, --split."
-        )
-    found = (document for query in answered for document in named.run[query])
-    if not any(document in collection.documents for document in found):
-        example = next(iter(named.run[answered[0]]))
-        raise CommandError(
-            f"{named.name}: none of its documents is in {collection.name} (it names {example!r}). Give the collection "
-            "that it was made from with --data."
-        )
-    if len(answered) < len(judged):
-        note(
-            f"{named.name}: results for {len(answered)} of the {len(judged)} judged queries of {split}; the others "
-            "count as 0"
-        )
+        judged = collection.qrels[split]
+        answered = [query for query in judged if named.run.get(query)]
+        if not answered:
+            seen = next(iter(named.run), None)
+            example = f"its first query is {seen!r}, that of the split {next(iter(judged))!r}"
+            raise CommandError(
+                f"{named.name}: no result for any of the {len(judged)} judged queries of {collection.name}, {split} "
+                f"({'it is empty' if seen is None else example}). Give the collection and the split that it was made "
+                "for: --data, --split."
+            )
+        if not any(document in collection.documents for query in answered for document in named.run[query]):
+            example = next(iter(named.run[answered[0]]))
+            raise CommandError(
+                f"{named.name}: none of its documents is in {collection.name} (it names {example!r}). Give the "
+                "collection that it was made from with --data."
+            )
+        if len(answered) < len(judged):
+            some = f"results for {len(answered)} of the {len(judged)} judged queries of {split}"
+            note(f"{named.name}: {some}; the others count as 0")
 
 
 def score(
@@ -178,13 +175,8 @@ def facts(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> 
 
 def print_table(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> None:
     """A row per measure, a column per split."""
-    from rich.table import Table
-
     sizes = ", ".join(f"{split}: {len(collection.qrels[split])} queries" for split in scores)
-    table = Table(title=f"{collection.name}, {sizes}")
-    table.add_column("measure")
-    for split in scores:
-        table.add_column(split if len(scores) > 1 else "value", justify="right")
-    for measure in next(iter(scores.values())):
-        table.add_row(measure, *(f"{values[measure]:.4f}" for values in scores.values()))
-    _common.stdout().print(table)
+    columns = ["measure", *(f"{split}>" if len(scores) > 1 else "value>" for split in scores)]
+    measures = next(iter(scores.values()))
+    rows = ([measure, *(f"{values[measure]:.4f}" for values in scores.values())] for measure in measures)
+    _common.print_table(columns, rows, f"{collection.name}, {sizes}")

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold import retrieval
 from tilefold._files import write_json
 from tilefold.cli import _common, _demo_steps, _models
 from tilefold.cli._common import CommandError, UsageError, note
-from tilefold.cli._demo_steps import DEV, EXAMPLE, EXAMPLE_ID, NDCG, RECALL, TEST, Size
+from tilefold.cli._demo_steps import EXAMPLE, EXAMPLE_ID, NDCG, RECALL, Size
 from tilefold.cli._options import Number, flag, option
+from tilefold.retrieval.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 MINUTES, QUICK_MINUTES = 5.0, 3.0
 ANSWERS = 3
 SYSTEMS = ("BM25", "dense zero-shot (all-MiniLM-L6-v2)", "SPLADE (trained here)", "fusion", "SPLADE + late interaction")
-BY_HAND = Path("by-hand")
 ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
@@ -42,8 +43,6 @@ def demo(
 
     Runs offline on a CPU. A second run reuses the results of the first; an interrupted run is resumed.
     """
-    from tilefold.retrieval.errors import MissingPackageError
-
     size = _asked_size(minutes, full, quick)
     if not 0 <= seed < 2**32:
         raise UsageError(f"--seed: expected a whole number of at least 0 and below 2^32, got {seed}.")
@@ -108,9 +107,7 @@ def _answers(system: str, collection: Collection, run: Run) -> None:
 
 def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str, Any], Path]:
     """All stages; the results, and the folder of this demo."""
-    from tilefold.retrieval import BM25Index
-
-    _common.keeps(lambda: any(output.glob("*/data")))
+    _common.kept.append(lambda: any(output.glob("*/data")))
     with stages.step("collection", "collection: the documentation of this Python") as done:
         everything = _common.load_data("pydocs", output / "data")
         part = _demo_steps.take(_demo_steps.split(everything, size), size.documents)
@@ -122,7 +119,7 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str,
     part.save_beir(folder / "data")
     queries = part.split_queries("test") | part.split_queries("dev") | {EXAMPLE_ID: EXAMPLE}
     with stages.step("bm25", "searching: BM25"):
-        bm25: Run = BM25Index.build(part.contents(), identifiers=True).search(queries, _demo_steps.DEPTH)
+        bm25: Run = retrieval.BM25Index.build(part.contents(), identifiers=True).search(queries, _demo_steps.DEPTH)
     _answers("BM25", part, bm25)
     title = f"dense zero-shot, and token vectors from the same pass: {len(part.documents)} documents"
     with stages.step("dense", title) as done, _common.progress_bar("  encoding") as tick:
@@ -146,8 +143,6 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str,
 
 def _splade(folder: Path, part: Collection, queries: dict[str, str], stages: Stages) -> tuple[Run, dict[str, Any]]:
     """The run of the trained model over the exact index, and what is known of its vectors and indexes."""
-    from tilefold.retrieval import active_terms, encode_queries, hits_to_run
-
     encoder = _models.load_encoder(str(folder / "model"))
     title = f"encoding the documents: {len(part.documents)} documents"
     with stages.step("encoding", title) as done, _common.progress_bar("  encoding", resumes="") as tick:
@@ -157,11 +152,13 @@ def _splade(folder: Path, part: Collection, queries: dict[str, str], stages: Sta
         indexes = _demo_steps.build_indexes(folder, vectors)
         done(" and ".join(indexes))
     with stages.step("searching", "searching: SPLADE"):
-        encoded = encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
+        encoded = retrieval.encode_queries(encoder, queries, top_k=_demo_steps.QUERY_TERMS)
         found = {
-            name: hits_to_run(encoded, index.search(encoded, _demo_steps.DEPTH)) for name, index in indexes.items()
+            name: retrieval.hits_to_run(encoded, index.search(encoded, _demo_steps.DEPTH))
+            for name, index in indexes.items()
         }
-    results: dict[str, Any] = {"active_terms": {"queries": active_terms(encoded), "documents": active_terms(vectors)}}
+    active = {"queries": retrieval.active_terms(encoded), "documents": retrieval.active_terms(vectors)}
+    results: dict[str, Any] = {"active_terms": active}
     if "seismic" in found:
         results["seismic_overlap_at_10"] = _demo_steps.overlap(found["exact"], found["seismic"])
     return found["exact"], results
@@ -171,18 +168,17 @@ def _evaluate(
     part: Collection, runs: tuple[Run, Run, Run], first: _demo_steps.ZeroShot, stages: Stages
 ) -> dict[str, Any]:
     """Fusion and reranking, with weights chosen on held-out queries, and the figures of all five systems."""
-    from tilefold.retrieval import interpolate
     from tilefold.retrieval.evaluation import choose_weights
 
     dev = part.qrels["dev"]
     judged = dev | part.qrels["test"]
-    runs = tuple({query: scores for query, scores in run.items() if query in judged} for run in runs)  # type: ignore[assignment]
+    kept = [{query: scores for query, scores in run.items() if query in judged} for run in runs]
     with stages.step("fusion", "choosing fusion weights on held-out training queries"):
-        weights, _ = choose_weights(runs, dev, measure=_demo_steps.NDCG, k=_demo_steps.DEPTH)
-        fused = interpolate(runs, weights, k=_demo_steps.DEPTH)
+        weights, _ = choose_weights(kept, dev, measure=_demo_steps.NDCG, k=_demo_steps.DEPTH)
+        fused = retrieval.interpolate(kept, weights, k=_demo_steps.DEPTH)
     with stages.step("reranking", "reranking by late interaction; its weight is chosen on the same queries"):
-        late_weights, reranked = _demo_steps.rerank_candidates(runs[2], first.queries, first.documents, dev)
-    systems = dict(zip(SYSTEMS, (*runs, fused, reranked), strict=True))
+        late_weights, reranked = _demo_steps.rerank_candidates(kept[2], first.queries, first.documents, dev)
+    systems = dict(zip(SYSTEMS, (*kept, fused, reranked), strict=True))
     return figures(systems, part.qrels["test"]) | {
         "documents": len(part.documents),
         "fusion_weights": dict(zip(("bm25", "dense", "splade"), weights, strict=True)),
@@ -196,9 +192,7 @@ def _evaluate(
 
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Means with standard errors of every system, and the paired differences that the demo reports."""
-    from tilefold.retrieval.evaluation import evaluate_per_query
-
-    tables = {name: evaluate_per_query(run, qrels, (NDCG, RECALL)) for name, run in runs.items()}
+    tables = {name: retrieval.evaluate_per_query(run, qrels, (NDCG, RECALL)) for name, run in runs.items()}
     systems = {}
     for name, table in tables.items():
         mean, error = mean_and_error([row[NDCG] for row in table.values()])
@@ -233,7 +227,7 @@ def difference_line(row: dict[str, Any]) -> str:
 def print_report(results: dict[str, Any]) -> None:
     """Print the tables, and commands to try next, on stdout."""
     console = _common.stdout()
-    console.print(_systems_table(results))
+    _print_systems(results)
     lines = [f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:"]
     lines += [f"  {difference_line(row)}" for row in results["comparisons"]]
     if "seismic_overlap_at_10" in results:
@@ -246,70 +240,52 @@ def print_report(results: dict[str, Any]) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _systems_table(results: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(
-        title=f"pydocs, {results['documents']} documents, {results['queries']} test queries that training never saw"
-    )
-    for name in ("system", "nDCG@10", "recall@100", "terms per query", "terms per document"):
-        table.add_column(name, justify="left" if name == "system" else "right")
-    active = results["active_terms"]
-    for name, scores in results["systems"].items():
-        sparse = name == SYSTEMS[2]
-        table.add_row(
-            _labels(results).get(name, name),
-            f"{scores[NDCG]:.3f} ± {scores['standard_error']:.3f}",
-            f"{scores[RECALL]:.3f}",
-            f"{active['queries']:.0f}" if sparse else "",
-            f"{active['documents']:.0f}" if sparse else "",
-        )
-    return table
-
-
-def _labels(results: dict[str, Any]) -> dict[str, str]:
-    """Names of the systems, with the chosen weights."""
+def _print_systems(results: dict[str, Any]) -> None:
     fusion = ", ".join(f"{weight:.1f}" for weight in results["fusion_weights"].values())
     late = results["late_interaction"]
     weights = ", ".join(f"{weight:.1f}" for weight in late["weights"].values())
-    return {
+    labels = {  # with the chosen weights
         SYSTEMS[3]: f"fusion ({fusion})",
         SYSTEMS[4]: f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens ({weights})",
     }
+    active, rows = [f"{results['active_terms'][kind]:.0f}" for kind in ("queries", "documents")], []
+    for name, scores in results["systems"].items():
+        figures = (f"{scores[NDCG]:.3f} ± {scores['standard_error']:.3f}", f"{scores[RECALL]:.3f}")
+        rows.append([labels.get(name, name), *figures, *(active if name == SYSTEMS[2] else ("", ""))])
+    columns = ("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>")
+    title = f"pydocs, {results['documents']} documents, {results['queries']} test queries that training never saw"
+    _common.print_table(columns, rows, title)
+
+
+_BY_HAND = """\
+index --backend bm25 --data data --identifiers --output by-hand/bm25
+evaluate {both} --index by-hand/bm25 --save-run by-hand/bm25.trec
+evaluate {both} --model minilm --max-length {size.dense_length} --save-run by-hand/dense.trec
+train --data data --model {model} --steps {size.steps} --batch-size {recipe.batch_size} --lr {recipe.learning_rate:g} \
+--max-length {recipe.max_length} --train-max-length {recipe.train_max_length} --seed {recipe.seed}{grouped} \
+--output by-hand/model
+encode --data data --model by-hand/model --top-k {steps.DOCUMENT_TERMS} --output by-hand/vectors
+index --vectors by-hand/vectors --output by-hand/index
+evaluate {both} {searched} --save-run by-hand/splade.trec
+fuse --data data --run by-hand/bm25.trec --run by-hand/dense.trec --run by-hand/splade.trec --method interpolation \
+--tune dev
+train --data data --recipe colbert --model minilm --steps 0 --dimension 0 --keep-punctuation \
+--max-length {size.dense_length} --query-length {size.dense_length} --output by-hand/late
+encode --data data --model by-hand/late --storage int8 --output by-hand/tokens
+evaluate --data data {searched} --rerank by-hand/tokens --rerank-depth {steps.RERANKED} --rerank-weight {weight:g}"""
 
 
 def commands(folder: Path, size: Size, seed: int, late_weight: float) -> list[str]:
     """Shell lines that repeat the rows, the first of which changes into the demo's `folder`."""
-    bm25, model, vectors, index, late, tokens = (
-        str(BY_HAND / name) for name in ("bm25", "model", "vectors", "index", "late", "tokens")
+    recipe = _demo_steps.make_recipe(size, seed)
+    lines = _BY_HAND.format(
+        both="--data data --split test --split dev",
+        searched=f"--index by-hand/index --model by-hand/model --query-top-k {_demo_steps.QUERY_TERMS}",
+        model=shlex.quote(recipe.base_model),
+        grouped=" --group-by-length" if recipe.group_by_length else "",
+        weight=late_weight,
+        recipe=recipe,
+        size=size,
+        steps=_demo_steps,
     )
-    runs = {name: str(BY_HAND / f"{name}.trec") for name in ("bm25", "dense", "splade")}
-    data = ["--data", "data"]
-    both = [*data, "--split", TEST, "--split", DEV]
-    searched = ["--index", index, "--model", model, "--query-top-k", str(_demo_steps.QUERY_TERMS)]
-    fused = [part for run in runs.values() for part in ("--run", run)]
-    reranked = ["--rerank", tokens, "--rerank-depth", str(_demo_steps.RERANKED), "--rerank-weight", f"{late_weight:g}"]
-    recipe, length = _demo_steps.make_recipe(size, seed), str(size.dense_length)
-    options = {
-        "model": recipe.base_model, "steps": size.steps, "batch-size": recipe.batch_size,
-        "lr": f"{recipe.learning_rate:g}", "max-length": recipe.max_length,
-        "train-max-length": recipe.train_max_length, "seed": seed,
-    }  # fmt: skip
-    trained = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-    grouped = ["--group-by-length"] if recipe.group_by_length else []
-    untrained = ["--recipe", "colbert", "--model", "minilm", "--steps", "0", "--dimension", "0", "--keep-punctuation"]
-    untrained += ["--max-length", length, "--query-length", length]  # MiniLM's own token states
-    steps: list[Sequence[str]] = [
-        ["index", "--backend", "bm25", *data, "--identifiers", "--output", bm25],
-        ["evaluate", *both, "--index", bm25, "--save-run", runs["bm25"]],
-        ["evaluate", *both, "--model", "minilm", "--max-length", str(size.dense_length), "--save-run", runs["dense"]],
-        ["train", *data, *trained, *grouped, "--output", model],
-        ["encode", *data, "--model", model, "--top-k", str(_demo_steps.DOCUMENT_TERMS), "--output", vectors],
-        ["index", "--vectors", vectors, "--output", index],
-        ["evaluate", *both, *searched, "--save-run", runs["splade"]],
-        ["fuse", *data, *fused, "--method", "interpolation", "--tune", DEV],
-        ["train", *data, *untrained, "--output", late],
-        ["encode", *data, "--model", late, "--storage", "int8", "--output", tokens],
-        ["evaluate", *data, *searched, *reranked],
-    ]
-    return [shlex.join(["cd", str(folder)]), *(shlex.join(["tilefold", *step]) for step in steps)]
+    return [shlex.join(["cd", str(folder)]), *(f"tilefold {line}" for line in lines.splitlines())]

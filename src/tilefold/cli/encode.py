@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tilefold import retrieval
 from tilefold._files import read_json
 from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
 from tilefold._typing import Model
@@ -75,12 +76,9 @@ def encode(
     under torchrun, several processes share the work; the result is that of one.
     """
     asked = locals()
-    for name, value, allowed in (
-        ("--storage", storage, STORAGES),
-        ("--kind", kind, _models.KINDS),
-        ("--engine", engine, ENGINES),
-    ):
-        _options.check_choice(name, value, allowed)
+    _options.check_choice("--storage", storage, STORAGES)
+    _options.check_choice("--kind", kind, _models.KINDS)
+    _options.check_choice("--engine", engine, ENGINES)
     counts = ("top_k", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
     _options.check_at_least_one(**{name: asked[name] for name in counts})
     if several():
@@ -103,10 +101,9 @@ def encode(
             found = _dry_run(encoder, encoding, _source(data, texts), shard_size, workers or 1, rate)
             _common.print_result(found, as_json, _said_of_dry_run(found))
             return
-        _common.keeps(lambda: _has_vectors(output))
-        with nullcontext(_nothing) if rank else _common.progress_bar("encoding", resumes=_common.FRESH) as update:
-            options: dict[str, Any] = {"shard_size": shard_size, "resume": resume}
-            options["progress"] = lambda done, total: update(done, total, "")
+        _common.kept.append(lambda: _has_vectors(output))
+        with nullcontext() if rank else _common.progress_bar("encoding", resumes=_common.FRESH) as update:
+            options: dict[str, Any] = {"shard_size": shard_size, "resume": resume, "progress": update}
             if engine == "ray":
                 from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
 
@@ -119,16 +116,10 @@ def encode(
                 where = Output(output, save_minutes=save_minutes, **options)
                 manifest = encode_to_folder(encoding, encoder, texts or {}, where, "world")
         if jsonl is not None and rank == 0:
-            from tilefold.retrieval import export_jsonl, read_vectors
-
             tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
-            export_jsonl(read_vectors(output), jsonl, tokens, contents=texts)
+            retrieval.export_jsonl(retrieval.read_vectors(output), jsonl, tokens, contents=texts)
         if rank == 0:
             _print(manifest, output, as_json)
-
-
-def _nothing(done: int, total: int, remark: str) -> None:
-    """Progress that another rank shows."""
 
 
 def _on_devices(devices: str | None) -> int | None:
@@ -225,6 +216,8 @@ def _dry_run(
     model: Model, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None
 ) -> dict[str, Any]:
     """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a temporary folder."""
+    import torch
+
     from tilefold.retrieval.truncation import token_counts
 
     began = time.monotonic()
@@ -238,6 +231,7 @@ def _dry_run(
     tokens = sum(count for count in counts if isinstance(count, int)) / len(sample)
     device = model.device.type
     here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{device} with {torch.get_num_threads()} threads"
     per_second = here if rate is None else rate
     return {
         "texts": survey.count,
@@ -250,19 +244,11 @@ def _dry_run(
         "bytes_per_text": size,
         "gigabytes": size * survey.count / 1e9,
         "texts_per_second": per_second,
-        "rate_from": f"measured here on {_device_name(device)}" if rate is None else "given with --rate",
+        "rate_from": f"measured here on {where}" if rate is None else "given with --rate",
         "workers": workers,
         "hours": survey.count / (per_second * workers) / 3600,
         "reading_seconds": reading,
     }
-
-
-def _device_name(kind: str) -> str:
-    import torch
-
-    if kind == "cuda":
-        return str(torch.cuda.get_device_name())
-    return f"{kind} with {torch.get_num_threads()} threads"
 
 
 def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float, float]:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError
 from tilefold.cli._options import Count, Number, Place, Text, flag, option, required
+from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
     from tilefold.cli._scores import NamedRun
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Normalization
-    from tilefold.retrieval.provenance import Provenance
-    from tilefold.retrieval.reranking import Reranker
 
 DEPTH = 100
 
@@ -74,13 +74,17 @@ def evaluate(
     if run is None:
         _scores.check_savable(save_run, collection, queries)
     texts = _scores.texts_of(collection)
-    reranker = None if rerank is None else _reranker(rerank, rerank_model, collection, texts)
+    reranker = None
+    if rerank is not None:
+        from tilefold.retrieval.reranking import Reranker
+
+        late, tokens = _retrievers.load_late(rerank, rerank_model, texts=True)
+        with _options.as_options(tokens="--rerank", model="--rerank-model"):
+            reranker = Reranker(late, tokens, collection.documents, texts)
     if run is not None:
         found = _scores.read_run(run, "--run")
         _scores.check_texts(found.name, found.provenance, collection, texts)
     else:
-        from tilefold.retrieval.searcher import SearchRequest
-
         parts = {"vectors": vectors, "second": _retrievers.second_ranking(asked, queries, texts)}
         if index is None:
             searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256, **parts)
@@ -88,7 +92,7 @@ def evaluate(
             searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: parts)
         name = f"--model {model}" if index is None else f"--index {index}"
         _scores.check_texts(name, searcher.provenance, collection, texts)
-        request = SearchRequest(max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix)
+        request = retrieval.SearchRequest(max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix)
         found = _scores.NamedRun(name, searcher.rank(queries, request).run, searcher.provenance)
     _scores.check_answers(found, collection, splits)
     if reranker is not None and reranking is not None:
@@ -101,14 +105,6 @@ def evaluate(
         _common.print_json(_scores.facts(collection, scores) | _common.known({"rerank": rerank}))
     else:
         _scores.print_table(collection, scores)
-
-
-def _reranker(source: str, model: str | None, collection: Collection, texts: Provenance) -> Reranker:
-    from tilefold.retrieval.reranking import Reranker
-
-    late, tokens = _retrievers.load_late(source, model, texts=True)
-    with _options.as_options(tokens="--rerank", model="--rerank-model"):
-        return Reranker(late, tokens, collection.documents, texts)
 
 
 METHODS = ("rrf", "interpolation")
@@ -137,7 +133,12 @@ def fuse(
 
     To choose weights, make the runs with --split dev --split test, and give --method interpolation --tune dev.
     """
-    _check(run, method, weight, normalization)
+    if len(run) < 2:
+        raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
+    _options.check_choice("--method", method, METHODS)
+    if weight is not None and len(weight) != len(run):
+        raise UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
+    _options.check_choice("--normalization", normalization, NORMALIZATIONS)
     _options.check_at_least_one(k=k, rrf_k=rrf_k)
     if data is None and save_run is None:
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
@@ -150,8 +151,6 @@ def fuse(
     _check_runs(named, collection, [*splits, *also])
 
     from tilefold.retrieval.evaluation import choose_weights
-    from tilefold.retrieval.fusion import interpolate, reciprocal_rank_fusion
-    from tilefold.retrieval.provenance import Provenance
 
     weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
     chosen = cast("Normalization", normalization or NORMALIZATIONS[0])
@@ -166,10 +165,10 @@ def fuse(
         except ValueError as error:
             raise UsageError(f"--tune: {error}") from error
     if method == "rrf":
-        whole = reciprocal_rank_fusion(runs, rrf_k or 60)
+        whole = retrieval.reciprocal_rank_fusion(runs, rrf_k or 60)
         found = {query: dict(list(scores.items())[:depth]) for query, scores in whole.items()}
     else:
-        found = interpolate(runs, weights, chosen, k=depth)
+        found = retrieval.interpolate(runs, weights, chosen, k=depth)
     made_of = Provenance(texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256)
     fused = _scores.NamedRun("the fusion", found, made_of)
     _scores.save(fused, made_of, save_run)
@@ -187,15 +186,6 @@ def fuse(
             typer.echo(f"in sample: the weights were chosen on {of}")
     if save_run is not None:
         typer.echo(f"{len(fused.run)} queries: {save_run}")
-
-
-def _check(run: list[Path], method: str, weight: list[float] | None, normalization: str | None) -> None:
-    if len(run) < 2:
-        raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
-    _options.check_choice("--method", method, METHODS)
-    if weight is not None and len(weight) != len(run):
-        raise UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
-    _options.check_choice("--normalization", normalization, NORMALIZATIONS)
 
 
 def _check_runs(named: list[NamedRun], collection: Collection | None, splits: list[str]) -> None:

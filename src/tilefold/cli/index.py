@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilefold import retrieval
 from tilefold._files import hold_path
 from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, flag, option, required
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.provenance import Provenance, texts_digest
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -87,19 +90,16 @@ def index(
 
 
 def _words(data: str | None, options: dict[str, Any]) -> Any:
-    from tilefold.retrieval import BM25Index
     from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 
     if data is None:
         raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
     with _options.as_options("language", "k1", "b"):
         Tokenizer(BM25Options(**options))
-    return BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
+    return retrieval.BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
 
 
 def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any:
-    from tilefold.retrieval import build_index
-
     if backend == "seismic":
         from tilefold.retrieval.index.seismic import SeismicOptions
 
@@ -110,7 +110,7 @@ def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any
         return _build_qdrant(read, options)
     if backend == "seismic":
         _advise(len(read), len(read.indices) / max(1, len(read)))
-    return build_index(read, backend, **options)
+    return retrieval.build_index(read, backend, **options)
 
 
 def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
@@ -136,10 +136,8 @@ def _advise(documents: int, terms: float) -> None:
 
 def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
     """A Qdrant index of vectors."""
-    from tilefold.retrieval import build_index
-
     done = 0
-    _common.keeps(lambda: done > 0)
+    _common.kept.append(lambda: done > 0)
     options_of = _options.as_options("url", "weights", name="--collection")
     with options_of, _common.progress_bar("indexing") as update:
 
@@ -151,12 +149,11 @@ def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
         def resumes(kept: int, total: int) -> None:
             note(f"indexing resumes: {kept:,} of {total:,} were done before")
 
-        return build_index(read, "qdrant", progress=count, resumes=resumes, **options)
+        return retrieval.build_index(read, "qdrant", progress=count, resumes=resumes, **options)
 
 
 def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Remove the documents of --delete, then put those of --vectors in; how many of both, and what there is now."""
-    from tilefold.retrieval.errors import DataError
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.qdrant import Documents
 
@@ -229,10 +226,7 @@ def export(
 def _write(
     to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: dict[str, Any]
 ) -> Any:
-    from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-    from tilefold.retrieval.export import export_opensearch, export_vespa
-
-    write = export_opensearch if to == "opensearch" else export_vespa
+    write = retrieval.export_opensearch if to == "opensearch" else retrieval.export_vespa
     try:
         return write(vectors, output, tokens, texts=texts, **options)
     except (DataError, VocabularyMismatchError) as error:
@@ -246,9 +240,6 @@ def _write(
 
 def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str | None) -> Sequence[str] | None:
     """The token of each term, or None for numbers."""
-    from tilefold._vocabulary import vocabulary_fingerprint
-    from tilefold.retrieval.vectors import read_manifest
-
     numbers = field_type == "sparse_vector"
     names = names or ("numbers" if numbers else "tokens")
     _options.check_choice("--names", names, NAMES)
@@ -259,9 +250,16 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
         raise UsageError("--names: terms of --field-type sparse_vector are numbers; leave the option out.")
     if model is None:
         raise UsageError("--model: give the model that made the vectors, or --names numbers.")
-    manifest = read_manifest(vectors)
-    tokenizer = _tokenizer(model)
-    found = vocabulary_fingerprint(tokenizer)
+    manifest = retrieval.read_manifest(vectors)
+    path = _models.find_model(model, "--model")
+    tokenizer: Any
+    if model == _models.PACKAGED:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    else:
+        tokenizer = _models.load_encoder(path).tokenizer
+    found = retrieval.vocabulary_fingerprint(tokenizer)
     if manifest.fingerprint and found and manifest.fingerprint != found:
         raise CommandError(
             f"--model: expected the vocabulary of {vectors} (fingerprint {manifest.fingerprint[:12]}), got that of "
@@ -271,23 +269,11 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
     return [token or "" for token in tokens]
 
 
-def _tokenizer(model: str) -> Any:
-    path = _models.find_model(model, "--model")
-    if model != _models.PACKAGED:
-        return _models.load_encoder(path).tokenizer
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
-
-
 def _texts(data: str | None, vectors: Path) -> Any:
     """The documents of --data, which must be those that were encoded."""
     if data is None:
         return None
-    from tilefold.retrieval.provenance import Provenance, texts_digest
-    from tilefold.retrieval.vectors import read_manifest
-
     texts = _common.load_data(data, documents_only=True).contents()
-    if read_manifest(vectors).provenance.differs(Provenance(texts_sha256=texts_digest(texts))):
+    if retrieval.read_manifest(vectors).provenance.differs(Provenance(texts_sha256=texts_digest(texts))):
         raise CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")
     return texts

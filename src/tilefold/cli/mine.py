@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, note
 from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, required
+from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -79,9 +81,7 @@ def mine(
     depth = depth if false_negatives is None else max(depth, FILTER_DEPTH)
     source, rankings = _open(asked, collection, split, depth)
 
-    from tilefold.retrieval.mining import mine_negatives
-
-    mined = mine_negatives(rankings, collection, split, windows, seed=seed, false_negatives=false_negatives)
+    mined = retrieval.mine_negatives(rankings, collection, split, windows, seed=seed, false_negatives=false_negatives)
     made_by: dict[str, Any] = {"kind": "mined", "collection": collection.name, "retriever": source.name}
     made_by |= {name: asked[name] for name in ("split", "seed", "margin", "max_score_share")}
     made_by["model_fingerprint"] = source.provenance.model_fingerprint
@@ -91,8 +91,6 @@ def mine(
 
 def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
     """Each --ranks with its --per-query."""
-    from tilefold.retrieval.mining import Window
-
     spans, counts = ranks or [RANKS], per_query or [PER_QUERY]
     if len(counts) == 1:
         counts = counts * len(spans)
@@ -104,7 +102,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
         if parts is None:
             raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
         with _options.as_options("ranks", count="--per-query"):
-            windows.append(Window(int(parts[1]), int(parts[2]), count))
+            windows.append(retrieval.Window(int(parts[1]), int(parts[2]), count))
     return windows
 
 
@@ -143,19 +141,15 @@ def _open(
 
 def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Iterator[tuple[str, Mapping[str, float]]]:
     """The rankings of `queries`, some at a time."""
-    from tilefold.retrieval.searcher import SearchRequest
-
     left, done = iter(queries.items()), 0
     with _common.progress_bar("searching") as update:
         while chunk := dict(itertools.islice(left, CHUNK)):
-            yield from searcher.rank(chunk, SearchRequest(depth)).run.items()
+            yield from searcher.rank(chunk, retrieval.SearchRequest(depth)).run.items()
             done += len(chunk)
             update(done, len(queries), "")
 
 
 def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked: Asked) -> None:
-    from tilefold.retrieval.training_rows import write_training_rows
-
     if not mined.queries:
         raise CommandError(
             f"no negative was found for any query ({mined.filtered} candidates were left out as possible false "
@@ -163,7 +157,7 @@ def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked:
         )
     rows, output = mined.rows(made_by), asked["output"]
     _stamp(rows, collection)
-    write_training_rows(rows, output)
+    retrieval.write_training_rows(rows, output)
     negatives = len(rows) - int(rows.relevant.sum())
     result = {"output": str(output), "queries": len(rows.queries), "relevant": len(rows) - negatives}
     result |= {"negatives": negatives, "queries_without": mined.without, "queries_short": mined.short}
@@ -222,11 +216,9 @@ def score(
     for name in models:
         _models.find_model(name, "--teacher")
 
-    from tilefold.retrieval.mining import drop_false_negatives
-    from tilefold.retrieval.teachers import ensemble, with_relevant
-    from tilefold.retrieval.training_rows import read_training_rows, write_training_rows
+    from tilefold.retrieval.teachers import with_relevant
 
-    rows = read_training_rows(mined)
+    rows = retrieval.read_training_rows(mined)
     if like is not None and names.get(like, like) not in {*names.values(), *rows.teachers}:
         raise UsageError(f"--like: expected one of --teacher, got {like!r}.")
     collection = _common.load_data(data, drop_unknown=drop_unknown)
@@ -237,18 +229,18 @@ def score(
     work = output.with_name(f".{output.name}.scoring")
     if not resume:
         shutil.rmtree(work, ignore_errors=True)
-    _common.keeps(lambda: any(work.rglob("*.npy")) or any(work.rglob("part-*")))
+    _common.kept.append(lambda: any(work.rglob("*.npy")) or any(work.rglob("part-*")))
     for given, name in names.items():
         _score(_load(given, name, collection, max_length), rows, collection, work, batch_size)
     column = None if like is None else names.get(like, like)
-    rows.target = ensemble(rows, rows.teachers, normalization=normalization, scale=scale, like=column)
+    rows.target = retrieval.ensemble(rows, rows.teachers, normalization=normalization, scale=scale, like=column)
     rows.made_by |= {"kind": "scored", "normalization": normalization, "scale": scale, "like": like}
     before = len(rows)
     if false_negatives is not None:
-        rows = drop_false_negatives(rows, false_negatives)
+        rows = retrieval.drop_false_negatives(rows, false_negatives)
         rows.made_by |= {"score_margin": margin, "score_max_share": max_score_share}
     _stamp(rows, collection)
-    write_training_rows(rows, output)
+    retrieval.write_training_rows(rows, output)
     shutil.rmtree(work, ignore_errors=True)
     _report(rows, output, before - len(rows), as_json)
 
@@ -266,13 +258,12 @@ def _is_index(name: str) -> bool:
 
 
 def _load(given: str, name: str, collection: Collection, max_length: int | None) -> Teacher:
-    from tilefold.retrieval.bm25 import BM25Index
     from tilefold.retrieval.teachers import Teacher
 
     if given == BM25:
-        return Teacher(name, BM25, BM25Index.build(collection.contents()))
+        return Teacher(name, BM25, retrieval.BM25Index.build(collection.contents()))
     if _is_index(given):
-        index = BM25Index.load(given)
+        index = retrieval.BM25Index.load(given)
         _scores.check_texts(f"--teacher {given}", index.provenance, collection, _scores.texts_of(collection))
         return Teacher(name, BM25, index)
     model, kind = _models.load_model(given, "--teacher", ("cross-encoder", "dense", "sparse", "multi-vector"))
@@ -288,10 +279,8 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
 
 def _score(teacher: Teacher, rows: TrainingRows, collection: Collection, work: Path, batch_size: int) -> None:
     """Put the teacher's column into `rows`."""
-    from tilefold.retrieval.teachers import score_rows
-
     with _common.progress_bar(f"scoring ({teacher.name})", resumes=_common.FRESH) as update:
-        rows.teachers[teacher.name] = score_rows(
+        rows.teachers[teacher.name] = retrieval.score_rows(
             teacher, rows, collection, work, batch_size=batch_size, progress=update
         )
     known: dict[str, Any] = dict(rows.made_by.get("teachers", {}))
@@ -300,7 +289,6 @@ def _score(teacher: Teacher, rows: TrainingRows, collection: Collection, work: P
 
 def _stamp(rows: TrainingRows, collection: Collection) -> None:
     """Put fingerprints of the texts into rows, also into those of another program."""
-    from tilefold.retrieval.provenance import texts_digest
     from tilefold.retrieval.training_rows import queries_of
 
     rows.made_by["texts_sha256"] = texts_digest(collection.contents())

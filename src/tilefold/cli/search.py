@@ -6,14 +6,17 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, note
 from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option
+from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
     from tilefold.retrieval.searcher import Searcher
@@ -74,9 +77,7 @@ def search(
     _models.find_models({"--model": model, "--rerank": rerank})
     searcher = _open(asked)
 
-    from tilefold.retrieval.searcher import SearchRequest
-
-    request = SearchRequest(k, feedback, mix, None, reranking)
+    request = retrieval.SearchRequest(k, feedback, mix, None, reranking)
     single = query is not None and query != "-"
     for name, text in [("query", str(query))] if single else _many(query, queries):
         with _options.as_options(documents="--data", tokens="--rerank"):
@@ -86,26 +87,19 @@ def search(
         elif as_json:
             typer.echo(json.dumps({"id": name, "query": text, "hits": hits}, ensure_ascii=False))
         elif hits:
-            _common.stdout().print(_table(text, hits))
+            _print(text, hits)
         else:
             typer.echo("no document shares a term with this query" + ("" if single else f": {text}"))
 
 
 def _open(asked: Asked) -> Searcher:
     """The index, with the documents, vectors, second ranking and reranker that the options name."""
-    from tilefold.retrieval.provenance import Provenance
-
     data, rerank = asked["data"], asked["rerank"]
 
     def load(made_by: Provenance) -> dict[str, Any]:
-        parts: dict[str, Any] = {
-            "vectors": asked["vectors"],
-            "second": _retrievers.second_ranking(asked, {}, Provenance()),
-        }
+        parts = {"vectors": asked["vectors"], "second": _retrievers.second_ranking(asked, {}, Provenance())}
         if data is not None:
-            collection, texts = _common.open_documents(data)
-            _scores.check_texts(f"--index {asked['index']}", made_by, collection, texts)
-            parts["documents"] = collection.documents
+            parts["documents"] = _scores.open_documents(data, asked["index"], made_by)
         if rerank is not None:
             parts["late"], parts["tokens"] = _retrievers.load_late(rerank, asked["rerank_model"], data is not None)
         return parts
@@ -115,17 +109,15 @@ def _open(asked: Asked) -> Searcher:
 
 def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:
     """Ids and texts of the queries in a file, on standard input, or typed at a prompt."""
-    from tilefold.retrieval import load_queries, query_of_line
-
     if queries is not None:
-        yield from load_queries(queries).items()
+        yield from retrieval.load_queries(queries).items()
         return
     prompted = query is None and sys.stdin.isatty()
     if prompted:
         note("a query per line; Ctrl-D ends")
     for number, line in enumerate(iter(_typed if prompted else sys.stdin.readline, ""), 1):
         if line.strip():
-            yield query_of_line(line, number)
+            yield retrieval.query_of_line(line, number)
 
 
 def _typed() -> str:
@@ -153,29 +145,18 @@ def _demo_paths(folder: Path) -> dict[str, Any]:
     return paths | {"query_top_k": query_top_k}
 
 
-def _table(query: str, hits: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(query), title_justify="left")
+def _print(query: str, hits: list[dict[str, Any]]) -> None:
     late, titled, explained = "first" in hits[0], any(hit["title"] for hit in hits), any(hit["terms"] for hit in hits)
-    table.add_column("#", justify="right")
-    table.add_column("id", overflow="fold")
-    if titled:
-        table.add_column("document")
-    table.add_column("score", justify="right")
-    if late:
-        table.add_column("before: #, score", justify="right")
-    if explained:
-        table.add_column("matched terms, share of the score" + (" before" if late else ""))
+    shown = {"#>": True, "id": True, "document": titled, "score>": True, "before: #, score>": late}
+    shown["matched terms, share of the score" + (" before" if late else "")] = explained
+    rows = []
     for hit in hits:
-        row = [Text(str(hit["rank"])), Text(hit["id"])]
-        row += [Text(textwrap.shorten(hit["title"], SHOWN_CHARACTERS, placeholder=" ..."))] if titled else []
-        row += [Text(f"{hit['score']:.2f}")]
-        row += [Text(f"{hit['first']['rank']}, {hit['first']['score']:.2f}")] if late else []
+        first = f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else ""
+        title = textwrap.shorten(hit["title"], SHOWN_CHARACTERS, placeholder=" ...")
         terms = "  ".join(
             f"{'+' * term.get('feedback', False)}{term['term']} {term['share']:.0%}"
             for term in hit["terms"][:SHOWN_TERMS]
         )
-        table.add_row(*row, *([Text(terms)] if explained else []))
-    return table
+        cells = (str(hit["rank"]), hit["id"], title, f"{hit['score']:.2f}", first, terms)
+        rows.append(list(compress(cells, shown.values())))
+    _common.print_table(compress(shown, shown.values()), rows, query, ("id",), title_justify="left")

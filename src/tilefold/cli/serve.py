@@ -11,13 +11,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, note
 from tilefold.cli._options import Count, Number, Place, Text, option
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.bm25 import BM25Index
     from tilefold.retrieval.tokens import TokenStore
     from tilefold.serve.models import Served
     from tilefold.serve.searchable import Searchable
@@ -68,13 +68,19 @@ def serve(
     GET and POST /v1/NAME/search and GET /v1/NAME/doc/ID.
     """
     asked = locals()
-    _check_packages()
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
     if default_side not in ("query", "document"):
         raise UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _options.check_at_least_one(query_top_k=query_top_k)
     index_name, limits = _index_name(asked), _limits(asked)
     key, origins = _key(api_key_file), cors_allow_origin or []
-    _check_origins(origins)
+    with _options.as_options(origins="--cors-allow-origin"):
+        check_origins(origins)
     _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
     opened = _bind(host, port)  # before the model is loaded, which takes longer than finding out that a port is taken
     try:
@@ -108,22 +114,6 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str, or
         opened,
         lambda: note(f"{names} at http://{shown}:{port}; Ctrl-C ends"),
     )
-
-
-def _check_packages() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
-
-
-def _check_origins(origins: Sequence[str]) -> None:
-    try:
-        check_origins(origins)
-    except ValueError as error:
-        raise UsageError(f"--cors-allow-origin{str(error).removeprefix('origins')}") from error
 
 
 def _limits(asked: Asked) -> Limits:
@@ -187,38 +177,31 @@ def _load(name: str, asked: Asked) -> tuple[list[Served], Searchable | None]:
 
 
 def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
-    from tilefold.retrieval.vectors import read_vectors
+    from tilefold.retrieval.searcher import open_index
     from tilefold.serve.models import Served
     from tilefold.serve.searchable import Searchable
 
     index, encoder, options = _retrievers.load_index(asked, _common.texts_of(asked["data"]))
     parts: dict[str, Any] = {"query_top_k": asked["query_top_k"], "options": options}
     if asked["data"] is not None:
-        collection, digest = _common.open_documents(asked["data"])
-        _scores.check_texts(f"--index {asked['index']}", index.provenance, collection, digest)
-        parts["documents"] = collection.documents
+        parts["documents"] = _scores.open_documents(asked["data"], asked["index"], index.provenance)
     if encoder is None:
         _options.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
     else:
         parts["encoder"] = Served(encoder, "sparse", str(asked["model"]))
-        parts["vectors"] = None if asked["vectors"] is None else read_vectors(asked["vectors"])
+        parts["vectors"] = None if asked["vectors"] is None else retrieval.read_vectors(asked["vectors"])
     if asked["tokens"] is not None:
         parts["late"], parts["store"] = _late(asked, texts=asked["data"] is not None)
-    parts["words"] = None if asked["bm25"] is None else _words(asked["bm25"])
+    if asked["bm25"] is not None:
+        parts["words"] = words = open_index(asked["bm25"])
+        if words.backend != "bm25":
+            raise UsageError(
+                f"--bm25: {asked['bm25']} is an index of vectors; make one with tilefold index --backend bm25."
+            )
     names = {"vectors": f"--vectors: {asked['vectors']}", "second": f"--bm25: {asked['bm25']}", "tokens": "--tokens"}
     with _options.as_options(**names, model="--tokens-model"):
         searchable = Searchable(name, index, **parts)
     return [model for model in (searchable.encoder, searchable.late) if model is not None], searchable
-
-
-def _words(path: Path) -> BM25Index:
-    from tilefold.retrieval.bm25 import BM25Index
-    from tilefold.retrieval.searcher import open_index
-
-    index = open_index(path)
-    if not isinstance(index, BM25Index):
-        raise UsageError(f"--bm25: {path} is an index of vectors; make one with tilefold index --backend bm25.")
-    return index
 
 
 def _late(asked: Asked, texts: bool) -> tuple[Served, TokenStore | None]:

@@ -105,7 +105,7 @@ def _train(config: Any, asked: Asked) -> Any:
     if config.base_model != _models.PACKAGED:
         _models.find_model(config.base_model, "--model")
     collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"])
-    _common.keeps(lambda: newest_step(output) is not None)
+    _common.kept.append(lambda: newest_step(output) is not None)
     before = [newest_step(output) or 0] if asked["resume"] else [0]  # reported once, with the first step
     with _common.progress_bar("training", resumes=_common.FRESH) as update:
 
@@ -203,15 +203,10 @@ def recipes(
     if as_json:
         _common.print_json(chosen[0].to_dict() if name else [entry.to_dict() for entry in chosen])
         return
-    from rich.table import Table
-
-    table = Table(box=None)
-    for column in ("recipe", "what it is", "needs", "paper", "published number"):
-        table.add_column(column, overflow="fold")
-    for entry in chosen:
-        paper = f"arXiv {entry.paper}" if entry.paper else ""
-        table.add_row(entry.name, entry.summary, ", ".join(entry.needs), paper, entry.publishes)
-    _common.stdout().print(table)
+    papers = [f"arXiv {entry.paper}" if entry.paper else "" for entry in chosen]
+    rows = ((e.name, e.summary, ", ".join(e.needs), p, e.publishes) for e, p in zip(chosen, papers, strict=True))
+    columns = ("recipe", "what it is", "needs", "paper", "published number")
+    _common.print_table(columns, rows, fold=columns, box=None)
     if name:
         for field, value in chosen[0].recipe.to_dict().items():
             said = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
