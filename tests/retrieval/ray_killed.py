@@ -1,7 +1,9 @@
 """``python -m tests.retrieval.ray_killed FOLDER SEED [KILLS]``: commands on a real Ray, killed at random moments.
 
 Each command is a process of its own with workers on this machine. After the kills one more goes to the end, with a
-worker that dies once, and the folder must have the bytes that one process writes.
+worker that dies once, and the folder must have the bytes that one process writes. With ``nodes FOLDER``, two nodes on
+this machine, each with a raylet and an object store, encode; one is lost on the way, and a second command goes on from
+a folder in which shards are missing.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import functools
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,11 +24,11 @@ import torch
 
 from tests import programs
 from tests.recipes.small import small_masked_lm
-from tilefold.retrieval import encode_collection
+from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval.encoding import SparseEncoding
 from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
 
-COUNT, SHARD = 200, 8
+COUNT, SHARD, SECONDS = 200, 8, 600
 TEXTS: dict[str, Any] = {f"d{i}": "cats sleep and dogs run " * (i % 37) + f"text {i}" for i in range(COUNT)}
 TEXTS |= {"number": 5, "nothing": None}
 OPTIONS: dict[str, Any] = {"top_k": 20}
@@ -105,7 +108,57 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def load_and_say(folder: str, nodes: str) -> Any:
+    """A model whose worker leaves the name of its node."""
+    import ray
+
+    if ray.is_initialized():
+        (Path(nodes) / str(ray.get_runtime_context().get_node_id())).touch()
+    return load(folder)
+
+
+def lose_a_node(home: Path) -> None:
+    """Encode on two nodes, of which one is lost."""
+    from ray.cluster_utils import Cluster
+
+    for name in ("model", "nodes"):
+        (home / name).mkdir(parents=True)
+    model, output = small_masked_lm(home / "model"), home / "vectors"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    encode_alone(model, home / "alone")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    command = [sys.executable, "-m", "tests.retrieval.ray_killed", "node", cluster.address, str(model), str(home)]
+    try:
+        other = cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        with subprocess.Popen(command, env=environment) as process:
+            until = time.monotonic() + SECONDS
+            while (written(output) < 4 or len(list((home / "nodes").iterdir())) < 2) and process.poll() is None:
+                assert time.monotonic() < until, "both nodes should have begun"
+                time.sleep(0.02)
+            say(f"a node is lost with {written(output)} of {-(-len(TEXTS) // SHARD)} shards")
+            cluster.remove_node(other, allow_graceful=False)
+            assert process.wait(SECONDS) == 0
+        nodes, manifest = len(list((home / "nodes").iterdir())), read_manifest(output)
+        assert nodes >= 2 and same_files(output, home / "alone")
+        say(f"{manifest.n_texts} = {manifest.n_documents} + {len(manifest.failed)}, the same bytes, {nodes} nodes")
+        for number in (1, 7):
+            (output / f"part-{number:05d}.parquet").unlink()
+        subprocess.run(command, env=environment, check=True, timeout=SECONDS)
+        assert same_files(output, home / "alone")
+        say("the same bytes after two shards were taken away")
+    finally:
+        cluster.shutdown()
+
+
 def main() -> None:
+    if sys.argv[1] == "nodes":
+        lose_a_node(Path(sys.argv[2]))
+        return
+    if sys.argv[1] == "node":
+        address, folder, place = sys.argv[2:]
+        run(functools.partial(load_and_say, folder, str(Path(place) / "nodes")), Path(place) / "vectors", address)
+        return
     if sys.argv[1] == "run":
         workers = int(sys.argv[4]) if len(sys.argv) > 4 else None
         run(functools.partial(load, sys.argv[2]), sys.argv[3], os.environ.get("RAY_ADDRESS"), workers)

@@ -128,7 +128,7 @@ def test_what_is_no_part_of_a_search_or_needs_another_part_is_named(parts: dict[
         (ValueError, "k: expected an integer of at least 1, got 0", lambda: r.SearchRequest(0)),
         (ValueError, "interpolation: expected feedback", lambda: r.SearchRequest(interpolation=r.Interpolation())),
         (ValueError, "depth: expected at least 1, got 0", lambda: r.Reranking(0)),
-        (ValueError, "tail: expected keep or drop, got 'cut'", lambda: r.Reranking(tail="cut")),
+        (ValueError, "tail: expected one of keep, drop, got 'cut'", lambda: r.Reranking(tail="cut")),
         (ValueError, r"weight: expected a number in \[0, 1\], got 2", lambda: r.Reranking(weight=2.0)),
         (ValueError, "method: expected one of rrf, interpolation, got 'best'", lambda: r.Fusion("best")),
         (ValueError, "k: expected an integer of at least 1, got 2.5", lambda: r.SearchRequest(2.5)),

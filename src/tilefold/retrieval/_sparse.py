@@ -21,6 +21,8 @@ Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
+Row = tuple[Ints, Floats]  # terms and weights
+
 
 @dataclass
 class SparseVectors:
@@ -175,7 +177,7 @@ class SparseVectors:
     def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
         return replace(self, indptr=offsets_of(keep)[self.indptr], indices=self.indices[keep], data=self.data[keep])
 
-    def row(self, i: int) -> tuple[Ints, Floats]:
+    def row(self, i: int) -> Row:
         """Terms and weights of row `i`."""
         low, high = int(self.indptr[i]), int(self.indptr[i + 1])
         return self.indices[low:high], self.data[low:high]

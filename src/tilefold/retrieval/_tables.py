@@ -12,14 +12,13 @@ import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from tilefold.retrieval._files import require
+from tilefold.retrieval._files import Json, require
 from tilefold.retrieval.errors import DataError
 
 _logger = logging.getLogger(__name__)
 
-Row = tuple[str, dict[str, Any]]
+Row = tuple[str, Json]
 Qrels = dict[str, dict[str, int]]
 Judgement = tuple[str, str, str, int]  # where, query, document, grade
 
@@ -73,9 +72,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     got = f"the byte {line[error.start]:#04x} at byte {start + error.start} of the text"
-                    raise DataError(
-                        f"{path}:{number}: expected UTF-8 text, got {got}. Convert it: iconv -f LATIN1 -t UTF-8"
-                    ) from error
+                    remedy = "Convert it: iconv -f LATIN1 -t UTF-8"
+                    raise DataError(f"{path}:{number}: expected UTF-8 text, got {got}. {remedy}") from error
                 yield number, text
                 start += len(line)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -138,7 +136,7 @@ def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = Fa
             raise DataError(f"{where}: expected an id, a tab and a text, got no tab. Fix that line.")
 
 
-def _json_object(line: str, where: str) -> dict[str, Any]:
+def _json_object(line: str, where: str) -> Json:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # malformed JSON, a number with thousands of digits, too deep nesting
@@ -188,10 +186,9 @@ def text_columns(fields: Sequence[str], where: str) -> list[str | None] | None:
     if kinds.count("_id") == kinds.count("text") == 1 and kinds.count("title") <= 1:
         return kinds
     if len(fields) > 1 and (kinds[0] == "_id" or "text" in kinds[1:]):
-        raise DataError(
-            f"{where}: expected a row, or names of columns with one id and one text, got {fields}, which may be "
-            "either. Name the columns id, title and text; remove the line; or put it below another one, if it is a row."
-        )
+        wanted = f"a row, or names of columns with one id and one text, got {fields}, which may be either"
+        remedy = "Name the columns id, title and text; remove the line; or put it below another one, if it is a row."
+        raise DataError(f"{where}: expected {wanted}. {remedy}")
     return None
 
 
@@ -201,9 +198,8 @@ def _say_once(where: str, fields: tuple[str, ...]) -> None:
     kinds = named_columns(fields, TEXTS)
     used = ", ".join(name.strip() for name, kind in zip(fields, kinds, strict=True) if kind)
     left = ", ".join(repr(name.strip()) for name, kind in zip(fields, kinds, strict=True) if not kind)
-    _logger.warning(
-        "%s: this line is taken as names of columns (%s)%s", where, used, f", {left} unread" if left else ""
-    )
+    unread = f", {left} unread" if left else ""
+    _logger.warning("%s: this line is taken as names of columns (%s)%s", where, used, unread)
 
 
 def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> dict[str, str]:
@@ -276,10 +272,9 @@ def _read_split(files: list[Path], queries: Container[str], documents: Container
     if strays and drop:
         _logger.warning("%s; %d judgement(s) of what the collection lacks are left out", strays[0], len(strays))
     if strays and not drop:
-        raise DataError(
-            f"{strays[0]}; {len(strays)} judgement(s) in this file name queries or documents that are not in "
-            "the collection. Complete it, or load it with --drop-unknown to leave them out (unknown='drop')."
-        )
+        said = f"{len(strays)} judgement(s) in this file name queries or documents that are not in the collection"
+        remedy = "Complete it, or load it with --drop-unknown to leave them out (unknown='drop')."
+        raise DataError(f"{strays[0]}; {said}. {remedy}")
     if not qrels:
         got = f"{len(strays)} of others, the first in {strays[0]}" if strays else "no judgement"
         raise DataError(f"{files[0]}: expected at least one judgement of a known query and document, got {got}.")
@@ -309,14 +304,14 @@ def _judgements(path: Path) -> Iterator[Judgement]:
         if len(fields) == 4:  # TREC: query, iteration, document, grade
             del fields[1]
         if len(fields) != 3:
-            raise DataError(
-                f"{where}: expected 3 tab-separated fields (query-id, corpus-id, score), or the 4 fields of TREC "
-                f"(query, iteration, document, grade), got {len(fields)}. Fix that line."
+            wanted = (
+                "3 tab-separated fields (query-id, corpus-id, score), or 4 of TREC (query, iteration, document, grade)"
             )
+            raise DataError(f"{where}: expected {wanted}, got {len(fields)}. Fix that line.")
         yield _judgement(fields, where)
 
 
-def _field(row: dict[str, Any], name: str, where: str) -> str:
+def _field(row: Json, name: str, where: str) -> str:
     value = row.get(name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)

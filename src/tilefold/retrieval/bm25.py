@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -116,7 +117,7 @@ def _without_jax() -> Iterator[None]:
             del sys.modules["jax"]
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     with _without_jax():
         return require("bm25s", "bm25s", "BM25")
 
@@ -208,9 +209,7 @@ class BM25Index:
         manifest = read_manifest(folder, cls.backend)
         bm25s = _package()
         ids = read_ids(folder, manifest["n_documents"])
-        with naming_versions(
-            folder, manifest, "bm25s"
-        ):  # which takes its files as they are, and fails at what they hold
+        with naming_versions(folder, manifest, "bm25s"):  # which takes its files as they are, and fails later
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from tilefold._files import atomic_directory
-from tilefold.retrieval._files import check_text_ids, is_unicode, json_line
+from tilefold.retrieval._files import Json, check_text_ids, is_unicode, json_line
 from tilefold.retrieval._tables import (
     ROWS,
     TOPICS,
@@ -186,9 +186,9 @@ def load_documents(path: str | Path) -> dict[str, Document]:
     """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, a saved dataset, or text.
 
     Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``. A ``.tsv`` or ``.txt`` file has lines of an id, a
-    tab and a text; where its first line names columns (``id``, ``docid`` or another usual name, and ``text``), it is no
-    document, and the fields are taken as it says. That is logged, and a first line that may be either is a
-    ``DataError``, as are malformed rows, missing or repeated ids, or no row. Messages name file and line.
+    tab and a text, or of the columns that its first line names (``id``, ``docid`` or another usual name, and ``text``),
+    which is logged. A first line that may be either is a ``DataError`` with file and line, as are malformed rows,
+    missing or repeated ids, or no row.
     """
     documents: dict[str, Document] = {}
     for where, row in table_rows(Path(path)):
@@ -197,7 +197,7 @@ def load_documents(path: str | Path) -> dict[str, Document]:
     return _some(documents, Path(path))
 
 
-def document_of_row(row: dict[str, Any], where: str, seen: Mapping[str, object]) -> Document:
+def document_of_row(row: Json, where: str, seen: Mapping[str, object]) -> Document:
     """The document in a row, checked; its id is none of those `seen`."""
     name = _id(row, where, seen)
     return Document(name, _string(row, "title", where, ""), _string(row, "text", where))
@@ -227,7 +227,7 @@ def _some(found: dict[str, T], path: Path) -> dict[str, T]:
     return found
 
 
-def _id(row: dict[str, Any], where: str, seen: Mapping[str, object]) -> str:
+def _id(row: Json, where: str, seen: Mapping[str, object]) -> str:
     key = "id" if "_id" not in row and "id" in row else "_id"
     value = row.get(key)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -241,7 +241,7 @@ def _id(row: dict[str, Any], where: str, seen: Mapping[str, object]) -> str:
     return value
 
 
-def _string(row: dict[str, Any], key: str, where: str, missing: str | None = None) -> str:
+def _string(row: Json, key: str, where: str, missing: str | None = None) -> str:
     value = missing if row.get(key) is None else row[key]
     if not isinstance(value, str):
         raise DataError(f"{where}: {key!r} must be a string, got {value!r}. Fix that line.")

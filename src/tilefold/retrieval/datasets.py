@@ -57,9 +57,8 @@ def load_collection(
     path = Path(name_or_path)
     if not path.exists():
         wanted = "'pydocs' or the path of a BEIR folder or of documents"
-        raise FileNotFoundError(
-            f"collection: expected {wanted}, got {str(name_or_path)!r}, which is neither. {BEIR_LAYOUT}"
-        )
+        got = f"{str(name_or_path)!r}, which is neither"
+        raise FileNotFoundError(f"collection: expected {wanted}, got {got}. {BEIR_LAYOUT}")
     return load_beir(path, unknown, documents_only=documents_only, splits=splits)
 
 
@@ -127,15 +126,9 @@ def _read(stream: BinaryIO, offset: int) -> Document:
 def open_documents(name_or_path: str | Path, cache_dir: str | Path | None = None) -> tuple[Collection, str]:
     """The documents of a collection, and the :func:`texts_digest` of their contents; no queries, no judgements.
 
-    What reading JSON lines finds out (the digest, and where each line begins) is kept in the cache with the size, times
-    and inode of the file, and is used until one of those changes. Other kinds of files are read whole.
-
-    Args:
-        name_or_path: as for :func:`tilefold.retrieval.load_collection`.
-        cache_dir: by default :func:`tilefold.retrieval.datasets.default_cache_dir`.
-
-    Raises:
-        FileNotFoundError, DataError: see :func:`tilefold.retrieval.load_beir`.
+    Arguments and errors are those of :func:`load_collection`. What reading JSON lines finds out (the digest, and where
+    each line begins) is kept in the cache with the size, times and inode of the file, and is used until one of those
+    changes. Other kinds of files are read whole.
     """
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     file = _lines_of(name_or_path, cache)

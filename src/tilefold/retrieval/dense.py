@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tilefold._typing import Model
 from tilefold.pipeline.truncated import Truncation, tell, watching
@@ -33,17 +33,12 @@ def dense_run(
     """The `k` best documents per query by the model's own similarity, over all documents.
 
     Args:
-        model: a ``SentenceTransformer``; its ``encode_document``, ``encode_query`` and ``similarity`` are used,
-            so prompts and cosine or dot product are those that the model was trained with.
-        documents, queries: id -> contents or text, at least one each.
+        model: a ``SentenceTransformer``, whose prompts, routes and cosine or dot product are used.
+        documents, queries: id -> contents or text; none is a ``ValueError``.
         k: documents per query; all of them when there are fewer.
         batch_size: texts encoded at a time.
         query_chunk: queries scored at a time, which bounds the scores in memory to ``[query_chunk, N]``.
         progress: called as ``progress(documents encoded, documents)``.
-
-    Raises:
-        ValueError: no document, no query, ``k < 1``.
-        TypeError: an id that is not a string.
     """
     check_k(k)
     for name, texts in (("documents", documents), ("queries", queries)):
@@ -85,8 +80,8 @@ def encode_dense(
 
 def rank_by_similarity(
     model: Model,
-    document_vectors: Any,
-    query_vectors: Any,
+    document_vectors: torch.Tensor,
+    query_vectors: torch.Tensor,
     document_ids: Sequence[str],
     query_ids: Sequence[str],
     k: int,

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,6 @@ def evaluate(run: _RunLike, qrels: _QrelsLike, measures: Sequence[str] = DEFAULT
             trec_eval does, to which such a document is one of the pool that nobody judged: not relevant, and left out
             by ``infAP``, ``Bpref`` and measures with ``judged_only=True``. Only ``Judged@k`` counts it as judged.
         measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``, ``AP``.
-
-    Returns:
-        ``{measure: mean}`` in the order asked for.
 
     Raises:
         ValueError: empty `qrels`, a run that answers none of their queries, an unknown measure, a score that is not a
@@ -110,10 +108,8 @@ def choose_weights(
     mine = [{query: run[query] for query in qrels if query in run} for run in runs]
     grid = [counts for counts in itertools.product(range(parts + 1), repeat=len(runs)) if sum(counts) == parts]
     if not grid or len(grid) > MAX_TRIALS:
-        raise ValueError(
-            f"runs: expected 1 to {MAX_TRIALS} combinations of weights, got {len(grid)} for {len(runs)} runs at a step "
-            f"of {step:g}. Fuse fewer runs, or take a larger step."
-        )
+        got = f"{len(grid)} for {len(runs)} runs at a step of {step:g}. Fuse fewer, or take a larger step"
+        raise ValueError(f"runs: expected 1 to {MAX_TRIALS} combinations of weights, got {got}.")
     trials = []
     for counts in grid:
         weights = tuple(count / parts for count in counts)
@@ -126,10 +122,9 @@ def _computed(parsed: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]
     try:
         return list(_package().iter_calc(list(dict.fromkeys(parsed)), grades, run))
     except subprocess.CalledProcessError as error:  # gdeval.pl
-        raise ValueError(
-            f"measures: TREC's program for ERR and nDCG(dcg='exp-log2') failed with code {error.returncode}; it takes "
-            "grades up to 4, and ids without white space. Leave these measures out, or change grades or ids."
-        ) from error
+        said = f"failed with code {error.returncode}; it takes grades up to 4, and ids without white space"
+        remedy = "Leave these measures out, or change grades or ids."
+        raise ValueError(f"measures: TREC's program for ERR and nDCG(dcg='exp-log2') {said}. {remedy}") from error
 
 
 def check_answers(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
@@ -149,9 +144,8 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
         wrong = next(grade for grade in grades.values() if not hasattr(grade, "__index__"))
         raise TypeError(f"qrels: expected integer grades for query {query_id!r}, got {wrong!r}. Round them.") from None
     if abs(worst := max(found.values(), key=abs)) > MAX_GRADE:
-        raise ValueError(
-            f"qrels: expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got {worst}. Map them."
-        )
+        most = f"grades of at most {MAX_GRADE:,} for query {query_id!r}"
+        raise ValueError(f"qrels: expected {most}, got {worst}. Map them.")
     return found
 
 
@@ -170,7 +164,7 @@ def check_measures(measures: Sequence[str]) -> int:
     return max(int(measure.params.get("cutoff", 0)) for measure in _parsed(measures))
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     return require("ir_measures", "ir-measures", "Evaluation")
 
 
@@ -180,7 +174,7 @@ def _parsed(measures: Sequence[str]) -> list[Any]:
     return [_parse(_package(), name) for name in measures]
 
 
-def _parse(ir_measures: Any, name: str) -> Any:
+def _parse(ir_measures: ModuleType, name: str) -> Any:
     """One measure; a cut-off of 0, or a huge gain, would end the interpreter where it is computed."""
     problem: object = "no installed package computes it"
     try:
@@ -232,9 +226,8 @@ def read_trec_run(path: str | Path) -> Run:
         if not fields:
             continue
         if len(fields) != 6:
-            raise DataError(
-                f"{path}:{number}: expected 6 fields (query Q0 doc rank score tag), got {len(fields)}. {remedy}"
-            )
+            expected = "6 fields (query Q0 doc rank score tag)"
+            raise DataError(f"{path}:{number}: expected {expected}, got {len(fields)}. {remedy}")
         query_id, _, document_id, _, text, _ = fields
         score = math.nan
         with suppress(ValueError):

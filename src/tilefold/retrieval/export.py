@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from tilefold._files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._version import __version__
 from tilefold.retrieval._checks import check_choice
-from tilefold.retrieval._files import is_unicode
+from tilefold.retrieval._files import Json, is_unicode
 from tilefold.retrieval._shards import check_whole
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
@@ -110,11 +109,9 @@ def export_opensearch(
             queries cannot name; or ``"keep"`` them, for ``neural_sparse`` queries on OpenSearch.
         part_bytes: size of a bulk file, below the ``http.max_content_length`` of the cluster (100 MB).
 
-    Raises:
-        ValueError: a wrong option.
-        VocabularyMismatchError: another number of tokens than the vectors have terms.
-        DataError: two terms with one name, a name or id that the engine does not take, a weight too small for it,
-            a vocabulary that ``sparse_vector`` would fold, or vectors that are not whole.
+    Another number of tokens than the vectors have terms is a ``VocabularyMismatchError``; two terms with one name, a
+    name, id or weight that the engine does not take, a vocabulary that ``sparse_vector`` would fold, or vectors that
+    are not whole are a ``DataError``.
     """
     check_choice("field_type", field_type, FIELD_TYPES)
     check_choice("dots", dots, DOTS)
@@ -123,17 +120,13 @@ def export_opensearch(
         raise ValueError(f"part_bytes: expected at least 1, got {part_bytes}.")
     documents = _survey(vectors, "OpenSearch", lambda text: None)
     if 0 < (lightest := documents.weights[0]) < _SMALLEST_WEIGHT:
-        least = f"{_SMALLEST_WEIGHT:.3g} (a normal float32)"
-        raise DataError(
-            f"vectors: OpenSearch takes weights of at least {least}, got {lightest:.3g}. Drop such weights."
-        )
+        least = f"weights of at least {_SMALLEST_WEIGHT:.3g} (a normal float32)"
+        raise DataError(f"vectors: OpenSearch takes {least}, got {lightest:.3g}. Drop such weights.")
     if field_type == "sparse_vector" and tokens is not None:
         raise ValueError("tokens: expected None with field_type='sparse_vector', whose terms are numbers, got tokens.")
     if field_type == "sparse_vector" and documents.used.size > _SPARSE_VECTOR_TERMS:
-        raise DataError(
-            f"vectors: sparse_vector of OpenSearch takes the numbers of terms modulo {_SPARSE_VECTOR_TERMS:,}, so that "
-            f"different terms would match in a vocabulary of {documents.used.size:,}. Use field_type='rank_features'."
-        )
+        why = f"modulo {_SPARSE_VECTOR_TERMS:,}, so that some would match in a vocabulary of {documents.used.size:,}"
+        raise DataError(f"vectors: sparse_vector takes numbers of terms {why}. Use field_type='rank_features'.")
 
     def bad_name(name: str) -> str | None:
         if len(name.encode()) > _LONGEST_NAME:
@@ -170,17 +163,13 @@ def export_vespa(
     product of it and ``query(q)``; float32 weights are kept. The profile ranks what a query's ``where`` matches: a
     tensor has no postings of its own.
 
+    The other arguments and errors are those of :func:`tilefold.retrieval.export.export_opensearch`; names, ids and
+    texts have no control character.
+
     Args:
-        vectors, output, tokens, texts: as in :func:`tilefold.retrieval.export.export_opensearch`.
         document: name of the schema and its document type.
         namespace: of the document ids ``id:NAMESPACE:DOCUMENT::ID``.
         field: name of the field of the vectors.
-
-    Raises:
-        ValueError: a wrong option.
-        VocabularyMismatchError: another number of tokens than the vectors have terms.
-        DataError: two terms with one name, an empty name, a name, an id or a text with a control character, an id
-            that is too long, or vectors that are not whole.
     """
     _check_form("document", document, _WORD)
     _check_form("namespace", namespace, _NAMESPACE)
@@ -235,11 +224,8 @@ class _Documents:
 def _survey(vectors: SparseVectors | str | Path, engine: str, complaint: Callable[[str], str | None]) -> _Documents:
     """Read `vectors` once, and refuse ids that the engine does not take."""
     source = vectors if isinstance(vectors, SparseVectors) else Path(vectors)
-    about: SparseVectors | VectorManifest
-    if isinstance(source, SparseVectors):
-        about = source
-    else:
-        about = read_manifest(source)
+    about = source if isinstance(source, SparseVectors) else read_manifest(source)
+    if isinstance(source, Path) and isinstance(about, VectorManifest):
         check_whole(source, about)
         if about.kind != "document":
             raise DataError(f"{source}: expected vectors of documents, got vectors of kind {about.kind!r}.")
@@ -286,9 +272,8 @@ def _name_terms(
         return [str(term) for term in range(used.size)]
     if len(tokens) != used.size:
         given = f"{used.size} terms of the vectors, got {len(tokens)}"
-        raise VocabularyMismatchError(
-            f"tokens: expected one for each of the {given}. Pass the vocabulary of the model."
-        )
+        said = f"expected one for each of the {given}"
+        raise VocabularyMismatchError(f"tokens: {said}. Pass the vocabulary of the model.")
     names = [str(token) for token in tokens]
     bad: dict[str, list[str]] = {}
     for term in np.flatnonzero(used).tolist():
@@ -332,8 +317,8 @@ def _check_form(option: str, value: str, form: re.Pattern[str], taken: Sequence[
         raise ValueError(f"{option}: expected letters, digits{more} or _, a letter first{none_of}, got {value!r}.")
 
 
-def _mapping(documents: _Documents, field: str, field_type: str, origin: dict[str, Any], texts: bool) -> dict[str, Any]:
-    vectors: dict[str, Any] = {"type": field_type}
+def _mapping(documents: _Documents, field: str, field_type: str, origin: Json, texts: bool) -> Json:
+    vectors: Json = {"type": field_type}
     settings = {}
     if field_type == "sparse_vector":
         ceiling = math.ceil(documents.weights[1] * 100) / 100 or 1.0  # weights above it would be cut off; 0 is refused
@@ -370,7 +355,7 @@ def _export_folder(output: Path) -> Iterator[Path]:
         yield folder
 
 
-def _origin(documents: _Documents, tokens: Sequence[str] | None) -> dict[str, Any]:
+def _origin(documents: _Documents, tokens: Sequence[str] | None) -> Json:
     """Facts of the vectors that the engine keeps with them."""
     return {
         "schema_version": SCHEMA_VERSION,

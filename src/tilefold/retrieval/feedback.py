@@ -9,11 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_choice, check_count, check_share
-from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
+from tilefold.retrieval._sparse import Row, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
 
@@ -24,7 +23,6 @@ __all__ = ["Feedback", "Interpolation", "expand_dense", "expand_sparse", "feedba
 
 METHODS = ("average", "rocchio")
 PLACES = ("before", "after", "both")
-_Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 _LARGEST = float(np.finfo(np.float32).max)
 _DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
 
@@ -41,8 +39,7 @@ class Feedback:
         bottom: m, how many documents at the end of the ranking are the worst ones; those among the best are not.
         top_terms: sparse queries keep this many heaviest terms; None keeps all. Equal weights: the lower index stays.
 
-    Raises:
-        ValueError: a value out of range, an option of Rocchio with average, or gamma without bottom.
+    A value out of range, an option of Rocchio with average, or gamma without bottom is a ``ValueError``.
     """
 
     method: Literal["average", "rocchio"] = "average"
@@ -114,14 +111,10 @@ class Interpolation:
 def with_feedback(
     first: Run, again: Callable[[Run], Run], k: int, second: Run | None = None, mix: Interpolation | None = None
 ) -> Run:
-    """A ranking after feedback, interpolated where `mix` says.
+    """The ranking after feedback from `first`, interpolated with a `second` one where `mix` says; both or neither.
 
-    Args:
-        first: the ranking without feedback.
-        again: the ranking of the queries that the documents of a given ranking expand; it calls :func:`expand_sparse`
-            or :func:`expand_dense`, and searches.
-        k: documents per query that an interpolation keeps.
-        second, mix: another ranking of the same queries, and where to interpolate with it; both or neither.
+    `again` expands queries by the documents of a given ranking (:func:`expand_sparse`, :func:`expand_dense`), and
+    searches; an interpolation keeps `k` documents per query.
     """
     if (second is None) != (mix is None):
         raise ValueError("second, mix: expected both or neither, got one alone.")
@@ -140,18 +133,10 @@ def feedback_documents(run: Run, feedback: Feedback) -> list[str]:
 def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, feedback: Feedback) -> SparseVectors:
     """The queries after feedback from the documents that `run` ranks first (and last) for them.
 
-    Weights below 0, which Rocchio's gamma can give, become 0; sums are taken in float64. Where fewer than k documents
-    were found, the mean is over those. A query for which none was found stays as it is.
-
-    Args:
-        queries: Q vectors ``[Q, V]``.
-        documents: vectors of at least :func:`feedback_documents`.
-        run: query id -> document id -> score, best first; queries that it lacks stay as they are.
-        feedback: method and weights.
-
-    Raises:
-        VocabularyMismatchError: documents of another vocabulary.
-        DataError: the vector of a document is missing, or weights are so large that the query's overflows.
+    Sums of the Q vectors ``[Q, V]`` and those of at least :func:`feedback_documents` are taken in float64; weights
+    below 0, which Rocchio's gamma can give, become 0. Where fewer than k documents were found, the mean is over those,
+    and a query for which none was found stays as it is. Documents of another vocabulary are a
+    ``VocabularyMismatchError``, a missing one or weights so large that the query's overflows a ``DataError``.
     """
     check_same_vocabulary(queries, documents, "queries", "documents")
     row_of = {name: row for row, name in enumerate(documents.ids)}
@@ -173,11 +158,8 @@ def expand_dense(
 ) -> torch.Tensor:
     """Expand dense vectors ``[Q, D]`` by ``[N, D]``, as :func:`expand_sparse`: float32 ``[Q, D]``, on their device.
 
-    Vectors are averaged as they are: with a model that compares by cosine, give normalised ones.
-
-    Raises:
-        ValueError: shapes that do not fit, or `top_terms`, which is for sparse queries.
-        DataError: the vector of a document is missing, or weights are so large that the query's overflows.
+    Vectors are averaged as they are: with a model that compares by cosine, give normalised ones. Shapes that do not fit
+    are a ``ValueError``, and so is `top_terms`, which is for sparse queries.
     """
     for name, vectors, ids in (("queries", queries, query_ids), ("documents", documents, document_ids)):
         if vectors.ndim != 2 or vectors.shape[0] != len(ids) or vectors.shape[1] != queries.shape[-1]:
@@ -214,7 +196,7 @@ def _check_finite(largest: float) -> None:
         raise DataError(f"alpha, beta, gamma: expected weights that keep a query below {_LARGEST:.1e}, {got}.")
 
 
-def _expanded(query: _Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback) -> _Row:
+def _expanded(query: Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback) -> Row:
     """Terms, ascending, and positive weights of one query after feedback."""
     if not best:
         return query

@@ -41,9 +41,7 @@ def interpolate(
         normalization: see above.
         k: documents kept per query, by descending score; equal scores keep the order of the runs.
 
-    Raises:
-        ValueError: no run, a score or a weight that is not finite, or a sum of them; an unknown normalisation.
-        TypeError: an id that is not a string.
+    No run, an unknown normalisation, or a score, weight or sum that is not finite is a ``ValueError``.
     """
     weights = _check(runs, weights, k)
     check_choice("normalization", normalization, _NORMALIZERS)
@@ -56,10 +54,8 @@ def interpolate(
         documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
         total = {doc: sum(weight * scores.get(doc, low) for weight, scores, low in present) for doc in documents}
         for wrong in (score for score in total.values() if not math.isfinite(score)):
-            raise ValueError(
-                f"weights, normalization: expected finite sums, got {wrong} for query {query_id!r}, whose scores or "
-                "weights are too large. Take smaller weights, or normalization='min_max'."
-            )
+            got = f"{wrong} for query {query_id!r}. Take smaller weights, or normalization='min_max'"
+            raise ValueError(f"weights, normalization: expected finite sums, got {got}.")
         fused[query_id] = _top(total, k)
     return fused
 

@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,11 +23,7 @@ __all__ = ["FalseNegatives", "Window", "drop_false_negatives", "mine_negatives"]
 
 @dataclass(frozen=True)
 class Window:
-    """Up to `count` negatives of the ranks `first` to `last`, which begin at 1 and count judged documents too.
-
-    Raises:
-        ValueError: ranks below 1 or in the wrong order, or no negative.
-    """
+    """Up to `count` negatives, 1 or more, of the ranks `first` to `last`, from 1, which count judged documents too."""
 
     first: int
     last: int
@@ -46,10 +42,8 @@ class FalseNegatives:
 
     A negative is kept if its score is at most ``s - margin`` and at most ``max_share * s`` (NV-Retriever's
     TopK-PercPos, arXiv 2407.15831), where s is the highest score of the query's judged-relevant documents. Where none
-    of those was retrieved, all that was retrieved scored higher, and nothing is kept.
-
-    Raises:
-        ValueError: a negative margin or a share outside of (0, 1].
+    of those was retrieved, all that was retrieved scored higher, and nothing is kept. A negative margin, or a share
+    outside of (0, 1], is a ``ValueError``.
     """
 
     margin: float | None = None
@@ -69,10 +63,8 @@ class FalseNegatives:
         if best == -math.inf:
             return best
         if self.max_share is not None and best <= 0:
-            raise ValueError(
-                f"max_score_share: the best relevant document of query {query!r} scores {best:g}, and a share of that "
-                "is no limit. Filter by margin, or by scores that are positive."
-            )
+            why = f"the best relevant document of query {query!r} scores {best:g}, and a share of that is no limit"
+            raise ValueError(f"max_score_share: {why}. Filter by margin, or by scores that are positive.")
         return min(
             math.inf if self.margin is None else best - self.margin,
             math.inf if self.max_share is None else best * self.max_share,
@@ -91,7 +83,7 @@ class Mined:
     filtered: int = 0  # candidates that may be false negatives
     same_text: int = 0  # candidates whose text is the query's or a relevant document's
 
-    def rows(self, made_by: Mapping[str, Any]) -> TrainingRows:
+    def rows(self, made_by: Mapping[str, object]) -> TrainingRows:
         """The rows with their arrays."""
         names, relevant, rank, score = zip(*self.found, strict=True) if self.found else ((), (), (), ())
         documents = {name: at for at, name in enumerate(dict.fromkeys(names))}
@@ -126,18 +118,15 @@ def mine_negatives(
 
     Args:
         rankings: query id and document id -> score, one after the other, so that not all need be in memory. Equal
-            scores keep their order. Queries that `split` does not judge, and ones without a relevant document, are
-            skipped.
+            scores keep their order; queries without a relevant document in `split` are skipped.
         collection: documents, queries and judgements.
         split: whose queries get rows.
         windows: which ranks, and how many of each.
         seed: of the draws.
         false_negatives: what else is left out, by the scores of the ranking.
 
-    Raises:
-        ValueError: no window; an unknown split; a share of a score that is not positive.
-        DataError: a document that is not in the collection.
-        TypeError: an id that is not a string.
+    No window, an unknown split, or a share of a score that is not positive is a ``ValueError``; a document that is not
+    in the collection a ``DataError``.
     """
     if not windows:
         raise ValueError("windows: expected at least one, got an empty list.")
@@ -177,10 +166,8 @@ def _candidates(
         if name in excluded:
             continue
         if name not in collection.documents:
-            raise DataError(
-                f"rankings: document {name!r} of query {query!r} is not in {collection.name}. Give the collection that "
-                "was searched."
-            )
+            stray = f"document {name!r} of query {query!r} is not in {collection.name}"
+            raise DataError(f"rankings: {stray}. Give the collection that was searched.")
         if score > limit:
             mined.filtered += 1
         elif collection.documents[name].contents.strip() in texts:
@@ -214,9 +201,7 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
         kept = group.relevant | (scores <= np.float32(limit))
         keep[low : low + len(kept)] = kept if kept.sum() > group.relevant.sum() else False
     if not keep.any():
-        raise ValueError(
-            "margin, max_score_share: expected that some negative passes, got 0 of "
-            f"{int((~rows.relevant).sum())} with {false_negatives.margin!r} and {false_negatives.max_share!r}; relax "
-            "margin or max_score_share."
-        )
+        given = f"{false_negatives.margin!r} and {false_negatives.max_share!r}; relax one"
+        got = f"0 of {int((~rows.relevant).sum())} with {given}"
+        raise ValueError(f"margin, max_score_share: expected that some negative passes, got {got}.")
     return rows.take(keep)

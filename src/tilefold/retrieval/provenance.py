@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
-from tilefold.retrieval._files import no_string
+from tilefold.retrieval._files import Json, no_string
 
 __all__ = ["Provenance", "TextsDigest", "texts_digest"]
 
@@ -23,7 +22,7 @@ class Provenance:
     texts_sha256: str | None = None  # :func:`texts_digest` of those that were encoded or searched
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
+    def from_dict(cls, values: Json) -> Provenance:
         """From a manifest or its settings; other keys are ignored."""
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 

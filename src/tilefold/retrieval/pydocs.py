@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from tilefold.retrieval.collection import Collection, Document
 
@@ -168,7 +167,7 @@ def _from_c_modules() -> Iterator[tuple[str, str]]:
                 yield from _documented(value, f"{public}.{attribute}")
 
 
-def _documented(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _documented(value: object, name: str) -> Iterator[tuple[str, str]]:
     constant = not (callable(value) or inspect.ismodule(value) or inspect.isdatadescriptor(value))
     text = None if constant else getattr(value, "__doc__", None)
     if isinstance(text, str) and text.strip():

@@ -55,13 +55,10 @@ def rerank(
         reduction: ``"mean"`` divides by the query's tokens, as models with ``"meanmaxsim"`` do; ``"sum"`` does not.
         device, impl: by default a GPU if there is one; as in :func:`tilefold.ops.maxsim`.
 
-    Returns:
-        ``{query id: {document id: score}}``, best first. A kept tail has scores just below the lowest MaxSim, 5e-7 of
-        the scores' magnitude apart: an order and no measurement, too close to change a min-max normalisation.
-
-    Raises:
-        ValueError: a wrong option, vectors of other dimensions than the queries, or int8 vectors of queries.
-        DataError: a query or a candidate without vectors; the message names the first and says how many.
+    Documents come best first. A kept tail has scores just below the lowest MaxSim, 5e-7 of the scores' magnitude apart:
+    an order and no measurement, too close to change a min-max normalisation. A wrong option, vectors of other
+    dimensions than the queries, or int8 vectors of queries are a ``ValueError``; a query or a candidate without vectors
+    is a ``DataError`` that names the first and says how many.
     """
     if depth is not None and depth < 1:
         raise ValueError(f"depth: expected at least 1 or None, got {depth}.")
@@ -116,8 +113,7 @@ class Reranking:
     def __post_init__(self) -> None:
         if self.depth is not None and self.depth < 1:
             raise ValueError(f"depth: expected at least 1, got {self.depth}.")
-        if self.tail not in TAILS:
-            raise ValueError(f"tail: expected {' or '.join(TAILS)}, got {self.tail!r}.")
+        check_choice("tail", self.tail, TAILS)
         if self.weight is not None:
             check_share("weight", self.weight)
 
@@ -141,19 +137,15 @@ class Reranker:
         if manifest.kind != "document":
             raise ValueError(f"tokens: {folder} holds {manifest.kind} vectors; encode documents, without --queries.")
         if "texts_sha256" in self.made_of.differs(manifest.provenance):
-            raise DataError(
-                f"tokens: {folder} holds token vectors of other documents: of another collection, or of one that has "
-                "changed since. Encode the documents that are searched: tilefold encode --model MULTI_VECTOR_MODEL"
-            )
+            said = f"{folder} holds token vectors of other documents (another collection, or changed since)"
+            raise DataError(f"tokens: {said}. Encode those searched: tilefold encode --model MULTI_VECTOR_MODEL")
         if (dimension := token_dimension(self.model, "query")) != manifest.dimension:
-            raise DataError(
-                f"model: makes vectors of dimension {dimension}, and {folder} holds vectors of dimension "
-                f"{manifest.dimension}; give the model that made them, or encode the documents with this one."
-            )
+            held = f"{folder} holds vectors of dimension {manifest.dimension}"
+            remedy = "give the model that made them, or encode the documents with this one"
+            raise DataError(f"model: makes vectors of dimension {dimension}, and {held}; {remedy}.")
         if manifest.model_fingerprint not in (None, token_model_fingerprint(self.model)):
-            raise DataError(
-                f"model: is not the model that made {folder} (its weights or settings differ); give that one."
-            )
+            differ = "its weights or settings differ"
+            raise DataError(f"model: is not the model that made {folder} ({differ}); give that one.")
 
     def __call__(
         self,
@@ -199,10 +191,8 @@ def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]
     candidates = dict.fromkeys(name for names in chosen.values() for name in names)
     missing = [name for name in candidates if name not in known and name not in failed]
     if missing:
-        raise DataError(
-            f"documents: no token vectors of candidate {missing[0]!r} ({len(missing)} of {len(candidates)} candidates "
-            "have none). Encode the collection that the candidates come from."
-        )
+        lacking = f"{missing[0]!r} ({len(missing)} of {len(candidates)} candidates have none)"
+        raise DataError(f"documents: no token vectors of candidate {lacking}. Encode the collection they come from.")
     return {name: known[name] for name in candidates if name in known}
 
 

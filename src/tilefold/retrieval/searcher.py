@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
 from tilefold.retrieval._checks import check_k
-from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._files import Json
+from tilefold.retrieval._sparse import Row, SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.dense import encode_dense, rank_by_similarity
@@ -30,6 +31,8 @@ from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import read_manifest, read_rows
 
 if TYPE_CHECKING:
+    import torch
+
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
@@ -48,18 +51,17 @@ class SparseRetriever:
     model: Model | None = None  # a SparseEncoder; None where vectors of queries are given
     vectors: SparseVectors | Path | None = None  # of the documents; a folder is read row by row
     query_top_k: int | None = None  # terms kept of a query; None keeps all
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
+    options: Mapping[str, object] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
     words: BM25Index | None = None  # encodes queries instead of a model
 
     def __post_init__(self) -> None:
         if self.vectors is None:
             return
-        folder = self.vectors if isinstance(self.vectors, Path) else None
-        stored: Any = self.vectors if folder is None else read_manifest(folder)
+        stored = read_manifest(self.vectors) if isinstance(self.vectors, Path) else self.vectors
         if self.provenance.differs(stored.provenance):
-            what = f"{'' if folder is None else f'{folder} '}holds vectors of another model or of other documents"
-            remedy = f"Give its own, or build it again: tilefold index --vectors {folder or 'VECTORS'}"
-            raise DataError(f"vectors: {what} than the index. {remedy}")
+            where = f"{self.vectors} " if isinstance(self.vectors, Path) else ""
+            said = f"{where}holds vectors of another model or of other documents than the index"
+            raise DataError(f"vectors: {said}. Give its own, or build it again: tilefold index --vectors VECTORS")
 
     @property
     def provenance(self) -> Provenance:
@@ -139,17 +141,17 @@ class DenseRetriever:
         return Provenance(model_fingerprint(self.model), self.texts_sha256)
 
     @cached_property
-    def vectors(self) -> Any:
+    def vectors(self) -> torch.Tensor:
         """The documents' vectors ``[N, D]``."""
         return encode_dense(self.model, self.texts, kind="document", progress=self.progress)
 
-    def encode(self, queries: Mapping[str, str]) -> Any:
+    def encode(self, queries: Mapping[str, str]) -> torch.Tensor:
         return encode_dense(self.model, queries, kind="query")
 
-    def search(self, vectors: Any, names: Sequence[str], k: int) -> Run:
+    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int) -> Run:
         return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
 
-    def expand(self, queries: Any, names: Sequence[str], basis: Run, feedback: Feedback) -> Any:
+    def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
         return expand_dense(queries, names, self.vectors, list(self.texts), basis, feedback)
 
 
@@ -165,10 +167,8 @@ def check_model(made_by: Provenance, model: Model, name: str = "this", index: st
     if made_by.model_fingerprint is None:
         return False
     if made_by.differs(Provenance(model_fingerprint(model))):
-        raise DataError(
-            f"model: {name} is not the model that made {index} (its weights or settings differ). Give that one, or "
-            f"make the index again: tilefold encode --model {name}, then tilefold index."
-        )
+        remedy = f"Give that one, or make the index again: tilefold encode --model {name}, then tilefold index."
+        raise DataError(f"model: {name} is not the model that made {index} (its weights or settings differ). {remedy}")
     return True
 
 
@@ -210,8 +210,8 @@ class Ranking:
 
     run: Run  # best first
     stages: dict[str, Run] = field(default_factory=dict)  # "sparse", "words", "dense", "fusion", "late" -> its ranking
-    before: Any = None  # vectors of the queries, as they were
-    after: Any = None  # and as they were searched with after feedback
+    before: Any = None  # vectors of the queries, as they were, and as they were searched with after feedback
+    after: Any = None
     candidates: Run | None = None  # that were reranked
 
 
@@ -244,16 +244,15 @@ class Searcher:
         documents: Mapping[str, Document] | None = None,
         vectors: SparseVectors | str | Path | None = None,
         second: BM25Index | Run | None = None,
-        late: Any = None,
+        late: Model | None = None,
         tokens: TokenStore | None = None,
         query_top_k: int | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         other_model: bool = False,
     ) -> None:
         if not hasattr(index, "search"):
-            raise TypeError(
-                f"index: expected what build_index or load_index gives, or a BM25Index, got {type(index).__name__}."
-            )
+            expected = "what build_index or load_index gives, or a BM25Index"
+            raise TypeError(f"index: expected {expected}, got {type(index).__name__}.")
         if model is not None and not hasattr(model, "encode_query"):
             raise TypeError(f"model: expected a SparseEncoder, got {type(model).__name__}; load it first.")
         self.documents: Mapping[str, Document] = {} if documents is None else documents
@@ -285,19 +284,13 @@ class Searcher:
         """Fingerprints of the model and of the documents behind the index."""
         return self.retriever.provenance
 
-    def search(self, query: str, request: SearchRequest | None = None) -> list[dict[str, Any]]:
-        """The best documents for a query.
+    def search(self, query: str, request: SearchRequest | None = None) -> list[Json]:
+        """The best documents for a query, each with ``rank`` (from 1), ``id``, ``score`` and ``title`` (or its text).
 
-        Returns:
-            For each document ``rank`` (from 1), ``id``, ``score``, ``title`` (or its text) and, where the searcher has
-            `vectors`, ``terms`` that it shares with the query, largest first: ``term``, ``contribution`` to the sparse
-            score, ``share`` of it and, after feedback, whether ``feedback`` added it. After reranking also ``first``,
-            its ``rank`` and ``score`` before.
-
-        Raises:
-            TypeError: `query` is no text, or `request` no SearchRequest.
-            ValueError: the request needs a part that the searcher was made without.
-            DataError: feedback or reranking needs a document that `vectors`, `tokens` or `documents` lack.
+        Where the searcher has `vectors`, also ``terms`` that it shares with the query, largest first: ``term``,
+        ``contribution`` to the sparse score, ``share`` of it and, after feedback, whether ``feedback`` added it. After
+        reranking also ``first``, its ``rank`` and ``score`` before. A request that needs a part that the searcher was
+        made without is a ``ValueError``, a document that `vectors`, `tokens` or `documents` lack a ``DataError``.
         """
         request = SearchRequest() if request is None else request
         if not isinstance(query, str):
@@ -316,7 +309,7 @@ class Searcher:
         own = ranking.stages[self.stage]["query"]
         terms = self._terms(ranking, {name: own[name] for name in shown if name in own})
         places = {name: rank for rank, name in enumerate((ranking.candidates or {}).get("query", ()), start=1)}
-        found: list[dict[str, Any]] = []
+        found: list[Json] = []
         for rank, (name, score) in enumerate(shown.items(), start=1):
             document = self.documents.get(name)
             title = (document.title or document.text) if document else ""
@@ -376,17 +369,16 @@ class Searcher:
             return self.second.search(queries, k)
         return {query: self.second[query] for query in queries if query in self.second}
 
-    def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[dict[str, Any]]]:
+    def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Json]]:
         """The terms that each document shares with the query as searched, largest part first, without special ones."""
         retriever = self.retriever
-        if not isinstance(retriever, SparseRetriever) or retriever.vectors is None:
+        if not isinstance(retriever, SparseRetriever) or retriever.vectors is None or retriever.model is None:
             return {}
-        model: Any = retriever.model  # which encoded the query
-        tokenizer, asked = model.tokenizer, ranking.after.row(0)
+        tokenizer, asked = retriever.model.tokenizer, ranking.after.row(0)
         moved = ranking.before is not ranking.after
         own = set(ranking.before.row(0)[0].tolist())
         stored = retriever.stored(scores, lacking=True)
-        found: dict[str, list[dict[str, Any]]] = {}
+        found: dict[str, list[Json]] = {}
         for row, name in enumerate(stored.ids):
             matched = matched_terms(asked, stored.row(row), tokenizer.all_special_ids)
             tokens = tokenizer.convert_ids_to_tokens([term for term, _ in matched])
@@ -398,7 +390,7 @@ class Searcher:
         return found
 
 
-def matched_terms(query: Any, document: Any, without: Collection[int] = ()) -> list[tuple[int, float]]:
+def matched_terms(query: Row, document: Row, without: Collection[int] = ()) -> list[tuple[int, float]]:
     """``(term, query weight * document weight)`` of two rows but for some terms, largest first, equal by term."""
     asked = dict(zip(*(part.tolist() for part in query), strict=True))
     stored = dict(zip(*(part.tolist() for part in document), strict=True))

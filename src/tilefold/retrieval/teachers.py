@@ -16,6 +16,9 @@ from tilefold._files import atomic_file
 from tilefold._typing import Model
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.truncated import tell, watching
+from tilefold.retrieval._checks import check_choice
+from tilefold.retrieval._files import Json
+from tilefold.retrieval._shards import Manifest
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.encoding import encode_collection, encode_queries, model_fingerprint
@@ -56,13 +59,11 @@ class Teacher:
     model: Model
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}.")
+        check_choice("kind", self.kind, KINDS)
         if self.kind == "cross-encoder" and self.model.num_labels != 1:
-            raise ValueError(
-                f"teacher {self.name}: expected a cross-encoder with one output, a relevance score, got one with "
-                f"{self.model.num_labels} classes. Take a reranker."
-            )
+            wanted = "a cross-encoder with one output, a relevance score"
+            got = f"one with {self.model.num_labels} classes. Take a reranker"
+            raise ValueError(f"teacher {self.name}: expected {wanted}, got {got}.")
 
     @property
     def fingerprint(self) -> str:
@@ -120,16 +121,9 @@ def score_rows(
     of a sparse or multi-vector model shard by shard, and every finished column; the same call goes on from there. The
     vectors of a dense model are not kept until its column is done.
 
-    Args:
-        teacher: see there.
-        rows: whose pairs are scored.
-        collection: has their texts.
-        work: a folder, made when missing; what it holds of other models, texts or rows is not touched.
-        batch_size: texts or pairs at a time.
-        progress: called as ``progress(done, total)`` in pairs or documents, first with what was done before.
-
-    Raises:
-        DataError: a text that cannot be encoded, or a score that is not finite; names it.
+    What the folder holds of other models, texts or rows is not touched. `batch_size` are texts or pairs at a time;
+    ``progress(done, total)`` counts pairs or documents, first what was done before. A text that cannot be encoded, or a
+    score that is not finite, is a ``DataError`` that names it.
     """
     rows.check_collection(collection)
     task = _Task(teacher, rows, collection, Path(work), batch_size, progress or (lambda done, total: None))
@@ -141,9 +135,9 @@ def score_rows(
         bad = np.flatnonzero(~np.isfinite(scores))
         if bad.size:
             at = int(bad[0])
+            pair = f"document {rows.documents[rows.document[at]]!r} of query {rows.queries[rows.query_of_row()[at]]!r}"
             raise DataError(
-                f"teacher {teacher.name}: gave {scores[at]} to document {rows.documents[rows.document[at]]!r} of query "
-                f"{rows.queries[rows.query_of_row()[at]]!r} ({bad.size} in all). Check the model."
+                f"teacher {teacher.name}: gave {scores[at]} to {pair} ({bad.size} in all). Check the model."
             )
         _keep(task.column, scores)
     return scores
@@ -207,9 +201,8 @@ def _dense(model: Model, task: _Task) -> Floats:
 def _sparse(model: Model, task: _Task) -> Floats:
     compared = getattr(model, "similarity_fn_name", "dot")
     if compared not in (None, "dot"):
-        raise ValueError(
-            f"teacher {task.teacher.name}: expected a sparse model that compares by dot product, got {compared!r}."
-        )
+        wanted = "a sparse model that compares by dot product"
+        raise ValueError(f"teacher {task.teacher.name}: expected {wanted}, got {compared!r}.")
     _check_all(task, encode_collection(model, task.documents, task.folder, batch_size=task.size, progress=task.report))
     queries = encode_queries(model, task.queries, batch_size=task.size)
     return _products(queries, read_vectors(task.folder), task)
@@ -252,13 +245,12 @@ def _late(model: Model, task: _Task) -> Floats:
     return np.array([found[query].get(document, np.nan) for query, document in pairs], np.float32)
 
 
-def _check_all(task: _Task, manifest: Any) -> None:
+def _check_all(task: _Task, manifest: Manifest) -> None:
     """Say what was cut of the documents; raise ``DataError`` where one could not be encoded."""
     tell_truncated("document", len(task.documents), manifest.truncated)
     if failed := manifest.failed:
-        raise DataError(
-            f"teacher {task.teacher.name}: {len(failed)} texts could not be encoded, {next(iter(failed.values()))}."
-        )
+        said = f"{len(failed)} texts could not be encoded, {next(iter(failed.values()))}"
+        raise DataError(f"teacher {task.teacher.name}: {said}.")
 
 
 _SCORERS: dict[str, Callable[[Any, _Task], Floats]] = dict(
@@ -289,8 +281,7 @@ def ensemble(
     """
     if not teachers:
         raise ValueError("teachers: expected at least one, got an empty mapping.")
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization: expected min_max or none, got {normalization!r}.")
+    check_choice("normalization", normalization, NORMALIZATIONS)
     if like is not None and scale is not None:
         raise ValueError("like, scale: expected one of them, got both.")
     if like is not None and like not in teachers:
@@ -334,10 +325,8 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
     if not missing:
         return rows
     if rows.scored:
-        raise ValueError(
-            f"rows: expected all relevant documents of {split} in scored rows, got some without {len(missing)} of "
-            "them. Score the mined file again."
-        )
-    added: dict[str, Any] = {"document": np.array(missing, np.int32), "relevant": True, "rank": 0, "retrieved": np.nan}
-    columns: dict[str, Any] = {name: np.insert(getattr(rows, name), at, value) for name, value in added.items()}
+        wanted = f"all relevant documents of {split} in scored rows"
+        raise ValueError(f"rows: expected {wanted}, got some without {len(missing)}. Score the mined file again.")
+    added: Json = {"document": np.array(missing, np.int32), "relevant": True, "rank": 0, "retrieved": np.nan}
+    columns: Json = {name: np.insert(getattr(rows, name), at, value) for name, value in added.items()}
     return replace(rows, documents=list(documents), offsets=offsets_of(counts), made_by=dict(rows.made_by), **columns)

@@ -53,10 +53,9 @@ class Range:
                 document = document_of_row(row, where, texts)
                 texts[document.id] = document.contents
         if texts_digest(texts) != self.sha256:
-            raise DataError(
-                f"{self.rows[0].file}: from row {self.rows[0].start + 1} on, the {self.count} rows are not those that "
-                "were read at the beginning: the file has changed, or is another one on this machine. Start again."
-            )
+            file, start, _ = self.rows[0]
+            said = f"from row {start + 1} on, the {self.count} rows are not those that were read at the beginning"
+            raise DataError(f"{file}: {said}: the file has changed, or is another one on this machine. Start again.")
         return texts
 
 
@@ -85,7 +84,7 @@ class HeldTexts(Texts):
         self.texts = texts
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """See :class:`Texts`."""
+        """Read them once."""
         return _survey(((None, name, text) for name, text in self.texts.items()), shard_size, sample)
 
 

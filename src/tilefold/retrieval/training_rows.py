@@ -24,6 +24,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ import numpy.typing as npt
 
 from tilefold._files import atomic_file
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._files import require
+from tilefold.retrieval._files import Json, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
@@ -78,8 +79,7 @@ class TrainingRows:
         target: float32 ``[N]``, finite, the score to train with; None without teachers.
         made_by: JSON object that says what made the rows; ``texts_sha256`` and ``queries_sha256`` are fingerprints.
 
-    Raises:
-        DataError: shapes that do not fit, a document given twice for a query, a teacher's score that is not finite.
+    Shapes that do not fit, a document given twice for a query, or a score that is not finite are a ``DataError``.
     """
 
     queries: list[str]
@@ -91,7 +91,7 @@ class TrainingRows:
     retrieved: Floats
     teachers: dict[str, Floats] = field(default_factory=dict)
     target: Floats | None = None
-    made_by: dict[str, Any] = field(default_factory=dict)
+    made_by: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         n, needed = len(self), len(self.queries) + 1
@@ -106,9 +106,8 @@ class TrainingRows:
             raise DataError(f"target: expected it together with the scores of one teacher at least, got {alone}.")
         for name, values in self._scores().items():
             if not np.isfinite(values).all():
-                raise DataError(
-                    f"{name}: {self._row(int(np.flatnonzero(~np.isfinite(values))[0]))} has no finite score."
-                )
+                row = self._row(int(np.flatnonzero(~np.isfinite(values))[0]))
+                raise DataError(f"{name}: {row} has no finite score.")
         self._check_once()
 
     def _scores(self) -> dict[str, Floats]:
@@ -143,7 +142,7 @@ class TrainingRows:
         """int64 ``[N]``: the position of each row's query."""
         return np.repeat(np.arange(len(self.queries), dtype=np.int64), np.diff(self.offsets))
 
-    def _part(self, rows: Any) -> dict[str, Any]:
+    def _part(self, rows: slice | npt.NDArray[np.bool_]) -> Json:
         """The columns of some rows, by attribute."""
         teachers = {name: scores[rows] for name, scores in self.teachers.items()}
         target = None if self.target is None else self.target[rows]
@@ -170,18 +169,14 @@ class TrainingRows:
         ):
             stray = next((name for name in names if name not in known), None)
             if stray is not None:
-                raise DataError(
-                    f"training rows: {what} {stray!r} is not in {collection.name}; they were made from another "
-                    f"collection. Give that one. {_REMEDY}"
-                )
+                said = f"is not in {collection.name}; they were made from another collection. Give that one"
+                raise DataError(f"training rows: {what} {stray!r} {said}. {_REMEDY}")
         digests = {"texts_sha256": collection.contents(), "queries_sha256": queries_of(self, collection)}
         for key, texts in digests.items():
             if self.made_by.get(key) not in (None, texts_digest(texts)):
                 what = "documents" if key == "texts_sha256" else "queries"
-                raise DataError(
-                    f"training rows: they were made from other {what} than those of {collection.name}, which has "
-                    f"changed since or is another one. {_REMEDY}"
-                )
+                said = f"those of {collection.name}, which has changed since or is another one"
+                raise DataError(f"training rows: they were made from other {what} than {said}. {_REMEDY}")
 
 
 def queries_of(rows: TrainingRows, collection: Collection) -> dict[str, str]:
@@ -236,7 +231,7 @@ def read_training_rows(path: str | Path) -> TrainingRows:
         raise DataError(f"{file}: {error}") from error
 
 
-def _from_table(pa: Any, table: Any) -> TrainingRows:
+def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
     names = [name for name in table.column_names if name.startswith(TEACHER)]
     needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
     if missing := [name for name in needed if name not in table.column_names]:
@@ -262,7 +257,7 @@ def _from_table(pa: Any, table: Any) -> TrainingRows:
     )
 
 
-def _ids(pa: Any, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int64]]:
+def _ids(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int64]]:
     """Distinct ids in the order of their first row, and the position of each row's."""
     column = table.column(name)
     if not pa.types.is_dictionary(column.type) or not pa.types.is_string(column.type.value_type):
@@ -273,7 +268,7 @@ def _ids(pa: Any, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int6
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
 
 
-def _numbers(pa: Any, table: Any, name: str, null: float | None) -> Floats:
+def _numbers(pa: ModuleType, table: Any, name: str, null: float | None) -> Floats:
     """A column as float32; nulls become `null`, and are an error where that is None."""
     column = table.column(name)
     if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
@@ -286,14 +281,14 @@ def _numbers(pa: Any, table: Any, name: str, null: float | None) -> Floats:
     return values
 
 
-def _flags(pa: Any, table: Any) -> npt.NDArray[np.bool_]:
+def _flags(pa: ModuleType, table: Any) -> npt.NDArray[np.bool_]:
     column = table.column("relevant")
     if not pa.types.is_boolean(column.type) or column.null_count:
         raise DataError(f"relevant: expected true or false in every row, got {column.type} with nulls or numbers.")
     return np.asarray(column.to_numpy(), bool)
 
 
-def _made_by(table: Any) -> dict[str, Any]:
+def _made_by(table: Any) -> Json:
     text = (table.schema.metadata or {}).get(METADATA)
     if text is None:
         return {}
@@ -307,6 +302,6 @@ def _made_by(table: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _arrow() -> tuple[Any, Any]:
-    pa, pq = (require(name, "pyarrow", "Storing training rows") for name in ("pyarrow", "pyarrow.parquet"))
-    return pa, pq
+def _arrow() -> tuple[ModuleType, ModuleType]:
+    what = "Storing training rows"
+    return require("pyarrow", "pyarrow", what), require("pyarrow.parquet", "pyarrow", what)

@@ -100,17 +100,14 @@ class Beginnings:
     """The tokens that a text begins with, whatever follows it.
 
     A fast tokenizer normalises a text, splits it into pieces, and gives each piece tokens of its own. Pieces that end
-    well before the end of a text stay as they are when the text goes on, since normalisers and splitters look only a
-    few characters ahead. The last piece is open: more text makes it longer, and its last tokens may change.
+    well before the end of a text stay as they are when it goes on. The last one is open: its last tokens may change.
 
-    For BPE and Unigram, if ``t1 ... tk`` are the tokens of a piece, then ``t1 ... tj`` are those of the characters that
-    they stand for, for each j: merges to the left of a boundary that no merge crosses do not depend on what is right of
-    it, and the best path to a boundary does not depend on what follows. No token is longer than the longest of the
-    vocabulary, M characters, so that the tokens of the whole piece have a boundary among any M positions in a row. If
-    all M beginnings that end there agree on their first n tokens, the whole piece begins with those n. Tokens that a
-    tokenizer fuses (unknown characters) are closed by the next one, which is therefore asked for.
-
-    For WordPiece and WordLevel, whose words are known or unknown as a whole, nothing is said of an open piece.
+    For BPE and Unigram, if ``t1 ... tk`` are the tokens of a piece, then ``t1 ... tj`` are those of their characters,
+    for each j: neither merges left of a boundary nor the best path to it depend on what follows. No token is longer
+    than the longest of the vocabulary, M characters, so that the whole piece has a boundary among any M positions in a
+    row. If all M beginnings that end there agree on their first n tokens, the whole piece begins with those n. Tokens
+    that a tokenizer fuses (unknown characters) are closed by the next one, which is therefore asked for. Of an open
+    piece of WordPiece and WordLevel, whose words are known or unknown as a whole, nothing is said.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

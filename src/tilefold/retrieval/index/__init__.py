@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval.errors import DataError
@@ -22,7 +22,7 @@ def _backend(name: str, where: str) -> type[SparseIndex]:
     return cast("type[SparseIndex]", getattr(import_module(f"{__name__}.{name}"), _CLASSES[name]))
 
 
-def build_index(vectors: SparseVectors, backend: str = "exact", **options: Any) -> SparseIndex:
+def build_index(vectors: SparseVectors, backend: str = "exact", **options: object) -> SparseIndex:
     """Build an index of document vectors.
 
     Args:
@@ -32,21 +32,14 @@ def build_index(vectors: SparseVectors, backend: str = "exact", **options: Any) 
             :class:`tilefold.retrieval.index.seismic.SeismicOptions` and
             :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`.
 
-    Raises:
-        ValueError: an unknown backend or option, or no vector with a positive weight.
-        MissingPackageError: the backend's package is not installed.
+    An unknown backend or option, or no vector with a positive weight, is a ``ValueError``; a package that is not
+    installed a ``MissingPackageError``.
     """
     return _backend(backend, "backend").build(vectors, **options)
 
 
 def load_index(path: str | Path) -> SparseIndex:
-    """Read a saved index of any backend.
-
-    Raises:
-        FileNotFoundError: no index at `path`.
-        DataError: a damaged index, or one of a newer schema.
-        MissingPackageError: the backend's package is not installed.
-    """
+    """Read a saved index of any backend; a damaged one, or one of a newer schema, is a ``DataError``."""
     name = read_description(path)["backend"]
     if name == "bm25":
         raise DataError(f"{path}: expected an index of sparse vectors, got one of BM25. Use BM25Index.load.")

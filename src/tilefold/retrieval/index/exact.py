@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ _ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
 _SHORT_TERMS = 1 << 16  # below, terms are sorted as 16-bit integers, by radix
 
 Scores = npt.NDArray[np.float32]
+N = TypeVar("N", bound=np.generic)
 Lists = list[tuple[npt.NDArray[np.int32], Scores]]  # documents and weights
 Add = Callable[[Scores, Lists, Scores], None]
 
@@ -93,10 +94,8 @@ class Postings:
                     raise DataError("Their checksum is another.")
                 check_arrays(("documents", self.documents[span], self.n_documents), ("weights", self.weights[span]))
             except DataError as error:
-                raise DataError(
-                    f"documents.npy, weights.npy: damaged; the postings of term {term} are not those that were saved. "
-                    f"{error} {REMEDY}"
-                ) from error
+                said = f"damaged; the postings of term {term} are not those that were saved. {error}"
+                raise DataError(f"documents.npy, weights.npy: {said} {REMEDY}") from error
             self.trusted[term] = True
 
     def _checksum(self, term: int) -> int:
@@ -142,7 +141,7 @@ def fastest() -> Add:
     The public products allocate or copy for every term.
     """
     try:
-        tools: Any = __import__("scipy.sparse._sparsetools", fromlist=["csc_matvec"])
+        tools = __import__("scipy.sparse._sparsetools", fromlist=["csc_matvec"])
     except ImportError:
         return portable
 
@@ -155,12 +154,8 @@ def fastest() -> Add:
     for add in (compiled, of_rounded_products(compiled)):
         if _agrees(add):
             return add
-    warnings.warn(
-        "scipy: its product of sparse matrices does not add as expected in this version, so that numpy searches exact "
-        "indexes, more slowly. Scores are the same.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+    said = "its product of sparse matrices does not add as expected, so that numpy searches exact indexes, more slowly"
+    warnings.warn(f"scipy: {said}. Scores are the same.", RuntimeWarning, stacklevel=4)
     return portable
 
 
@@ -273,7 +268,7 @@ class ExactIndex:
         self.fingerprint, self.provenance = fingerprint, provenance
 
     @classmethod
-    def build(cls, vectors: SparseVectors, **options: Any) -> ExactIndex:
+    def build(cls, vectors: SparseVectors, **options: object) -> ExactIndex:
         """Transpose `vectors`, without zero weights; a ``ValueError`` without a positive one, or with options."""
         if options:
             raise ValueError(f"options: the exact index has none, got {', '.join(sorted(options))}.")
@@ -281,10 +276,7 @@ class ExactIndex:
         return cls(list(vectors.ids), Postings.of(vectors), vectors.fingerprint, vectors.provenance)
 
     def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]:
-        """See :class:`SparseIndex`. Products that underflow float32 to 0 count as no shared term.
-
-        A part of a loaded index that is read for the first time and is damaged is a ``DataError``.
-        """
+        """See :class:`SparseIndex`; products that underflow to 0 are no shared term, damage is a ``DataError``."""
         check_search(self, queries, k)
         scores = np.empty(self.n_documents, np.float32)
         results: list[list[Hit]] = []
@@ -306,10 +298,7 @@ class ExactIndex:
 
     @classmethod
     def load(cls, path: str | Path) -> ExactIndex:
-        """Open an index that :meth:`save` wrote; its arrays are memory-mapped.
-
-        The postings of a term are read, and compared with their checksum, when a query asks for them.
-        """
+        """Open an index that :meth:`save` wrote; its arrays are mapped, and checked when a query asks for them."""
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend, unread=_LARGE)
         count, size = manifest["n_documents"], manifest["vocab_size"]
@@ -329,7 +318,7 @@ class ExactIndex:
         return cls(StoredIds.load(folder, count), postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))
 
 
-def _array(file: Path, dtype: Any, size: int) -> npt.NDArray[Any]:
+def _array(file: Path, dtype: type[N], size: int) -> npt.NDArray[N]:
     """The flat array in `file`, memory-mapped."""
     try:
         values = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from types import UnionType
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from tilefold._files import atomic_directory, sha256_file, write_json
 from tilefold._version import __version__
 from tilefold.retrieval._checks import check_k
-from tilefold.retrieval._files import read_json_object, write_json_object
+from tilefold.retrieval._files import Json, read_json_object, write_json_object
 from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
@@ -21,8 +22,8 @@ __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
 MANIFEST_NAME, IDS_NAME = "index.json", "ids.json"
 SCHEMA_VERSION = 1
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("backend",), str),
+_TYPES: dict[str, type | UnionType] = {
+    "backend": str,
     **dict.fromkeys(("n_documents", "vocab_size"), int),
     **dict.fromkeys(("options", "files"), dict),
     "versions": dict | None,
@@ -67,7 +68,7 @@ class SparseIndex(Described, Protocol):
     """
 
     @classmethod
-    def build(cls, vectors: SparseVectors, **options: Any) -> SparseIndex: ...
+    def build(cls, vectors: SparseVectors, **options: object) -> SparseIndex: ...
 
     def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]: ...
 
@@ -104,7 +105,7 @@ def version_of(package: str) -> str:
 
 
 def write_manifest(
-    folder: Path, index: Described, package: str, options: Any, *, changing: Collection[str] = ()
+    folder: Path, index: Described, package: str, options: Mapping[str, object], *, changing: Collection[str] = ()
 ) -> None:
     """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`. Call it last."""
     manifest = {
@@ -127,7 +128,7 @@ def saved_index(
     index: Described,
     own_names: Collection[str],
     package: str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     ids: list[str] | None = None,
 ) -> Iterator[Path]:
     """An empty folder for the files of an index, which replaces the earlier one at `path` when its manifest is there.
@@ -142,7 +143,7 @@ def saved_index(
         write_manifest(folder, index, package, options)
 
 
-def read_description(path: str | Path) -> dict[str, Any]:
+def read_description(path: str | Path) -> Json:
     """The ``index.json`` of the index at `path`, without a look at its other files."""
     file = Path(path) / MANIFEST_NAME
     manifest = read_json_object(file, REMEDY)
@@ -157,13 +158,12 @@ def read_description(path: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = ()) -> dict[str, Any]:
+def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = ()) -> Json:
     """The ``index.json`` at `path`, after its files but those `unread` were compared with their checksums."""
     manifest = read_description(path)
     if manifest["backend"] != backend:
-        raise DataError(
-            f"{path}: expected an index of backend {backend!r}, got {manifest['backend']!r}. Load it as such."
-        )
+        got = f"{manifest['backend']!r}. Load it as such"
+        raise DataError(f"{path}: expected an index of backend {backend!r}, got {got}.")
     for name, digest in manifest["files"].items():
         part = Path(path) / name
         if Path(name).name != name or not part.is_file():
@@ -184,7 +184,7 @@ def read_ids(folder: Path, n_documents: int) -> list[str]:
 
 
 @contextmanager
-def naming_versions(folder: Path, manifest: Mapping[str, Any], package: str) -> Iterator[None]:
+def naming_versions(folder: Path, manifest: Json, package: str) -> Iterator[None]:
     """Say of what goes wrong with files of `package` which of its versions wrote them, and which reads them."""
     try:
         yield

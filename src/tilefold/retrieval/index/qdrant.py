@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilefold._files import atomic_directory, check_replaceable, hold_path, swap_directory
+from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
@@ -73,10 +74,7 @@ class QdrantIndex:
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: Any) -> QdrantIndex:
-        """Build the index.
-
-        A build that was interrupted goes on from the last batch that was reported, if it is called again with the same
-        vectors: in a folder beside `folder`, which is replaced when the index is complete; or on the server.
+        """Build the index; the same call resumes a build that was interrupted, beside `folder` or on the server.
 
         Args:
             vectors: the documents.
@@ -87,7 +85,6 @@ class QdrantIndex:
             progress, resumes: as in :meth:`QdrantCollection.build`.
 
         Raises:
-            MissingPackageError: qdrant-edge-py or qdrant-client is not installed.
             ValueError: no vector has a positive weight, or an option is wrong.
             DataError, FileExistsError: the collection on the server, or `folder`, holds something else.
             InUseError: another process builds the same index.
@@ -119,9 +116,7 @@ class QdrantIndex:
         return index
 
     @classmethod
-    def _on_server(
-        cls, url: str, documents: Documents, layout: Layout, report: dict[str, Any], options: dict[str, Any]
-    ) -> QdrantIndex:
+    def _on_server(cls, url: str, documents: Documents, layout: Layout, report: Json, options: Json) -> QdrantIndex:
         name = options.get("collection")
         if not name:
             raise ValueError(f"collection: expected a name for it on the server, got {name!r}.")
@@ -139,7 +134,7 @@ class QdrantIndex:
         return cls(opened, address={"url": url, "collection": name})
 
     @classmethod
-    def _in_folder(cls, folder: Path, documents: Documents, layout: Layout, report: dict[str, Any]) -> QdrantIndex:
+    def _in_folder(cls, folder: Path, documents: Documents, layout: Layout, report: Json) -> QdrantIndex:
         check_replaceable(folder, _NAMES)
         documents.check(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
@@ -177,12 +172,9 @@ class QdrantIndex:
 
     @classmethod
     def load(cls, path: str | Path) -> QdrantIndex:
-        """Open an index that :meth:`save` or :meth:`build` wrote.
+        """Open an index that :meth:`save` or :meth:`build` wrote; errors as of :class:`QdrantCollection`.
 
-        Raises:
-            FileNotFoundError, DataError: no index there, a damaged one, or one whose build is not finished.
-            InUseError: an embedded one that is open elsewhere.
-            UnreachableError, PermissionError: the server did not answer, or refused the key.
+        One that is damaged, or whose build is not finished, is a ``DataError``.
         """
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_arrays, outside
-from tilefold.retrieval._files import require
+from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
@@ -89,7 +90,7 @@ class SeismicOptions:
                 raise ValueError(f"{name}: expected a number in {opening}0, 1], got {value!r}.")
 
     @classmethod
-    def parse(cls, options: dict[str, Any]) -> SeismicOptions:
+    def parse(cls, options: Json) -> SeismicOptions:
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -110,7 +111,7 @@ class SeismicOptions:
             "query_cut": 10 if many else 20,
             "heap_factor": 0.8 if many else 0.7,
         }
-        missing: dict[str, Any] = {name: value for name, value in found.items() if getattr(self, name) is None}
+        missing: Json = {name: value for name, value in found.items() if getattr(self, name) is None}
         return replace(self, **missing)
 
 
@@ -131,7 +132,7 @@ class SeismicIndex:
         self._folder: Path | None = None  # that it was read from
 
     @classmethod
-    def build(cls, vectors: SparseVectors, **options: Any) -> SeismicIndex:
+    def build(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
         """Build the index; a ``ValueError`` for a weight above 65504 or a wrong option of :class:`SeismicOptions`."""
         chosen = SeismicOptions.parse(options)
         seismic = _package()
@@ -164,10 +165,10 @@ class SeismicIndex:
         Fewer than `k` documents may come back although more share a term with the query.
         """
         check_search(self, queries, k)
-        changed: dict[str, Any] = {"query_cut": query_cut, "heap_factor": heap_factor}
+        changed: Json = {"query_cut": query_cut, "heap_factor": heap_factor}
         chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})
         string_type = _package().get_seismic_string()
-        asked: list[tuple[str, Any, Any]] = []
+        asked = []
         for i in range(len(queries)):
             terms, weights = queries.row(i)
             at = np.minimum(np.searchsorted(self._terms, terms), self._terms.size - 1)
@@ -235,9 +236,8 @@ class SeismicIndex:
             with _quiet():
                 engine = kind.load(str(folder / _FILE))
             if engine.dim != terms.size or engine.len > len(ids):  # those without terms are not in it
-                raise DataError(
-                    f"{_FILE}: expected {len(ids)} texts of {terms.size} terms, got {engine.len}, {engine.dim}."
-                )
+                wanted = f"{len(ids)} texts of {terms.size} terms"
+                raise DataError(f"{_FILE}: expected {wanted}, got {engine.len}, {engine.dim}.")
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
         index = cls(engine, ids, terms, options, origin)
         index._folder = folder
@@ -260,7 +260,7 @@ def _dataset(
     return dataset
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     return require("seismic", _PACKAGE, "The seismic backend")
 
 

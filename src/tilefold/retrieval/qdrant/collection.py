@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tilefold.retrieval._checks import check_choice, check_count, check_k
+from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
@@ -42,8 +42,7 @@ class QdrantCollection:
     """Documents with sparse, dense and token vectors, to add to, replace in, delete from, filter and search.
 
     Opened by :meth:`embedded` or :meth:`server`; also a context manager, which closes it. Several threads may use it.
-    What a call that adds or removes has reported is kept, also when the process is killed; the call may be repeated, as
-    the id of a document decides where it is.
+    What a call that adds or removes has reported is kept, also when the process is killed; it may be repeated.
 
     **Order.** Hits are in descending order of the score that the engine computed in float32 (relative error about 2^-24
     per term; 2^-11 with ``weights="float16"``), equal scores by id. For sparse vectors alone this also decides which
@@ -60,11 +59,9 @@ class QdrantCollection:
     def embedded(cls, folder: str | Path, layout: Layout | None = None, *, verify: bool = True) -> QdrantCollection:
         """The collection in `folder`, open in one process at a time; made there if a `layout` is given.
 
-        Args:
-            verify: compare its files with their checksums, which takes 1 to 3 s for each GB.
+        `verify` compares its files with their checksums, which takes 1 to 3 s for each GB.
 
         Raises:
-            MissingPackageError: qdrant-edge-py is not installed.
             FileNotFoundError: no collection there, and no layout.
             InUseError: it is open elsewhere.
             VocabularyMismatchError, DataError: it has another layout, or is damaged.
@@ -94,10 +91,8 @@ class QdrantCollection:
             patience: seconds in which a server that is away or busy is asked again.
 
         Raises:
-            MissingPackageError: qdrant-client is not installed.
             FileNotFoundError: no such collection, and no layout.
-            UnreachableError: no answer; says after how many seconds.
-            PermissionError: the server refused the key.
+            UnreachableError, PermissionError: no answer, or the server refused the key.
             VocabularyMismatchError, DataError: it has another layout, or tilefold did not make it.
         """
         from tilefold.retrieval.qdrant.server import ServerEngine
@@ -163,12 +158,9 @@ class QdrantCollection:
         self.upsert(documents, progress=progress)
 
     def upsert(self, documents: Documents, *, batch_size: int = BATCH, progress: Progress | None = None) -> None:
-        """Add documents, and replace those whose ids are there: vectors and payload.
+        """Add documents, and replace those whose ids are there: vectors, of every kind of the collection, and payload.
 
-        Args:
-            documents: with vectors of every kind that the collection has; others are refused before anything changes.
-            batch_size: documents of a request, which are kept together or not at all.
-            progress: called with (documents kept, all) after each request.
+        `batch_size` documents of a request are kept together or not at all; then `progress` gets (documents kept, all).
         """
         documents.check(self.layout, self.place)
         self._changed()
@@ -194,13 +186,9 @@ class QdrantCollection:
     ) -> None:
         """Put `documents`, and nothing else, into an empty collection; the same call resumes an interrupted one.
 
-        Until it ends the collection is not :attr:`complete`. One that holds exactly these is left as it is; one
-        with other documents, or an unfinished build of others, is a ``DataError``.
-
-        Args:
-            texts_sha256: of the texts behind the documents; by default that of the sparse vectors.
-            batch_size, progress: as in :meth:`upsert`.
-            resumes: called with (documents kept, all) first, if the build was interrupted before.
+        Until it ends the collection is not :attr:`complete`. One that holds exactly these is left as it is; one with
+        other documents, or an unfinished build of others, is a ``DataError``. `texts_sha256` is by default that of the
+        sparse vectors; `resumes` gets (documents kept, all) first, if the build was interrupted before.
         """
         documents.check(self.layout, self.place)
         digest = documents.digest(self.layout)
@@ -211,10 +199,9 @@ class QdrantCollection:
                 resumes(len(self), len(documents))
         elif not self.complete or len(self):
             what = f"{len(self)} documents" if self.complete else "an unfinished build of other documents"
-            raise DataError(
-                f"{self.place}: expected an empty collection, or an unfinished build of the same vectors, got {what}. "
-                "Choose another place, or drop it (overwrite=True), on the command line with --overwrite."
-            )
+            remedy = "Choose another place, or drop it (overwrite=True), on the command line with --overwrite."
+            expected = "an empty collection, or an unfinished build of the same vectors"
+            raise DataError(f"{self.place}: expected {expected}, got {what}. {remedy}")
         if texts_sha256 is None and documents.sparse is not None:
             texts_sha256 = documents.sparse.provenance.texts_sha256
         layout = replace(self.layout, models={**self.layout.models, **documents.models})
@@ -246,7 +233,7 @@ class QdrantCollection:
         """Subset of the `ids` that exist."""
         return set(self.payloads(ids))
 
-    def payloads(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def payloads(self, ids: Sequence[str]) -> dict[str, Json]:
         """Id -> payload, of those of the `ids` that are there."""
         return {
             point.payload[ID]: {name: value for name, value in point.payload.items() if name != ID}
@@ -294,9 +281,8 @@ class QdrantCollection:
             depth: documents of each ranking that is fused or reranked, `k` at least.
             exact: compare dense vectors with every document.
 
-        Raises:
-            ValueError: a wrong option, or several kinds of vectors without a fusion.
-            VocabularyMismatchError, DataError: queries that the collection has no vectors for.
+        A wrong option, or several kinds of vectors without a fusion, is a ``ValueError``, queries that the collection
+        has no vectors for a ``VocabularyMismatchError`` or ``DataError``.
         """
         check_k(k)
         if isinstance(queries, SparseVectors):

@@ -7,12 +7,11 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tilefold.retrieval._files import is_unicode
+from tilefold.retrieval._files import Json, is_unicode
 from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Layout, Point, check_models
@@ -105,9 +104,9 @@ class Queries:
             if size != wanted:
                 raise DataError(f"{what}: expected {kind} vectors of length {wanted} as in {place}, got {size}.")
 
-    def vectors(self, row: int) -> dict[str, Any]:
+    def vectors(self, row: int) -> Json:
         """Vectors of a row that are not empty, by their kind."""
-        found: dict[str, Any] = {}
+        found: Json = {}
         if self.sparse is not None:
             terms, weights = self.sparse.row(row)
             keep = weights > 0
@@ -156,18 +155,16 @@ class Documents(Queries):
         check_models(layout.models, self.models, place)
         heaviest = 0.0 if self.sparse is None else float(self.sparse.data.max(initial=0.0))
         if layout.weights == "float16" and heaviest > _LARGEST_HALF:
-            raise DataError(
-                f"documents: float16 keeps weights up to {_LARGEST_HALF:.0f}, got {heaviest:g}. Scale them."
-            )
+            most = f"up to {_LARGEST_HALF:.0f}"
+            raise DataError(f"documents: float16 keeps weights {most}, got {heaviest:g}. Scale them.")
         if self.tokens is not None and len(self):
             lengths = self.tokens.offsets.diff()
             longest = int(lengths.argmax())
             floats = int(lengths[longest]) * self.tokens.dimension
             if floats >= _FLOATS_OF_A_POINT:
-                most, got = f"{_FLOATS_OF_A_POINT:,} numbers of token vectors", f"{floats:,} in {self.ids[longest]!r}"
-                raise DataError(
-                    f"documents: Qdrant takes fewer than {most} in one, got {got}. Cut it, or pool its tokens."
-                )
+                most = f"fewer than {_FLOATS_OF_A_POINT:,} numbers of token vectors in one"
+                got = f"{floats:,} in {self.ids[longest]!r}. Cut it, or pool its tokens"
+                raise DataError(f"documents: Qdrant takes {most}, got {got}.")
 
     def points(self, rows: Sequence[int]) -> list[Point]:
         """Some of the documents as the engine takes them; an empty vector is left out of its point."""
@@ -198,10 +195,10 @@ class Documents(Queries):
         digest = hashlib.sha256(json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode())
         for name in self.ids:
             digest.update(json.dumps([name, self.payloads.get(name, {})], sort_keys=True).encode())
-        arrays: list[Any] = [] if self.sparse is None else [self.sparse.indptr, self.sparse.indices, self.sparse.data]
-        arrays += [self.dense]
-        arrays += [] if self.tokens is None else [self.tokens.offsets, self.tokens.values, self.tokens.scales]
-        for array in arrays:
+        sparse, tokens = self.sparse, self.tokens
+        of_sparse = () if sparse is None else (sparse.indptr, sparse.indices, sparse.data)
+        of_tokens = () if tokens is None else (tokens.offsets, tokens.values, tokens.scales)
+        for array in (*of_sparse, self.dense, *of_tokens):
             if array is not None:
                 digest.update(np.asarray(array).tobytes())
         return digest.hexdigest()

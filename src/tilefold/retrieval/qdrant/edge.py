@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tilefold._files import LOCK, DiskFullError, InUseError, hold_folder, naming_full_disk, release_folder, sync
-from tilefold.retrieval._files import read_json_object, require, write_json_object
+from tilefold.retrieval._files import Json, read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY
 from tilefold.retrieval.qdrant.engine import ID, SPARSE, Engine, Record, Stage
@@ -60,10 +60,8 @@ class EdgeEngine(Engine):
         try:
             self._lock = hold_folder(folder, again=False)
         except InUseError:
-            raise InUseError(
-                f"{folder}: the collection is open elsewhere, and an embedded one can be open once at a time. Close it "
-                "there, or keep the collection on a Qdrant server."
-            ) from None
+            said = "the collection is open elsewhere, and an embedded one can be open once at a time"
+            raise InUseError(f"{folder}: {said}. Close it there, or keep it on a Qdrant server.") from None
         self._checksums = Checksums(folder / SHARD, version("qdrant-edge-py"))
         try:
             record = self.record()
@@ -79,12 +77,8 @@ class EdgeEngine(Engine):
     def _load(self, record: Record, verify: bool) -> None:
         self._checksums.read(verify=verify)
         if verify and record.complete and not self._checksums.kept:
-            warnings.warn(
-                f"{self.place}: its files have no checksums, so that damage is not noticed: a process that changed "
-                "them did not close them. Closing it makes checksums.",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            said = "its files have no checksums, so that damage is not noticed: a process that changed them did not"
+            warnings.warn(f"{self.place}: {said} close them. Closing it makes some.", RuntimeWarning, stacklevel=5)
         if not self._checksums.kept:  # else it writes nothing
             need_space(self.folder)
         with self._errors():
@@ -134,7 +128,7 @@ class EdgeEngine(Engine):
     def _put(self, points: Sequence[object]) -> None:
         self._update("upsert_points", points)
 
-    def _update(self, operation: str, *args: Any) -> None:
+    def _update(self, operation: str, *args: object) -> None:
         self._changing()
         self._call("update", getattr(self.api.UpdateOperation, operation)(*args))
         self._call("flush")
@@ -190,14 +184,10 @@ class EdgeEngine(Engine):
                 self.api.EdgeShard.load(str(self.folder / SHARD)).close()
             self._checksums.write()
         except (OSError, RuntimeError) as error:
-            warnings.warn(
-                f"{self.place}: the collection is whole, but has no checksums ({error}), so that damage would not be "
-                "noticed. Open and close it again.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            said = f"is whole, but has no checksums ({error}), so that damage would not be noticed"
+            warnings.warn(f"{self.place}: {said}. Open and close it again.", RuntimeWarning, stacklevel=4)
 
-    def _scoring(self, stage: Stage) -> dict[str, Any]:
+    def _scoring(self, stage: Stage) -> Json:
         if stage.fusion == "rrf":  # its ranks start at 0
             return {"query": self.api.Fusion.Rrf(stage.rank_constant + 1)}
         if stage.fusion:
@@ -207,7 +197,7 @@ class EdgeEngine(Engine):
     def _match(self, value: object) -> object:
         return super()._match(np.bool_(value) if isinstance(value, bool) else value)  # else True would be 1
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: object) -> Any:
         with self._errors():
             return getattr(self._shard, method)(*args)
 
@@ -232,10 +222,9 @@ def need_space(folder: Path, more: int = 0, of: Path | None = None) -> None:
     """Raise ``DiskFullError`` unless the disk of `folder` has space for what a change writes, and for `more` bytes."""
     free, needed = shutil.disk_usage(folder).free, _AHEAD + more
     if free < needed:
-        raise DiskFullError(
-            f"{of or folder}: could not be written, the disk is full: Qdrant may need {needed >> 20} MB, "
-            f"{free >> 20} MB are free. Free some space there, or choose another place; what was complete is kept."
-        )
+        why = f"the disk is full: Qdrant may need {needed >> 20} MB, {free >> 20} MB are free"
+        remedy = "Free some space there, or choose another place; what was complete is kept."
+        raise DiskFullError(f"{of or folder}: could not be written, {why}. {remedy}")
 
 
 def allocated(folder: Path) -> int:
@@ -304,7 +293,7 @@ def _size(file: Path) -> int | None:
     return None if file.suffix == ".json" else file.stat().st_size
 
 
-def _entries(folder: Path) -> dict[str, dict[str, Any]]:
+def _entries(folder: Path) -> dict[str, Json]:
     """Name -> size and checksum of each file below a folder."""
     files = dict(_files(folder))
     try:

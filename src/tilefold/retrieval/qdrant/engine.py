@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from tilefold.retrieval._checks import check_choice, check_count
-from tilefold.retrieval._files import is_unicode
+from tilefold.retrieval._files import Json, is_unicode
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
 SCHEMA_VERSION = 1
@@ -21,14 +22,13 @@ _STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
 _FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 SPARSE, DENSE, TOKENS = "sparse", "dense", "tokens"  # names of the vectors
 _BOUNDS = ("gt", "gte", "lt", "lte")
+Make = Callable[..., object]  # a class of an engine
 
 
 def _check_field(name: object, what: str) -> None:
     if not isinstance(name, str) or not _FIELD.fullmatch(name):
-        raise ValueError(
-            f'{what}: expected names of fields, with quotes ("a name") around what holds more than letters, digits, - '
-            f"and _, got {name!r}. A dot reaches into an object, [] into a list of objects."
-        )
+        form = 'names of fields, with quotes ("a name") around what holds more than letters, digits, - and _'
+        raise ValueError(f"{what}: expected {form}, got {name!r}. A dot reaches into an object, [] into a list.")
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,9 @@ def check_models(mine: Mapping[str, str], others: Mapping[str, str], place: str)
     """Raise ``DataError`` where a model is known on both sides and differs."""
     for kind, model in others.items():
         if mine.get(kind, model) != model:
-            raise DataError(
-                f"documents: expected {kind} vectors of the model that made {place} ({mine[kind][:12]}), got those of "
-                f"another ({model[:12]}). Encode with the same model, or choose another collection."
-            )
+            remedy = "Encode with the same model, or choose another collection."
+            expected = f"{kind} vectors of the model that made {place} ({mine[kind][:12]})"
+            raise DataError(f"documents: expected {expected}, got those of another ({model[:12]}). {remedy}")
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,11 @@ class Record:
     vectors_sha256: str | None = None  # that a build put there, so that it can be resumed; None as above
     complete: bool = True  # no build is unfinished
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any], place: str) -> Record:
+    def from_dict(cls, value: Json, place: str) -> Record:
         remedy = "Build the index again (tilefold index), or update tilefold."
         if (got := value.get("schema_version")) != SCHEMA_VERSION:
             raise DataError(f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {got!r}. {remedy}")
@@ -178,8 +177,8 @@ class Point(NamedTuple):
     """A document in the engine: a UUID, its payload with the document's id, and the vectors that it has."""
 
     key: str
-    payload: dict[str, Any]
-    vectors: dict[str, Any]  # sparse: (indices, weights); dense: [D]; tokens: [n, D]
+    payload: Json
+    vectors: Json  # sparse: (indices, weights); dense: [D]; tokens: [n, D]
 
 
 class Stage(NamedTuple):
@@ -187,7 +186,7 @@ class Stage(NamedTuple):
 
     limit: int
     using: str = ""  # name of the vectors
-    vector: Any = None
+    vector: object = None
     fusion: str = ""  # "rrf" or "dbsf" of `stages`
     rank_constant: int = 60  # of ranks that start at 1
     stages: tuple[Any, ...] = ()
@@ -198,9 +197,9 @@ class Engine(Protocol):
     """A collection in a folder or on a server. What a method has done when it returns is kept whatever comes later."""
 
     place: str  # for messages
-    api: Any  # module whose classes requests are made of
-    point: Any  # its class of a point, and of a range, which have two names
-    range: Any
+    api: ModuleType  # whose classes requests are made of
+    point: Make  # its class of a point, and of a range, which have two names
+    range: Make
     prefetch: str  # name of the stages of a request
     at_once: int  # queries of a call
 
@@ -216,11 +215,9 @@ class Engine(Protocol):
     def _page(self, offset: object) -> tuple[list[Any], Any]: ...
     def _count(self, chosen: object) -> int: ...
     def _answers(self, requests: Sequence[object]) -> list[Any]: ...
-    def _scoring(self, stage: Stage) -> dict[str, Any]: ...
+    def _scoring(self, stage: Stage) -> Json: ...
 
-    def _vector_params(
-        self, layout: Layout, kind: Any, dot: object, cosine: object, **maxsim: object
-    ) -> dict[str, Any]:
+    def _vector_params(self, layout: Layout, kind: Make, dot: object, cosine: object, **maxsim: object) -> Json:
         vectors = {}
         if layout.dense is not None:
             vectors[DENSE] = kind(size=layout.dense, distance=dot if layout.distance == "dot" else cosine)
@@ -266,7 +263,7 @@ class Engine(Protocol):
             answers += [[(point.payload[ID], float(point.score)) for point in answer] for answer in found]
         return answers
 
-    def _request(self, kind: Any, stage: Stage, chosen: object, **more: object) -> object:
+    def _request(self, kind: Make, stage: Stage, chosen: object, **more: object) -> object:
         earlier = [self._request(self.api.Prefetch, part, chosen) for part in stage.stages]
         params = self.api.SearchParams(exact=True) if stage.exact else None
         more |= {self.prefetch: earlier or None, **self._scoring(stage)}
@@ -292,7 +289,7 @@ class Engine(Protocol):
 
 
 def last_stage(
-    vectors: dict[str, Any], k: int, fusion: str | None, rerank: bool, depth: int, rank_constant: int, exact: bool
+    vectors: Json, k: int, fusion: str | None, rerank: bool, depth: int, rank_constant: int, exact: bool
 ) -> Stage | None:
     """The last stage of a query; None where it has no vector to start from."""
     tokens = vectors.pop(TOKENS, None) if rerank else None

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from tilefold.retrieval._files import require
+from tilefold.retrieval._files import Json, require
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.qdrant.engine import ID, SPARSE, Engine, Record, Stage
 
@@ -78,10 +78,9 @@ class ServerEngine(Engine):
             return None
         metadata = getattr(self._ask("get_collection").config, "metadata", None) or {}
         if _META not in metadata:
-            raise DataError(
-                f"{self.place}: expected a collection that tilefold made, got one that says nothing of its vocabulary. "
-                "Choose another name; nothing was changed. (Qdrant keeps what it says from version 1.16 on.)"
-            )
+            got = "one that says nothing of its vocabulary (Qdrant keeps that from version 1.16 on)"
+            remedy = "Choose another name; nothing was changed."
+            raise DataError(f"{self.place}: expected a collection that tilefold made, got {got}. {remedy}")
         try:
             value = json.loads(metadata[_META])
         except (TypeError, ValueError, RecursionError) as error:
@@ -99,13 +98,9 @@ class ServerEngine(Engine):
         if layout.vocab_size is not None:
             index = models.SparseIndexParams(datatype=models.Datatype(layout.weights))
             sparse = {SPARSE: models.SparseVectorParams(index=index)}
-        options = {
-            "vectors_config": vectors,
-            "sparse_vectors_config": sparse,
-            "metadata": {_META: json.dumps(record.to_dict())},
-        }
+        configs = {"vectors_config": vectors, "sparse_vectors_config": sparse}
         with suppress(_ExistsError):  # of another process
-            self._ask("create_collection", **options)
+            self._ask("create_collection", **configs, metadata={_META: json.dumps(record.to_dict())})
         if self.record() is None:
             raise DataError(f"{self.place}: was created and is not there. Is another program removing it?")
         for name, schema in layout.fields.items():
@@ -142,7 +137,7 @@ class ServerEngine(Engine):
     def close(self) -> None:
         self._client.close()
 
-    def _scoring(self, stage: Stage) -> dict[str, Any]:
+    def _scoring(self, stage: Stage) -> Json:
         models = self.api
         if stage.fusion == "rrf":  # its ranks start at 0
             return {"query": models.RrfQuery(rrf=models.Rrf(k=stage.rank_constant + 1))}
@@ -151,7 +146,7 @@ class ServerEngine(Engine):
         nearest = models.NearestQuery(nearest=self._vector(stage.using, stage.vector))
         return {"query": nearest, "using": stage.using}
 
-    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
+    def _ask(self, method: str, *args: object, **options: object) -> Any:
         """The answer to a method of the client, asked again while the server is away or busy, until patience ends."""
         started, pause = time.monotonic(), _FIRST_PAUSE
         while True:
@@ -169,10 +164,9 @@ class ServerEngine(Engine):
                     raise self._refusal(status, error) from None
                 waited = time.monotonic() - started
                 if waited + pause > self._patience:
-                    raise UnreachableError(
-                        f"{self.place}: no answer from the Qdrant server after {waited:.1f} s ({self._text(error)}). "
-                        "Is it running? What was reported as done before is kept; the same call goes on from there."
-                    ) from None
+                    said = f"no answer from the Qdrant server after {waited:.1f} s ({self._text(error)})"
+                    kept = "Is it running? What was reported as done before is kept; the same call goes on from there."
+                    raise UnreachableError(f"{self.place}: {said}. {kept}") from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -181,9 +175,8 @@ class ServerEngine(Engine):
             how = f"the key given (api_key, or {KEY_VARIABLE})" if self._key else f"no key; set {KEY_VARIABLE}"
             return PermissionError(f"{self.place}: the Qdrant server answered {status} to {how}. Ask for access.")
         if status == 404:
-            return FileNotFoundError(
-                f"{self.place}: there is no such collection, or no Qdrant server. Build it (tilefold index)."
-            )
+            said = "there is no such collection, or no Qdrant server"
+            return FileNotFoundError(f"{self.place}: {said}. Build it (tilefold index).")
         kind = _ExistsError if status == _CONFLICT else RuntimeError
         return kind(f"{self.place}: the Qdrant server answered {status}: {self._text(error)}")
 
