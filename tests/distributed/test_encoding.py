@@ -280,8 +280,9 @@ def test_of_several_errors_the_first_ends_the_work_of_all(tmp_path: Path) -> Non
     homes = [tmp_path / "first", tmp_path / "second"]
     locks = [hold_folder(home) for home in homes]
     ranks = [Meeting(rank, homes) for rank in (0, 1)]
-    ranks[1].stop(ValueError("the cause"))
-    ranks[0].stop(ValueError("a consequence"))
+    for rank, said in ((1, "the cause"), (0, "a consequence")):
+        with pytest.raises(ValueError, match=said), ranks[rank].stopping():
+            raise ValueError(said)
     for each in ranks:
         with pytest.raises(RankError, match=r"^rank 1: ValueError: the cause "):
             each.check()

@@ -69,25 +69,24 @@ class Meeting:
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """An error within the block ends the work of all ranks."""
+        """An error within the block ends the work of all ranks; the first one counts."""
         try:
             yield
         except BaseException as error:
-            self.stop(error)
+            text = " ".join(str(error).split())
+            if not isinstance(error, RankError):
+                text = f"rank {self.rank}: {type(error).__name__}: {text}"
+            with suppress(RuntimeError):  # the first rank is gone
+                if self._store.add("problems", 1) == 1:
+                    self.say("problem", text)
             raise
-
-    def stop(self, error: BaseException) -> None:
-        """End the work of all ranks; the first error counts."""
-        text = " ".join(str(error).split())
-        if not isinstance(error, RankError):
-            text = f"rank {self.rank}: {type(error).__name__}: {text}"
-        with suppress(RuntimeError):  # the first rank is gone
-            if self._store.add("problems", 1) == 1:
-                self.say("problem", text)
 
     def check(self) -> None:
         """Raise what ended the work, if something did: Ctrl-C for all, else an error that names its rank."""
-        gone = self._gone()
+        gone = None
+        if time.monotonic() - self._looked >= POLL_SECONDS:
+            self._looked = time.monotonic()
+            gone = next((rank for rank, home in self.watched.items() if _has_left(home)), None)
         if self.said("problem"):
             text = self.heard("problem")
             if "KeyboardInterrupt: " in text:
@@ -95,13 +94,6 @@ class Meeting:
             raise RankError(text if KEPT in text else f"{text} {KEPT}")
         if gone is not None and not self.said("over"):
             raise _ended(gone)
-
-    def _gone(self) -> int | None:
-        """A rank that has ended, if it is time to look."""
-        if time.monotonic() - self._looked < POLL_SECONDS:
-            return None
-        self._looked = time.monotonic()
-        return next((rank for rank, home in self.watched.items() if _has_left(home)), None)
 
     def wait_until_all_left(self) -> None:
         """So that they hear why."""
@@ -183,10 +175,9 @@ def _machine() -> str:
 
 
 class RankShards(Generic[M, V]):
-    """Shards of one rank of a process group; only whole ones are kept, and only the first rank reports.
+    """Shards of one rank of a process group, which takes the next one when it is ready, and leaves it with a receipt.
 
-    Each rank takes the next shard when it is ready for one, so none waits while there is one, whatever their lengths,
-    and leaves it with a receipt. The first rank holds the folder, and lists shards in their order.
+    The first rank holds the folder, lists shards in their order, and reports; only whole shards are kept.
     """
 
     def __init__(self, job: Job[M, V], ranks: Meeting) -> None:

@@ -164,11 +164,10 @@ def check_some(number: int, rows: int, failed: Mapping[str, str], *, nothing_yet
 
 
 class ShardWriter(ABC, Generic[M, V]):
-    """Write a folder shard by shard; one process at a time may use it.
+    """Writer of a folder as :class:`tilefold.retrieval.SparseVectorWriter`, for one process at a time.
 
-    Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it, so that an
-    interrupted writer can be resumed. Other processes (`lists` is False) may leave shards (:meth:`leave_shard`) for the
-    one that lists them (:meth:`receive`): they neither check nor change anything until a shard is stored.
+    Others (`lists` is False) may leave shards (:meth:`leave_shard`) for the one that lists them (:meth:`receive`): they
+    neither check nor change anything until a shard is stored.
     """
 
     suffix: ClassVar[str]
@@ -249,9 +248,9 @@ class ShardWriter(ABC, Generic[M, V]):
         return hashlib.sha256(json.dumps(self.identified(self.manifest), sort_keys=True).encode()).hexdigest()
 
     def receive(self, numbers: Iterable[int]) -> set[int]:
-        """Take shards whose receipts are there, from processes that only share the folder; those that were found.
+        """Take shards whose receipts are there, but what :func:`check_some` refuses anywhere; those that were found.
 
-        They are listed as far as none before them is missing. What :func:`check_some` refuses anywhere is not taken.
+        They are listed as far as none before them is missing.
         """
         found = ((number, Receipt.read(self.path, number, self.key)) for number in numbers)
         taken = {n: each for n, each in found if each and (each.shard["rows"] or len(each.failed) < TOO_MANY)}

@@ -37,9 +37,8 @@ class SparseVectors:
         fingerprint: of :func:`vocabulary_fingerprint` for the tokenizer, or None when unknown.
         provenance: the model and the texts that the vectors were made from, as far as they are known.
 
-    Raises:
-        DataError: shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite or
-            negative, an empty or repeated id. The message names the row.
+    Shapes that do not fit, an index out of range or twice in a row, a weight that is NaN, infinite or negative, or an
+    empty or repeated id is a ``DataError``, which names the row.
     """
 
     ids: list[str]

@@ -1,8 +1,7 @@
-"""Texts into a folder of vectors, from a stream of batches: encoding, assembling and writing at the same time.
+"""Texts into a folder of vectors: one thread tokenises, the caller's encodes, and one assembles and writes shards.
 
-Three threads: one tokenises (inside the stream), the caller's encodes, and one assembles finished shards and writes
-them. A shard counts when the manifest lists it; what is reported as done never runs ahead of that by more than a part
-of the first shard that is not written, which is kept by time and on Ctrl-C.
+A shard counts when the manifest lists it; what is reported as done never runs ahead of that by more than a part of the
+first shard that is not written, which is kept by time and on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -63,13 +62,7 @@ IN_MEMORY = Output(Path())
 
 @dataclass(frozen=True)
 class Encoding(ABC):
-    """Options of encoding texts, apart from the model; can be sent to other processes.
-
-    Attributes:
-        kind: ``"document"`` or ``"query"``: the model's prompt and route.
-        batch_size: texts encoded at a time, at most.
-        batch_tokens: tokens that an accelerated model encodes at a time.
-    """
+    """Options of encoding texts, apart from the model, in the words of :func:`tilefold.retrieval.encode_collection`."""
 
     kind: Kind = "document"
     batch_size: int | None = None
@@ -162,10 +155,7 @@ class Job(ABC, Generic[M, V]):
         return [ids[start : start + size] for start in range(0, len(ids), size)]
 
     def opens_late(self) -> bool:
-        """Whether the folder is opened when the device has its first texts: what identifies them takes a while.
-
-        Not so if there is anything in the folder that could be resumed.
-        """
+        """Whether the folder, which holds nothing to resume, is opened when the device has its first texts."""
         folder = self.output.folder
         return self.ahead and (not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))
 
@@ -273,10 +263,9 @@ def encode_shards(
     behind: Behind,
     open_late: Callable[[], None] | None = None,
 ) -> Generator[Shard[V], None, None]:
-    """Encode shards of a source, which gives None where there is none yet, and `write` each when it is whole.
+    """Encode shards of a source, which gives None where there is none yet, and yield them as batches are done.
 
-    The shard of each batch is yielded, and once more when it is whole. A thread ahead takes shards, one `behind` writes
-    them; `open_late` opens the folder when the first texts are on the device.
+    A thread ahead takes shards, one `behind` writes whole ones; `open_late` opens the folder when the device has texts.
     """
     given: list[Shard[V]] = []
 

@@ -304,9 +304,7 @@ def _judgements(path: Path) -> Iterator[Judgement]:
         if len(fields) == 4:  # TREC: query, iteration, document, grade
             del fields[1]
         if len(fields) != 3:
-            wanted = (
-                "3 tab-separated fields (query-id, corpus-id, score), or 4 of TREC (query, iteration, document, grade)"
-            )
+            wanted = "3 tab-separated fields (query-id, corpus-id, score), or the 4 fields of TREC (with an iteration)"
             raise DataError(f"{where}: expected {wanted}, got {len(fields)}. Fix that line.")
         yield _judgement(fields, where)
 

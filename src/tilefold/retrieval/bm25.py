@@ -68,8 +68,8 @@ class BM25Options:
 class Tokenizer:
     """Lower-cased words of at least two characters, without stop words, stemmed.
 
-    Runs of a script that is written without spaces give overlapping pairs of characters instead of words. A language
-    that Snowball does not stem is a ``ValueError``.
+    Scripts that are written without spaces give overlapping pairs of characters. A language that Snowball does not stem
+    is a ``ValueError``.
     """
 
     def __init__(self, options: BM25Options) -> None:
@@ -143,10 +143,7 @@ class BM25Index:
         b: float = 0.75,
         identifiers: bool = False,
     ) -> BM25Index:
-        """Index ``{document id: contents}``; options as in :class:`BM25Options`.
-
-        No document, none with a word, or a wrong option is a ``ValueError``; an id that is no string a ``TypeError``.
-        """
+        """Index ``{document id: contents}``, of which one has a word; options as in :class:`BM25Options`."""
         bm25s, options = _package(), BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:

@@ -148,9 +148,7 @@ def load_beir(
         documents_only: leave queries and judgements unread.
         splits: leave the judgements of other splits unread; None reads all.
 
-    Raises:
-        FileNotFoundError: the folder or the corpus is missing.
-        DataError: malformed rows, missing, repeated or unknown ids, no row. Messages name file and line.
+    Malformed rows, missing, repeated or unknown ids, or no row are a ``DataError`` that names file and line.
     """
     if unknown not in ("error", "drop"):
         raise ValueError(f"unknown: expected 'error' or 'drop', got {unknown!r}.")

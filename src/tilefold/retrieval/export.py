@@ -68,18 +68,12 @@ _TEXT = """\
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export.
+    """Result of an export."""
 
-    Attributes:
-        engine: ``"opensearch"`` or ``"vespa"``.
-        n_documents, n_weights: written documents, and the weights of all of them.
-        files: names in the folder, in the order in which the engine wants them.
-    """
-
-    engine: str
-    n_documents: int
+    engine: str  # "opensearch" or "vespa"
+    n_documents: int  # that were written, and the weights of all of them
     n_weights: int
-    files: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # names in the folder, in the order in which the engine wants them
 
 
 def export_opensearch(

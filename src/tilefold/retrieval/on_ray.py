@@ -40,14 +40,12 @@ class ClusterError(ConnectionError):
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Ray cluster of the workers.
+    """Ray cluster of the workers; a connection that the process has already is used as it is.
 
     Attributes:
         address: ``host:port`` of a cluster, ``"auto"`` for the one that this machine belongs to, ``"local"`` to start
-            Ray on this machine alone; None takes the variable ``RAY_ADDRESS``, else ``"local"``. A connection that the
-            process has already is used as it is.
-        workers: at most; by default as many as fit when the command begins. More are started when the cluster has
-            grown.
+            Ray on this machine alone; None takes the variable ``RAY_ADDRESS``, else ``"local"``.
+        workers: at most; by default as many as fit when the command begins. More start when the cluster has grown.
         worker_gpus: of each worker; by default one where there are GPUs.
         worker_cpus: cores of each; by default its share beside the GPUs, and without any up to 4.
         patience: seconds to wait for an answer.

@@ -54,9 +54,8 @@ def cache_key() -> str:
 def build_pydocs() -> Collection:
     """Build the collection in a few seconds; the same every time for one Python installation.
 
-    Its splits are ``train`` and ``test`` (400 queries, or a quarter of them all when there are fewer than 1,600).
-    Documents have at least 8 words. Identical texts appear once; a summary line that opens more than one docstring
-    stays in its documents and is not a query. A Python without library sources is a ``RuntimeError``.
+    Its splits are ``train`` and ``test`` (400 queries, or a quarter of them all when there are fewer than 1,600). A
+    summary line that opens several docstrings is no query. A Python without library sources is a ``RuntimeError``.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}

@@ -100,8 +100,7 @@ class Reranking:
     """Options of reranking candidates; a value out of range is a ``ValueError``.
 
     Attributes:
-        depth: candidates per query; None takes all.
-        tail: what becomes of the others, as in :func:`rerank`.
+        depth, tail: as in :func:`rerank`.
         weight: of MaxSim in an interpolation with the first scores, both from 0 to 1 per query, where candidates below
             `depth` keep their share; None takes MaxSim alone.
     """

@@ -230,10 +230,8 @@ class Searcher:
         options: of the index's search, such as Seismic's ``heap_factor``.
         other_model: take a model that did not make the index, such as a query encoder of its own.
 
-    Raises:
-        TypeError: `index` or `model` is something else, such as a name.
-        ValueError: `model` or `vectors` beside an index that has none.
-        DataError: parts that were made by another model or from other documents than the index.
+    Parts that were made by another model or from other documents than the index are a ``DataError``, `model` or
+    `vectors` beside an index that has none a ``ValueError``.
     """
 
     def __init__(

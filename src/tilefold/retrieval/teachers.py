@@ -45,18 +45,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A scorer of pairs of query and document.
+    """A scorer of pairs of query and document."""
 
-    Attributes:
-        name: of its column.
-        kind: one of :data:`KINDS`.
-        model: a ``CrossEncoder`` with one output, ``SentenceTransformer``, ``SparseEncoder``,
-            ``MultiVectorEncoder``, or :class:`BM25Index`.
-    """
-
-    name: str
-    kind: str
-    model: Model
+    name: str  # of its column
+    kind: str  # one of KINDS
+    model: Model  # CrossEncoder of one output, SentenceTransformer, SparseEncoder, MultiVectorEncoder or BM25Index
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
@@ -136,9 +129,8 @@ def score_rows(
         if bad.size:
             at = int(bad[0])
             pair = f"document {rows.documents[rows.document[at]]!r} of query {rows.queries[rows.query_of_row()[at]]!r}"
-            raise DataError(
-                f"teacher {teacher.name}: gave {scores[at]} to {pair} ({bad.size} in all). Check the model."
-            )
+            got = f"{scores[at]} to {pair} ({bad.size} in all)"
+            raise DataError(f"teacher {teacher.name}: gave {got}. Check the model.")
         _keep(task.column, scores)
     return scores
 

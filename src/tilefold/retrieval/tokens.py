@@ -38,8 +38,7 @@ class TokenVectors:
         values: ``[T, D]`` fp16, fp32 or int8.
         scales: ``[T]`` fp32 factors of int8 values, else None.
 
-    Raises:
-        DataError: shapes or dtypes that do not fit, offsets that do not rise from 0 to T, an empty or repeated id.
+    Shapes, dtypes or offsets that do not fit, and an empty or repeated id, are a ``DataError``.
     """
 
     ids: list[str]
@@ -155,9 +154,8 @@ class TokenManifest(Manifest):
         model_name: the model that made the vectors, if known.
         model_fingerprint: its :func:`tilefold.retrieval.token_encoding.token_model_fingerprint`.
         model_source: folder or name that the model was loaded from, if known.
-        n_documents, n_tokens: texts and vectors in all shards.
-        shards: ``{"file", "rows", "tokens", "sha256", "truncated"}`` for each shard, in order.
-        layout, schema_version: the format; the others are as in :class:`tilefold.retrieval.VectorManifest`.
+        n_tokens: vectors in all shards, each of which has its ``tokens``; the others are as in
+            :class:`tilefold.retrieval.VectorManifest`.
     """
 
     LAYOUT = "tokens"
@@ -186,10 +184,7 @@ class TokenManifest(Manifest):
 
 
 class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
-    """Write token vectors shard by shard; one process at a time may use a folder.
-
-    Arguments and errors are those of :class:`tilefold.retrieval.SparseVectorWriter`; `manifest` is of a new folder.
-    """
+    """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does; `manifest` is of a new folder."""
 
     suffix = "safetensors"
 

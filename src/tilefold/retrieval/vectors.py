@@ -33,8 +33,7 @@ class VectorManifest(Manifest):
         vocab_size, fingerprint: of the vocabulary; see :class:`SparseVectors`.
         model_name: the model that made the vectors, if known.
         kind: ``"document"`` or ``"query"``.
-        n_texts: texts that were given: rows and failed ones; None if only rows are known.
-        n_documents: rows in all shards.
+        n_texts, n_documents: texts that were given, failed ones too (None if only rows are known), and rows.
         shards: ``{"file", "rows", "nonzeros", "sha256", "truncated"}`` for each shard, in order.
         settings: how the vectors were computed; a writer resumes a folder only if these are equal.
         failed: id -> reason, for texts that could not be encoded.
@@ -42,7 +41,6 @@ class VectorManifest(Manifest):
         truncated: ``{"count", "max_length"}``: how many texts were cut before they were encoded, and at how many tokens
             (None for a model that reads any number); empty where they were not counted.
         complete: whether the writer finished.
-        schema_version: of this layout.
     """
 
     LAYOUT = "sparse"

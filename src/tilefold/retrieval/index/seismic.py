@@ -1,9 +1,8 @@
 """Approximate search with Seismic (Bruch, Nardini, Rulli and Venturini, SIGIR 2024), package pyseismic-lsr.
 
-Behaviour of pyseismic-lsr 0.5.4 that this wrapper handles: it prints while it builds and saves; a component
-beyond its dimension is accepted and corrupts the answer; ``k = 0`` panics; queries may come back in another
-order; weights are kept in 16-bit floats; and time to build grows with the vocabulary even where no document
-uses a term, so terms are renumbered to those in use.
+Behaviour of pyseismic-lsr 0.5.4 that this wrapper handles: it prints while it builds and saves; a component beyond its
+dimension corrupts the answer; ``k = 0`` panics; queries may come back in another order; weights are 16-bit floats; and
+time to build grows with the vocabulary, used or not, so terms are renumbered to those in use.
 """
 
 from __future__ import annotations
@@ -215,10 +214,7 @@ class SeismicIndex:
 
     @classmethod
     def load(cls, path: str | Path) -> SeismicIndex:
-        """Read an index that :meth:`save` wrote.
-
-        A ``DataError`` also for one of a version of pyseismic-lsr whose files the installed version cannot read.
-        """
+        """Read an index that :meth:`save` wrote; a ``DataError`` for files that the installed version cannot read."""
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)
         seismic = _package()

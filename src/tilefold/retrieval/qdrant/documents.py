@@ -127,8 +127,7 @@ class Documents(Queries):
         payloads: id -> fields to filter by, of what JSON can hold; documents may be missing.
         models: of ``"dense"`` and ``"tokens"`` -> fingerprint; that of sparse vectors is in their provenance.
 
-    Raises:
-        DataError: parts that do not fit together, numbers that are not finite, ids or payloads that cannot be stored.
+    Parts that do not fit together, numbers that are not finite, or what cannot be stored are a ``DataError``.
     """
 
     payloads: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

@@ -44,8 +44,7 @@ class Layout:
         fields: fields of the payload that filters are quick on -> one of keyword, integer, float, bool, text.
         models: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> fingerprint of the model, as far as it is known.
 
-    Raises:
-        ValueError: no vectors at all, or a wrong value.
+    No vectors at all, or a wrong value, is a ``ValueError``.
     """
 
     vocab_size: int | None = None
@@ -132,10 +131,8 @@ class Filter:
 
     Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must be there; or a range
     such as ``{"gte": 2000, "lt": 2010}``. A field that is a list itself matches with any of its values. ``"by.name"``
-    is a field in an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and ``_``.
-
-    Raises:
-        ValueError: no condition, or one of another form.
+    is a field in an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and ``_``. No condition,
+    or one of another form, is a ``ValueError``.
     """
 
     must: Mapping[str, object] = field(default_factory=dict)
