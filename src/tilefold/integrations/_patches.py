@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,12 @@ class Replacement:
         self.owner = owner
 
 
-def replacements(model: nn.Module) -> list[tuple[nn.Module, str, Replacement]]:
-    """Every replaced method in a model: the module that it is on, and its name."""
-    pairs = [(module, name, value) for module in model.modules() for name, value in vars(module).items()]
-    return [(module, name, value) for module, name, value in pairs if isinstance(value, Replacement)]
+def replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, Replacement]]:
+    """Every replaced method in a model, its own first: the module that it is on, and its name."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Replacement):
+                yield module, name, value
 
 
 class Acceleration:
@@ -41,7 +43,7 @@ class Acceleration:
         """Whether the replacements are in place."""
         return bool(self._stock)
 
-    def apply(self, functions: Mapping[str, Callable[..., Any]]) -> Acceleration:
+    def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
         """Put the function of its name in each place; :meth:`restore` brings back what was there at first."""
         try:
             owners = [self._owner(module, name) for module, name in self.places]

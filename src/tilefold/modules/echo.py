@@ -10,6 +10,8 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tilefold.modules.fused_pooling import Features
+
 __all__ = ["DOCUMENT_TEMPLATE", "QUERY_TEMPLATE", "EchoTransformer"]
 
 QUERY_TEMPLATE = "Query:{text}\nQuery again:{text}"
@@ -53,7 +55,7 @@ class EchoTransformer(Transformer):
         self.query_template = _checked(query_template, "query_template")
         self.document_template = _checked(document_template, "document_template")
 
-    def preprocess(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any) -> dict[str, Any]:
+    def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any) -> Features:
         """``input_ids``, ``attention_mask`` and ``pooling_mask`` of texts, each ``[B, S]`` int64."""
         if not inputs:
             return {}
@@ -90,7 +92,7 @@ class EchoTransformer(Transformer):
         keeps = {"logits_to_keep": 0} if self.transformer_task == "text-generation" else {}
         return {**padded, "modality": "text", **keeps}
 
-    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def forward(self, features: Features, **kwargs: Any) -> Features:
         """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new dictionary."""
         if "pooling_mask" not in features:
             raise ValueError(
@@ -98,7 +100,7 @@ class EchoTransformer(Transformer):
                 "tokenizer alone does not write a text twice."
             )
         own = {key: value for key, value in features.items() if key != "pooling_mask"}
-        out: dict[str, Any] = super().forward(own, **kwargs)
+        out: Features = super().forward(own, **kwargs)
         return {**out, "attention_mask": features["pooling_mask"]}
 
     def _can_flatten_inputs(self) -> bool:

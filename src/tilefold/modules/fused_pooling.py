@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ __all__ = [
     "Features",
     "FusedPooling",
     "Head",
+    "Options",
     "Places",
     "PoolingModule",
     "SparseOptions",
@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 Features: TypeAlias = dict[str, Any]
+Options: TypeAlias = dict[str, Any]  # keywords of a call
 Dtype: TypeAlias = torch.dtype
 WHERE = ("token", "cache_folder", "revision", "local_files_only")  # arguments of ``load`` that say where a file lies
 # by name what the operators apply, and how many log1p follow it
@@ -128,7 +129,7 @@ class PoolingModule(FusedPooling, Module):
         return made
 
 
-def place_of_files(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def place_of_files(arguments: Options) -> Options:
     """The arguments of ``load`` that say where files lie."""
     return {name: arguments[name] for name in WHERE if name in arguments}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from tilefold.modules.fused_pooling import (
     Dtype,
     Features,
     Head,
+    Options,
     PoolingModule,
     SparseOptions,
     activate,
@@ -107,7 +107,7 @@ class HeadPooling(PoolingModule):
             raise ValueError("HeadPooling must follow an LM head, got no head.")
         activation, more = FUSED_ACTIVATIONS[self.activation]
         places = places_of(features, tuple(self.ignore_ids))
-        options: dict[str, Any] = {"pooling": self.pooling, "activation": activation, "logit_scale": self.logit_scale}
+        options: Options = {"pooling": self.pooling, "activation": activation, "logit_scale": self.logit_scale}
         options |= {"out_dtype": out_dtype, "impl": impl}
         if sparse is not None and not more and self.normalize is None:
             smaller = [k for k in (self.top_k, sparse.top_k) if k is not None]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
-from tilefold.modules.fused_pooling import autocasts, place_of_files
+from tilefold.modules.fused_pooling import Features, Options, autocasts, place_of_files
 from tilefold.ops import lsr_head, token_scatter
 
 __all__ = ["ProsperTransformer", "literal_residual"]
@@ -72,17 +72,17 @@ class ProsperTransformer(Transformer):
             nn.init.normal_(self.literal.weight, std=0.02)
             self.literal.to(decoder.weight.device)
 
-    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def forward(self, features: Features, **kwargs: Any) -> Features:
         """``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``; the input is left as it is."""
         head = self._head()
-        head.forward = _give_back  # type: ignore[method-assign, assignment]
-        out: dict[str, Any] = super().forward(dict(features), **kwargs)
+        vars(head)["forward"] = _give_back
+        out: Features = super().forward(dict(features), **kwargs)
         hidden, mask = out.pop("token_embeddings"), out["attention_mask"]  # [B, S, D], [B, S]
         weight = head.weight
         if not autocasts(hidden):
             hidden = hidden.to(weight.dtype)  # some models return fp32 from a half-precision head
         bias = head.bias if head.bias is None or self.logit_scale == 1 else head.bias * self.logit_scale
-        options: dict[str, Any] = {"pooling": self.pooling, "logit_scale": self.logit_scale, "impl": self.impl}
+        options: Options = {"pooling": self.pooling, "logit_scale": self.logit_scale, "impl": self.impl}
         final = base = lsr_head(hidden, weight, bias, attention_mask=mask, **options)
         if self.literal is not None:
             pooled, special = pooled_activation(hidden, mask, self.pooling), self.tokenizer.all_special_ids

@@ -39,9 +39,9 @@ class FrozenTransformer(Transformer):
         self.model.eval()
         return self
 
-    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def forward(self, features: Features, **kwargs: Any) -> Features:
         with torch.no_grad():
-            out: dict[str, Any] = super().forward(dict(features), **kwargs)
+            out: Features = super().forward(dict(features), **kwargs)
         return out
 
 

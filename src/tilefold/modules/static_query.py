@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from tilefold._typing import Tokenizer
-from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, SparseOptions, place_of_files
+from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, Options, SparseOptions, place_of_files
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["StaticQuery", "counted_tokens"]
 
 
-def counted_tokens(features: dict[str, Any], tokenizer: Tokenizer) -> Tensor:
+def counted_tokens(features: Features, tokenizer: Tokenizer) -> Tensor:
     """``attention_mask`` ``[B, S]`` without padding tokens that stand in a text, which count beside no longer one."""
     mask: Tensor = features["attention_mask"]
     return mask if tokenizer.pad_token_id is None else mask * (features["input_ids"] != tokenizer.pad_token_id)
@@ -65,7 +65,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     ) -> Tensor:
         ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)
         weights = self.weight.expand(ids.shape) if self.weight.numel() == 1 else self.weight[ids]
-        options: dict[str, Any] = {"attention_mask": mask, "out_dtype": out_dtype}
+        options: Options = {"attention_mask": mask, "out_dtype": out_dtype}
         if sparse is not None:
             return token_scatter_sparse(weights, ids, self.vocab_size, **options, **sparse._asdict())
         return token_scatter(weights, ids, self.vocab_size, **options, impl=impl)

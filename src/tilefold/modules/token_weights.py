@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from tilefold.modules.fused_pooling import (
     Dtype,
     Features,
     Head,
+    Options,
     PoolingModule,
     SparseOptions,
     activate,
@@ -124,7 +124,7 @@ class TokenWeights(PoolingModule):
             weights, cu_seqlens = places.packed(weights)
             mask = None
         ignored = self.ignore_ids if few else None
-        arguments: dict[str, Any] = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "ignore_ids": ignored}
+        arguments: Options = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "ignore_ids": ignored}
         arguments |= {"activation": "none", "out_dtype": out_dtype}
         if sparse is not None:
             return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **sparse._asdict())

@@ -10,7 +10,7 @@ import torch
 from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
 
-from tilefold._typing import Model
+from tilefold._typing import Model, Transformer
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers._encoders import (
@@ -86,7 +86,7 @@ class Acceleration:
     def __init__(self, model: Model, heads: int, padded: dict[str, str] | None = None) -> None:
         self.model, self.heads, self.padded = model, heads, padded or {}
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Model:
         return self.model
 
     def __exit__(self, *_: object) -> None:
@@ -187,7 +187,7 @@ def accelerate(
     return Acceleration(model, len({id(pair.head) for pair in with_head}), _packed(model, check, packed))
 
 
-def _carry(model: Model, **methods: Any) -> None:
+def _carry(model: Model, **methods: object) -> None:
     """Put methods on the instance; an ``encode`` of somebody else stays."""
     for name, method in methods.items():
         if name != "encode" or name not in vars(model):
@@ -215,7 +215,7 @@ def restore(model: Model) -> None:
             f"model must be a SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; pass the model, "
             "not its path."
         )
-    for module, name, found in replacements(model):
+    for module, name, found in list(replacements(model)):
         delattr(module, name)
         if isinstance(found, PackedInputs):
             stop_packed(found.owner.model)
@@ -230,11 +230,12 @@ def restore(model: Model) -> None:
 def is_accelerated(model: Model) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and any(
-        isinstance(found, (FusedSimilarity, FusedForward, StaticTokens)) for _, _, found in replacements(model)
+        isinstance(found, (FusedSimilarity, SparseBatchEncoder, FusedForward, StaticTokens))
+        for _, _, found in replacements(model)
     )
 
 
-def _check_head_is_fused(transformer: Any, _: Any) -> None:
+def _check_head_is_fused(transformer: Transformer, _: object) -> None:
     """Before each forward: raise if adding or merging an adapter has replaced the head's layer."""
     if torch.compiler.is_compiling():
         return

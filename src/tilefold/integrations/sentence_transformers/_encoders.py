@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilefold._typing import Model
-from tilefold.integrations._patches import Replacement, replacements
+from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import base_linear, is_multi_vector
 from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
@@ -26,7 +26,7 @@ from tilefold.integrations.sentence_transformers.stream import (
     encode_batch,
 )
 from tilefold.integrations.transformers.packed import in_eval_mode
-from tilefold.modules.fused_pooling import SparseOptions
+from tilefold.modules.fused_pooling import Options, SparseOptions
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd
 from tilefold.pipeline.truncated import watched
 
@@ -48,7 +48,8 @@ def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) ->
         return str(model.prompts[prompt_name])
     names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
     found = next((name for name in names if name in model.prompts), model.default_prompt_name)
-    return model.prompts.get(found)  # type: ignore[no-any-return]
+    prompt: str | None = model.prompts.get(found)
+    return prompt
 
 
 def fused_vocab_size(model: Model) -> int | None:
@@ -59,7 +60,8 @@ def fused_vocab_size(model: Model) -> int | None:
 
 def fused_forwards(model: Model) -> list[FusedForward]:
     """The forwards of an accelerated model's poolings."""
-    return [found for _, _, found in replacements(model) if isinstance(found, FusedForward)]
+    found = (vars(module).get("forward") for module in model.modules())
+    return [forward for forward in found if isinstance(forward, FusedForward)]
 
 
 def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:
@@ -136,7 +138,7 @@ class FusedEncode(Replacement):
     device. The stream serves no inputs but strings, not several processes, and no options of the processor.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Arguments and result of the stock ``encode``."""
         model, stock = self.owner, type(self.owner).encode
         asked = _served(stock, model, args, kwargs)
@@ -153,7 +155,7 @@ class FusedEncode(Replacement):
         return (_vectors if is_multi_vector(model) else _rows)(model, asked, how, show)
 
 
-def _served(stock: Any, model: Model, args: Any, kwargs: Any) -> dict[str, Any] | None:
+def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options) -> Options | None:
     """The arguments of a call by name if it is for more than one batch of strings, on the model's device, here."""
     try:
         given = inspect.signature(stock).bind(model, *args, **kwargs)
@@ -184,7 +186,7 @@ def _shown(stream: TextStream, texts: list[str], show: bool, title: str) -> Iter
         yield from batches_of(stream, texts, shown.update)
 
 
-def _rows(model: Model, asked: dict[str, Any], how: dict[str, Any], show: bool) -> Any:
+def _rows(model: Model, asked: Options, how: Options, show: bool) -> object:
     options, texts = sparse_options(model, asked["max_active_dims"], 0.0), asked["inputs"]
     stream = SparseStream(model, options, task=asked["kwargs"].get("task"), **how)
     rows = as_csr(list(_shown(stream, texts, show, "Texts")), len(texts), 0)
@@ -194,10 +196,10 @@ def _rows(model: Model, asked: dict[str, Any], how: dict[str, Any], show: bool) 
     return found if asked["convert_to_tensor"] else list(found)
 
 
-def _vectors(model: Model, asked: dict[str, Any], how: dict[str, Any], show: bool) -> Any:
+def _vectors(model: Model, asked: Options, how: Options, show: bool) -> object:
     texts, task, numpy = asked["inputs"], asked["task"], bool(asked["convert_to_numpy"])
     stream = VectorStream(model, to_host=numpy, normalize=bool(asked["normalize_embeddings"]), task=task, **how)
-    found: list[Any] = [None] * len(texts)
+    found: list[object] = [None] * len(texts)
     for batch in _shown(stream, texts, show, f"Encoding {'queries' if task == 'query' else 'documents'}"):
         for place, vectors in zip(batch.places, batch.rows, strict=True):
             found[place] = _as_numpy(vectors) if numpy else vectors
@@ -214,5 +216,5 @@ def _as_coo(rows: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def _as_numpy(vectors: Tensor) -> Any:
+def _as_numpy(vectors: Tensor) -> object:
     return (vectors.float() if vectors.dtype == torch.bfloat16 else vectors).numpy()

@@ -29,7 +29,7 @@ class SpladePair(NamedTuple):
 def find_pairs(model: nn.Module) -> list[SpladePair]:
     """All distinct pairs of a SparseEncoder, over all routes of its Router modules."""
     pairs: dict[tuple[int, int], SpladePair] = {}
-    unpooled: list[Any] = []
+    unpooled: list[Transformer] = []
     for pipeline in pipelines_of(model):
         readers = [i for i, module in enumerate(pipeline) if _pools_logits(module)]
         found = [_pair_at(pipeline, readers)] if readers else []
@@ -58,23 +58,23 @@ def is_multi_vector(model: object) -> bool:
     )
 
 
-def pipelines_of(model: nn.Module) -> Iterator[list[Any]]:
+def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Every sequence of plain modules that an input of the model may pass."""
-    steps: list[list[list[Any]]] = []
+    steps: list[list[list[nn.Module]]] = []
     for module in model._modules.values():
         if isinstance(module, Router):
             steps.append([path for route in module.sub_modules.values() for path in pipelines_of(route)])
         elif isinstance(module, nn.Sequential):
             steps.append(list(pipelines_of(module)))
-        else:
+        elif module is not None:
             steps.append([[module]])
     for choice in product(*steps):
         yield [module for path in choice for module in path]
 
 
-def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
+def _pair_at(pipeline: list[nn.Module], poolings: list[int]) -> SpladePair:
     position = poolings[0]
-    before: Any = pipeline[position - 1] if position else None
+    before = pipeline[position - 1] if position else None
     names = " -> ".join(type(module).__name__ for module in pipeline)
     if len(poolings) > 1 or not isinstance(before, Transformer):
         raise ValueError(
@@ -92,7 +92,7 @@ def _pair_at(pipeline: list[Any], poolings: list[int]) -> SpladePair:
     return SpladePair(before, _find_head(before.model), pooling, position == len(pipeline) - 1)
 
 
-def _check_exclusive(pairs: list[SpladePair], unpooled: list[Any]) -> None:
+def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> None:
     """A fused head may feed poolings only, and a pooling must belong to one head."""
     heads = {id(pair.head) for pair in pairs}
     for transformer in unpooled:
@@ -115,7 +115,7 @@ def _pools_logits(module: object) -> bool:
     return isinstance(module, SpladePooling) or (isinstance(module, FusedPooling) and module.reads_logits)
 
 
-def _find_head(network: Any) -> nn.Module:
+def _find_head(network: object) -> nn.Module:
     """The output embeddings of a transformers model."""
     getter = getattr(network, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
@@ -231,7 +231,7 @@ def _is_peft(layer: nn.Module, name: str) -> bool:
     return type(layer).__module__ == home and type(layer).__qualname__ == name
 
 
-def _check_whole(weight: Any, head: Any, hidden: Tensor) -> None:
+def _check_whole(weight: Tensor, head: nn.Linear, hidden: Tensor) -> None:
     """Raise an error for a sharded weight or one on another device: it is read outside of its module's forward."""
     if type(weight).__name__ == "DTensor" or weight.numel() < head.out_features * head.in_features:
         raise RuntimeError(

@@ -28,7 +28,7 @@ _EXPECTED = ("is no encoder", "was chosen", "of its own")  # reasons that nobody
 
 def pack_inputs(model: Model, check: bool) -> dict[str, str]:
     """Let Transformers run on packed tokens where all that follows takes them; why others stay padded, by name."""
-    pipelines: dict[int, list[list[Any]]] = {}
+    pipelines: dict[int, list[list[nn.Module]]] = {}
     for pipeline in pipelines_of(model):
         if pipeline and isinstance(pipeline[0], Transformer):
             pipelines.setdefault(id(pipeline[0]), []).append(pipeline)
@@ -55,8 +55,8 @@ def has_packed_inputs(model: nn.Module) -> bool:
     return any(isinstance(found, PackedInputs) for _, _, found in replacements(model))
 
 
-def _pack(routes: list[list[Any]], check: bool) -> str | None:
-    transformer = routes[0][0]
+def _pack(routes: list[list[nn.Module]], check: bool) -> str | None:
+    transformer: Any = routes[0][0]
     why = _why_not_by_its_kind(transformer)
     why = use_packed(transformer.model, check=check) if why is None else why
     if why is not None:
@@ -76,7 +76,7 @@ def _pack(routes: list[list[Any]], check: bool) -> str | None:
     return None
 
 
-def _why_not_by_its_kind(transformer: Any) -> str | None:
+def _why_not_by_its_kind(transformer: Transformer) -> str | None:
     kind = type(transformer)
     if kind.preprocess is not Transformer.preprocess or {"preprocess", "forward"} & vars(transformer).keys():
         return f"{kind.__name__} has a preprocess or a forward of its own"
@@ -93,7 +93,7 @@ def _is_mask(module: object) -> bool:
     return type(module).__name__ == "MultiVectorMask"
 
 
-def _why_not_by_its_numbers(route: list[Any]) -> str | None:
+def _why_not_by_its_numbers(route: list[nn.Module]) -> str | None:
     """Run two short texts padded and packed through all modules; in 16 bits a copy in fp32 decides, if need be.
 
     Rounding in 16 bits grows with layers and vocabulary, and no tolerance tells it from a fault.
@@ -119,7 +119,7 @@ def _agree(got: Tensor, expected: Tensor) -> bool:
     return apart(got, expected) <= TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
-def _both_ways(route: list[Any]) -> tuple[Tensor, Tensor]:
+def _both_ways(route: list[nn.Module]) -> tuple[Tensor, Tensor]:
     """The numbers of packed and of padded batches, in fp32."""
     with as_evaluated(route):
         with padded_inputs():
@@ -128,7 +128,7 @@ def _both_ways(route: list[Any]) -> tuple[Tensor, Tensor]:
             return _run(route).float(), expected.float()
 
 
-def _run(route: list[Any]) -> Tensor:
+def _run(route: list[nn.Module]) -> Tensor:
     features = tiny_batch(route[0])
     for module in route:
         features = module(features)

@@ -24,6 +24,7 @@ from tilefold.modules.fused_pooling import (
     Features,
     FusedPooling,
     Head,
+    Options,
     SparseOptions,
     autocasts,
 )
@@ -58,7 +59,7 @@ def pass_hidden_states(hidden: Tensor) -> Tensor:
 class StockPooling(FusedPooling):
     """The fused scores of a stock ``SpladePooling``, whose options are read at every call."""
 
-    def __init__(self, pooling: Any) -> None:
+    def __init__(self, pooling: SpladePooling) -> None:
         self.stock = pooling
 
     @property
@@ -80,7 +81,7 @@ class StockPooling(FusedPooling):
             kind = head.hidden.device.type
             how = stock.pooling_strategy, stock.activation_function, stock.training, cu_seqlens is not None
             out_dtype = stock_output_dtype(kind, torch.get_autocast_dtype(kind), *how)
-        arguments: dict[str, Any] = {
+        arguments: Options = {
             "attention_mask": features["attention_mask"] if cu_seqlens is None else None,
             "cu_seqlens": cu_seqlens,
             "pooling": stock.pooling_strategy,
@@ -101,7 +102,7 @@ class StockPooling(FusedPooling):
         return found
 
 
-def fused_pooling(pooling: Any) -> FusedPooling:
+def fused_pooling(pooling: FusedPooling | SpladePooling) -> FusedPooling:
     """The fused scores of a module: of one of ours its own, of a stock ``SpladePooling`` an adapter's."""
     return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling)
 
@@ -115,7 +116,12 @@ class FusedForward(Replacement):
     """
 
     def __init__(
-        self, pooling: Any, head: nn.Module | None, impl: str, quantize: str | None = None, last: bool = True
+        self,
+        pooling: FusedPooling | SpladePooling,
+        head: nn.Module | None,
+        impl: str,
+        quantize: str | None = None,
+        last: bool = True,
     ) -> None:
         super().__init__(pooling)
         self.pooling = fused_pooling(pooling)
@@ -226,7 +232,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
 
 
 @contextmanager
-def _in_place_of(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _in_place_of(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     head.forward = forward
     try:
         yield
@@ -262,7 +268,7 @@ def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, 
     )
 
 
-def tiny_batch(transformer: Any) -> Features:
+def tiny_batch(transformer: Transformer) -> Features:
     """Features of two short texts on the module's device, whole where its own limit would cut them to one length."""
     device = next(transformer.parameters()).device
     if type(transformer).preprocess is Transformer.preprocess:
@@ -276,7 +282,7 @@ def tiny_batch(transformer: Any) -> Features:
 
 
 @contextmanager
-def as_evaluated(modules: Sequence[Any]) -> Iterator[None]:
+def as_evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Modules in eval mode, and without a graph; afterwards each has its former mode and dimension."""
     dimensions = [(module, module.embedding_dimension) for module in modules if "embedding_dimension" in vars(module)]
     try:

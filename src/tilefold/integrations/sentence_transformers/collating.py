@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tilefold._typing import Model
+from tilefold._typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers.graphs import LONGEST, OFFSETS, TOKENS, StepGraphs, autocast_dtype
 from tilefold.integrations.sentence_transformers.packed_inputs import (
@@ -34,9 +34,9 @@ class Columns:
 
     def __init__(self, features: Features, parts: list[Tensor]) -> None:
         self.features, self.parts = features, parts
-        self._waiting: dict[tuple[Any, ...], Tensor] = {}
+        self._waiting: dict[tuple[object, ...], Tensor] = {}
 
-    def embeddings(self, index: int, transformer: Any, graphs: StepGraphs | None = None) -> Tensor:
+    def embeddings(self, index: int, transformer: Transformer, graphs: StepGraphs | None = None) -> Tensor:
         """The embeddings of a column, from the forward of the column before it or from one of all columns."""
         autocasts = autocast_dtype(self.parts[0].device.type)
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -57,7 +57,7 @@ class PackedForward(Replacement):
 
     graphs: StepGraphs | None = None  # runs joined columns in training, if it can
 
-    def __call__(self, features: Features, **kwargs: Any) -> Features:
+    def __call__(self, features: Features, **kwargs: object) -> Features:
         """The features with the output of the module, packed unless :func:`padded_inputs` is in force."""
         transformer = self.owner
         columns, index = features.pop(JOINED, (None, 0))
@@ -316,7 +316,7 @@ def _without_detours(collator: Any, model: Model) -> Any:
     return found
 
 
-def _preprocess(model: Any, inputs: list[Any], **kwargs: Any) -> Features:
+def _preprocess(model: Any, inputs: list[object], **kwargs: object) -> Features:
     """``model.preprocess``, by the shortest way for texts."""
     texts = bool(inputs) and all(type(text) is str for text in inputs)
     found: Features = (model[0] if texts else model).preprocess(inputs, **kwargs)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tilefold._typing import Transformer
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each, tf32_allowed
 
@@ -33,7 +34,7 @@ OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
 KNOWN = {*TOKENS, *OFFSETS, *LONGEST, "modality"}  # of the features of a batch
 
-Run = Callable[[dict[str, Any]], Tensor]
+Run = Callable[[Features], Tensor]
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -76,7 +77,7 @@ class StaticInputs:
         self.offsets = torch.zeros(sizes.sequences + sizes.extra + 1, dtype=torch.int32, device=ids.device)
         self.ends = torch.arange(1, sizes.extra + 1, dtype=torch.int32, device=ids.device) * sizes.longest
 
-    def features(self) -> dict[str, Any]:
+    def features(self) -> Features:
         return {**self.tokens, **dict.fromkeys(OFFSETS, self.offsets), **dict.fromkeys(LONGEST, self.sizes.longest)}
 
     def fill(self, features: Features) -> None:
@@ -97,8 +98,8 @@ class Captured:
         inputs: StaticInputs,
         parameters: list[Tensor],  # leaves that get gradients, while the graph is made
         gradients: list[Tensor | None],  # where these are written, None for parameters that the encoder does not use
-        pool: Any,
-        stream: Any,
+        pool: object,
+        stream: torch.cuda.Stream,
     ) -> None:
         self.inputs = inputs
         stream.wait_stream(torch.cuda.current_stream())
@@ -112,7 +113,7 @@ class Captured:
             self.output_gradient = torch.zeros_like(warm)
             del warm, found
         torch.cuda.current_stream().wait_stream(stream)
-        how: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        how: Features = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward_graph, **how):
             output = run(inputs.features())
@@ -155,7 +156,7 @@ def compiled_layers(model: nn.Module) -> Iterator[None]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     found = [layer for stack in lists if len({type(layer) for layer in stack}) == 1 for layer in stack]
     # one may stand twice, or have a forward of its own
-    layers: list[Any] = [layer for layer in dict.fromkeys(found) if "forward" not in vars(layer)]
+    layers: list[nn.Module] = [layer for layer in dict.fromkeys(found) if "forward" not in vars(layer)]
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     try:
@@ -184,7 +185,9 @@ class StepGraphs:
     ``torch.autograd.grad`` returns are overwritten by the next step. ``compiled``: see :func:`collate_ahead`.
     """
 
-    def __init__(self, transformer: Any, capture: Callable[..., Any] = Captured, *, compiled: bool = False) -> None:
+    def __init__(
+        self, transformer: Transformer, capture: Callable[..., Any] = Captured, *, compiled: bool = False
+    ) -> None:
         self.transformer = transformer
         self.compiled = compiled
         self._capture = capture
@@ -195,21 +198,21 @@ class StepGraphs:
     def _forget(self) -> None:
         self.graphs: OrderedDict[Sizes, Any] = OrderedDict()
         self._seen: Counter[Sizes] = Counter()
-        self._state: Any = None
+        self._state: object = None
         every = [(module, *item) for module in self.transformer.model.modules() for item in vars(module).items()]
         self._rates = [
             (module, name) for module, name, value in every if isinstance(value, float)
         ]  # dropout among them
-        self._pool: Any = None
-        self._stream: Any = None
+        self._pool: object = None
+        self._stream: torch.cuda.Stream | None = None
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
-        self._pending: Callable[[], Any] = lambda: None
+        self._pending: Callable[[], object] = lambda: None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Features:
         return {"transformer": self.transformer, "compiled": self.compiled, "_capture": self._capture}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Features) -> None:
         vars(self).update(state)
         self.failed = False
         self.serial = 0
@@ -256,7 +259,7 @@ class StepGraphs:
             for module in self.transformer.model.modules()
         )
 
-    def _state_now(self, device: str) -> Any:
+    def _state_now(self, device: str) -> object:
         """The settings that a graph was captured with and cannot follow."""
         model = self.transformer.model
         tensors = [*model.parameters(), *model.buffers()]
@@ -348,7 +351,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
         owner: StepGraphs = ctx.owner
         if ctx.serial != owner.serial:
             raise RuntimeError(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilefold._typing import Transformer
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.transformers.packed import padding_position, position_ids_of, register_packed
 from tilefold.modules.fused_pooling import Features
@@ -56,7 +57,7 @@ def pads_inputs() -> bool:
 class _Plan(NamedTuple):
     """Tokenisation plan of texts of one prompt, task and maximal length."""
 
-    truncation: dict[str, Any] | None  # of the Rust tokenizer; None = texts are not cut
+    truncation: Features | None  # of the Rust tokenizer; None = texts are not cut
     others: Features  # no tensors; they go with every batch, such as the length of the prompt
 
 
@@ -68,33 +69,33 @@ class PackedInputs(Replacement):
     of texts, and ColBERT's query expansion, which scores padding, stay padded.
     """
 
-    def __init__(self, transformer: Any) -> None:
+    def __init__(self, transformer: Transformer) -> None:
         super().__init__(transformer)
         self._forget()
 
     def _forget(self) -> None:
-        self._plans: dict[Any, _Plan | None] = {}
+        self._plans: dict[tuple[object, ...], _Plan | None] = {}
         self._backend: Any = None  # a copy, because calls of the stock tokenizer change padding and truncation
-        self._copied: Any = None
+        self._copied: object = None
         self._lock, self._process = threading.Lock(), os.getpid()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Features:
         return {"owner": self.owner}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Features) -> None:
         self.owner = state["owner"]
         self._forget()
         register_packed()
 
     def __call__(
-        self, inputs: Sequence[Any], prompt: str | None = None, processing_kwargs: Any = None, **kwargs: Any
+        self, inputs: Sequence[object], prompt: str | None = None, processing_kwargs: object = None, **kwargs: object
     ) -> Features:
         """Features of the inputs, with the arguments of ``Transformer.preprocess``."""
         if processing_kwargs is not None:
             kwargs["processing_kwargs"] = processing_kwargs
         return self.begin(inputs, prompt, **kwargs)()
 
-    def begin(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any) -> Callable[[], Features]:
+    def begin(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: object) -> Callable[[], Features]:
         """The tokenizer's part of a call, which holds Python's lock for a moment only; the rest is what it returns."""
         if _form.get() != "packed" or not inputs or self._expands(kwargs.get("task")):
             features = self._stock(inputs, prompt, kwargs)
@@ -110,10 +111,10 @@ class PackedInputs(Replacement):
         features = pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.owner.model))
         return lambda: features
 
-    def _expands(self, task: Any) -> bool:
+    def _expands(self, task: object) -> bool:
         return task == "query" and getattr(self.owner, "query_expansion", None) is not None
 
-    def _stock(self, inputs: Sequence[Any], prompt: str | None, kwargs: dict[str, Any]) -> Features:
+    def _stock(self, inputs: Sequence[object], prompt: str | None, kwargs: dict[str, object]) -> Features:
         transformer = self.owner
         found: Features = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
         return found
@@ -123,7 +124,7 @@ class PackedInputs(Replacement):
             self._forget()
         return self._lock
 
-    def _plan(self, prompt: str | None, kwargs: dict[str, Any]) -> _Plan | None:
+    def _plan(self, prompt: str | None, kwargs: dict[str, object]) -> _Plan | None:
         tokenizer = self.owner.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch"):
@@ -137,7 +138,7 @@ class PackedInputs(Replacement):
             self._plans[key] = self._planned(prompt, kwargs, backend)
         return self._plans[key]
 
-    def _planned(self, prompt: str | None, kwargs: dict[str, Any], backend: Any) -> _Plan | None:
+    def _planned(self, prompt: str | None, kwargs: dict[str, object], backend: Any) -> _Plan | None:
         with padded_inputs(), unwatched():
             self._stock([_PROBES[0]], prompt, kwargs)
             limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
@@ -180,7 +181,7 @@ class PackedInputs(Replacement):
         return packed_features(ids, torch.from_numpy(lengths), padding, longest) | plan.others
 
 
-def on_device(features: Mapping[str, Any], device: torch.device | str) -> Features:
+def on_device(features: Mapping[str, object], device: torch.device | str) -> Features:
     """Features whose tensors are there."""
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in features.items()}
 

@@ -142,7 +142,7 @@ class _Begun(NamedTuple):
     cut: Truncation
 
 
-def _or_none(make: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+def _or_none(make: Callable[..., T], *args: object, **kwargs: object) -> T | None:
     """The result, or None where texts could not be tokenised, which is told when they are encoded one by one."""
     try:
         with packed_inputs():

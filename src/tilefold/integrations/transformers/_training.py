@@ -57,7 +57,9 @@ class AlphaSchedule(TrainerCallback):
         values = [target if share == 1 else self.start + share * (target - self.start) for target in self.targets]
         return values if isinstance(self.alpha, Sequence) else values[0]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: object, state: Any, control: object, model: nn.Module | None = None, **_: object
+    ) -> None:
         """Check the model, and set the alpha of the first step, or of the step that training resumes from."""
         if model is None:
             raise ValueError("model must be passed to the callback by its trainer, got None.")
@@ -69,7 +71,9 @@ class AlphaSchedule(TrainerCallback):
             raise ValueError(f"until must not lie after the last step, {state.max_steps}, got {self.until}.")
         set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+    def on_step_end(
+        self, args: object, state: Any, control: object, model: nn.Module | None = None, **_: object
+    ) -> None:
         """Set the alpha of the next step."""
         if model is not None:
             set_alpha(model, self.alpha_at(state.global_step, state.max_steps))

@@ -85,7 +85,7 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
     return made
 
 
-def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: Any) -> list[EntmaxAlpha]:
+def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> list[EntmaxAlpha]:
     """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` made of it; the new modules.
 
     transformers reports ``entmax_alpha.theta`` as unexpected weights; the model refuses to run without its alphas.
@@ -232,7 +232,7 @@ def entmax_transformer() -> type:
     return EntmaxTransformer
 
 
-def _implementation(module: nn.Module) -> Any:
+def _implementation(module: nn.Module) -> object:
     return getattr(module.config, "_attn_implementation", None)
 
 
@@ -260,7 +260,7 @@ def _theta_of(name: str, found: dict[str, Tensor]) -> Tensor | None:
     return found[matches[0]] if len(matches) == 1 else None
 
 
-def _read_thetas(name_or_path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
+def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]:
     from transformers.utils import cached_file  # needs the hub's client
 
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": True}

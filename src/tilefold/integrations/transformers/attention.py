@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,9 +56,9 @@ def entmax_mask(
     kv_length: int,
     q_offset: int | Tensor | None = None,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    mask_function: Callable[..., object] | None = None,
     attention_mask: Tensor | None = None,
-    **how: Any,
+    **how: object,
 ) -> Tensor | None:
     """The ``[B, kv_length]`` padding mask unchanged: causality and windows are arguments of the attention.
 
@@ -90,7 +90,7 @@ def entmax_mask(
     return mask
 
 
-def _is_known(function: Callable[..., Any], how: dict[str, Any]) -> bool:
+def _is_known(function: Callable[..., object], how: Mapping[str, object]) -> bool:
     if function is causal_mask_function or function is bidirectional_mask_function:
         return True
     if torch.compiler.is_compiling():  # which cannot look into closures; masks of packs and of callers forbid both

@@ -80,7 +80,10 @@ def packed_attention_forward(
 
 
 def packed_mask(
-    *args: Any, mask_function: Callable[..., Any] = bidirectional_mask_function, attention_mask: Any = None, **how: Any
+    *args: Any,
+    mask_function: Callable[..., object] = bidirectional_mask_function,
+    attention_mask: Tensor | None = None,
+    **how: Any,
 ) -> Tensor | None:
     """The mask of ``"sdpa"``, but none where nothing is padded: the attention applies windows itself."""
     plain = all(
@@ -93,7 +96,7 @@ def packed_mask(
     return found
 
 
-def conjuncts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+def conjuncts(function: Callable[..., object]) -> list[Callable[..., object]]:
     """The mask functions that transformers' ``and_masks`` joined to this one; none if it is no such conjunction."""
     if not getattr(function, "__qualname__", "").startswith("and_masks"):
         return []
