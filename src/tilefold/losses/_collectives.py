@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilefold._process_group import ranks_of
+
 # "world" is all ranks, or this process alone where torch.distributed is not initialised; None is this process alone.
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 
@@ -29,11 +31,9 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
         )
     if scores.dim() != 2:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
-    if group is not None and group != "world" and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup, 'world' or None, got {group!r}.")
     wide = torch.promote_types(scores.dtype, torch.float32)
     if type(scores) is Tensor or not _is_dtensor(scores):
-        return Columns(scores.to(wide), None, _row_group(group))
+        return Columns(scores.to(wide), None, ranks_of(group))
     local, mesh, dim = _local_columns(scores)
     if group == "world":
         if mesh.size() != dist.get_world_size():
@@ -42,7 +42,7 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
                 "'world'; pass the group of the data-parallel dimension, for instance mesh['dp'].get_group(), or None."
             )
         group = None  # the mesh is the world, and its ranks hold the same rows
-    return Columns(local.to(wide), None if dim is None else mesh.get_group(dim), _row_group(group))
+    return Columns(local.to(wide), None if dim is None else mesh.get_group(dim), ranks_of(group))
 
 
 def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -74,13 +74,6 @@ class _Sum(torch.autograd.Function):
 def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
     total: Tensor = _Sum.apply(statistics, group, factor)  # type: ignore[no-untyped-call]
     return total
-
-
-def _row_group(group: Group) -> dist.ProcessGroup | None:
-    if group == "world":
-        available = dist.is_available() and dist.is_initialized()
-        return dist.group.WORLD if available and dist.get_world_size() > 1 else None
-    return group
 
 
 def _is_dtensor(scores: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,9 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
 
     The first of ``tensors`` chooses the device. Types of ``options`` are part of the key: ``True`` equals 1.
     """
-    first: Any = tensors[0]
+    first: Any
+    tensor: Any
+    first = tensors[0]
     if torch.compiler.is_dynamo_compiling() or type(first) not in PLAIN:
         return None
     if not (first.is_cuda or (first.is_cpu and triton_interpreted())) or not is_eager():
@@ -41,8 +42,8 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
             if tensor is None:
                 facts.append(None)
             elif type(tensor) in PLAIN:
-                facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)  # type: ignore[attr-defined]
-                together |= tensor.data_ptr()  # type: ignore[attr-defined]
+                facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                together |= tensor.data_ptr()
             else:
                 return None
     except RuntimeError:  # sparse and nested tensors have no strides: the checks report them
@@ -104,7 +105,8 @@ class _Eager(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call.take((*tensors, *results, None)))
         ctx.operator, ctx.call, ctx.into = operator, call, into
-        return results[0]  # type: ignore[no-any-return]
+        first: Tensor = results[0]
+        return first
 
     @staticmethod
     def backward(ctx: Any, dfirst: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -124,15 +126,9 @@ def schema_of(arguments: Mapping[str, Any], results: int) -> str:
 
     def prototype() -> None: ...
 
-    returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
-    prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
-    return torch.library.infer_schema(prototype, mutates_args=())
-
-
-def define_op(name: str, schema: str, function: Callable[..., Any]) -> None:
-    """Define ``tilefold::name``, its first argument a tensor, with this function for every device."""
-    torch.library.define(f"tilefold::{name}", schema)
-    torch.library.impl(f"tilefold::{name}", "default", functools.partial(run, function))
+    vars(prototype)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
+    schema: str = torch.library.infer_schema(prototype, mutates_args=())
+    return schema.replace("-> ()", f"-> ({', '.join(['Tensor'] * results)})")
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
@@ -169,21 +165,7 @@ def forbid_double_backward(name: str, operator: str) -> None:
             "or use impl='reference', which can be differentiated again."
         )
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-
-    torch.library.register_autograd(f"tilefold::{name}", backward, setup_context=setup_context)
-
-
-def hashable(option: Any) -> Any:
-    """An option as a key can have it: lists come from schemas."""
-    return tuple(option) if isinstance(option, list) else option
-
-
-def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Tensor:
-    if strides is None:
-        return like.new_empty(shape, dtype=dtype)
-    return like.new_empty_strided(shape, strides, dtype=dtype)
+    torch.library.register_autograd(f"tilefold::{name}", backward)
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:

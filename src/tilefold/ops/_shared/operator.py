@@ -12,34 +12,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared import calls, fallback
 from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared._triton.tensors import capability_of, sm_count
-from tilefold.ops._shared.calls import (
-    APPLY,
-    Key,
-    Pass,
-    as_tuple,
-    bare,
-    call_key,
-    define_op,
-    empty,
-    forbid_double_backward,
-    gradient_key,
-    hashable,
-    is_plain,
-    run,
-    schema_of,
-)
+from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, gradient_key, run
 from tilefold.ops._shared.checks import check_choice
-from tilefold.ops._shared.fallback import (
-    SLOWER,
-    KernelUnavailableError,
-    attempt,
-    give_up,
-    given_up,
-    given_up_on,
-    refuse_capture,
-)
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
 from tilefold.ops._shared.internals import is_eager, tf32_allowed
 from tilefold.ops._shared.plan import Buffer, Setting, Take, taker
@@ -116,7 +93,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._leaves = [self._inputs.index(each) for each in self.gradients]
         self._dfirst = f"d{self.results[0]}"
         self._takers: dict[Collection[str], Take] = {}
-        self.calls: dict[Key, Pass] = {}  # by arguments of the public function, of its gradients, or of the registered
+        self.calls: dict[Key | None, Pass] = {}  # of the public function, the registered operators, and gradients
         self._register()
 
     def chosen_impl(self, first: Tensor, impl: str) -> str:
@@ -153,12 +130,10 @@ class Operator(Generic[TensorsT, OptionsT]):
             for place in self._leaves:
                 training = training or bool(getattr(tensors[place], "requires_grad", False))
         key = call_key((*tensors, *into.values()) if into else tensors, (*asked, *into, impl, training))
-        call = None
-        if key is not None:
-            try:
-                call = self.calls.get(key)
-            except TypeError:  # an option that cannot be hashed: the checks report it
-                key = None
+        try:
+            call = self.calls.get(key)
+        except TypeError:  # an option that cannot be hashed: the checks report it
+            call = key = None
         if call is not None:
             if call.ready is not None:
                 tensors = call.ready(tensors)
@@ -192,10 +167,10 @@ class Operator(Generic[TensorsT, OptionsT]):
             name, impl = self._named(tensors, impl)
         if impl == "reference":
             return None, (self.reference(tensors, options), *[None] * (len(self.results) - 1))
-        if key is None and not is_plain(*tensors):
+        if key is None and not calls.is_plain(*tensors):
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
-            return None, as_tuple(self._by_torch(*tensors, *options, training, impl))
+            return None, calls.as_tuple(self._by_torch(*tensors, *options, training, impl))
         call = Pass(name, options, impl, training, False, key, ready, tuple(into), self._taker(options))
         return self._kept(call), tensors
 
@@ -213,12 +188,15 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Results or gradients; ``first`` is on the current device, and autocast is off."""
         if call.program is not None and call.program.bound:
             return call.program(*given)
+        device = first.device
         if call.impl in KERNELS:
             if self.check_values is not None and not call.backward and not first.is_cuda and may_look(first):
                 self.check_values(self.tensors(*given), call.options)
-            while call.program is not None or call.impl == "triton" or given_up(call.name, first.device) is None:
-                found = attempt(self._launched, call, given)
-                if not isinstance(found, KernelUnavailableError):
+            while (
+                call.program is not None or call.impl == "triton" or fallback.given_up(call.name, first.device) is None
+            ):
+                found = fallback.attempt(self._launched, call, given)
+                if not isinstance(found, fallback.KernelUnavailableError):
                     if found is None:
                         break
                     return found
@@ -226,10 +204,10 @@ class Operator(Generic[TensorsT, OptionsT]):
                 instead = found.instead if program is None else program.instead.get(found.kernel)
                 if instead is None and call.impl == "triton":
                     raise found
-                kernel, sentence = (call.name, SLOWER) if instead is None else instead
+                kernel, sentence = (call.name, fallback.SLOWER) if instead is None else instead
                 why = str(found) if found.instead is None else str(found.args[0])
-                give_up(kernel, first.device, why, sentence)
-        refuse_capture(call.name, first.device)
+                fallback.give_up(kernel, device, why, sentence)
+        fallback.refuse_capture(call.name, device)
         return self._tiled(call, first, given)
 
     def _tiled(self, call: Pass, first: Tensor, given: tuple[Any, ...]) -> Results:
@@ -303,10 +281,11 @@ class Operator(Generic[TensorsT, OptionsT]):
             return self._by_operator(dfirst, saved, call.options, needs, call.impl)
         saved = (*saved, *into)
         key = None if call.key is None else gradient_key(call, needs, dfirst, saved)
-        known = None if key is None else self.calls.get(key)
+        known = self.calls.get(key)
         if known is None:
             known = self._kept(Pass(call.name, call.options, call.impl, needs, True, key, into=call.into))
-        return run(self.compute, dfirst, known, (dfirst, *saved))  # type: ignore[no-any-return]
+        found: Results = run(self.compute, dfirst, known, (dfirst, *saved))
+        return found
 
     # The registered operator
 
@@ -317,16 +296,18 @@ class Operator(Generic[TensorsT, OptionsT]):
         backward |= {"needs": Sequence[bool], "impl": str}
         for name, hints, results in ((self.name, forward, self.results), (back, backward, self.gradients)):
             is_backward = name == back
-            define_op(name, schema_of(hints, len(results)), partial(self._registered, is_backward))
+            torch.library.define(f"tilefold::{name}", calls.schema_of(hints, len(results)))
+            torch.library.impl(f"tilefold::{name}", "default", partial(run, partial(self._registered, is_backward)))
             torch.library.register_fake(f"tilefold::{name}", partial(self._fake, is_backward))
-        forbid_double_backward(back, self.name)
+        calls.forbid_double_backward(back, self.name)
         torch.library.register_autograd(
             f"tilefold::{self.name}", self._differentiate, setup_context=self._setup_context
         )
         self._by_torch, self._gradients_by_torch = (getattr(torch.ops.tilefold, name) for name in (self.name, back))
 
     def _split(self, backward: bool, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Any, str]:
-        *values, wanted, impl = map(hashable, args)
+        values: list[Any] = [tuple(each) if isinstance(each, list) else each for each in args]  # as keys can have them
+        *values, wanted, impl = values
         count = 1 + len(self.saved._fields) if backward else len(self._inputs)
         given = tuple(values[:count]) if backward else self.tensors(*values[:count])
         return given, self.options(*values[count:]), wanted, impl
@@ -341,32 +322,31 @@ class Operator(Generic[TensorsT, OptionsT]):
         else:
             name, impl = self._named(given, impl)
         key = call_key(given, ("registered", backward, *options, wanted, impl))
-        known = None if key is None else self.calls.get(key)
-        call = known or self._kept(Pass(name, options, impl, wanted, backward, key))
+        call = self.calls.get(key) or self._kept(Pass(name, options, impl, wanted, backward, key))
         found = self.compute(given[0], call, given)
         if backward:  # operators return tensors only
             found = [given[0].new_empty(0) if x is None else x for x in found]
         elif any(result is None for result in found):
-            made = as_tuple(self._fake(backward, *args))
+            made = calls.as_tuple(self._fake(backward, *args))
             found = [each.zero_() if x is None else x for x, each in zip(found, made, strict=True)]
-        return bare(found)
+        return calls.bare(found)
 
     def _fake(self, backward: bool, *args: Any) -> Any:
         """Results without values; an empty one stands for a gradient that nobody asked for."""
         given, options, wanted, _ = self._split(backward, args)
         made = self._made(backward, given, options, wanted).values()
         nothing = Buffer((0,), given[0].dtype)
-        return bare([empty(given[0], *(buffer or nothing)) for buffer in made])
+        return calls.bare([(buffer or nothing).on(given[0].device) for buffer in made])
 
     def _by_operator(
         self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str
     ) -> Results:
-        found = as_tuple(self._gradients_by_torch(dfirst, *saved, *options, needs, impl))
+        found = calls.as_tuple(self._gradients_by_torch(dfirst, *saved, *options, needs, impl))
         return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, ctx.options, ctx.training, ctx.impl = self._split(False, inputs)
-        results = as_tuple(output)
+        results = calls.as_tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*self._taker(ctx.options)((*tensors, *results, None)))
@@ -399,4 +379,4 @@ def refuse_buffers(into: Collection[str], where: str) -> None:
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:
     """Current setting for plans on this device."""
     tf32 = tf32_allowed(torch.float32)
-    return Setting(capability_of(device), sm_count(device), tf32, aligned, given_up_on(device))
+    return Setting(capability_of(device), sm_count(device), tf32, aligned, fallback.given_up_on(device))

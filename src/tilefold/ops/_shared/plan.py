@@ -37,6 +37,12 @@ class Buffer(NamedTuple):
         """Describe ``torch.empty_like(tensor)``."""
         return cls(tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride())
 
+    def on(self, device: torch.device) -> Tensor:
+        """Such memory."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
 
 class View(NamedTuple):
     """The memory of the result ``of``, in another dtype."""

@@ -195,9 +195,7 @@ def _stretch(made: list[_Made], turns: list[_Turn], at: Mapping[int, int]) -> _S
 
 def without_memory(device: torch.device, buffer: Buffer) -> Tensor:
     """A tensor that says what to allocate, and holds nothing."""
-    tensor = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    if buffer.strides is not None:
-        tensor = tensor.as_strided(buffer.shape, buffer.strides)
+    tensor = buffer.on(device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
