@@ -48,7 +48,7 @@ def no_kernel_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: object) -> None:
         raise KernelUnavailableError("_some_kernel", "PTXASError: no such instruction")
 
-    monkeypatch.setattr(ATTENTION, "_plans", lambda: SimpleNamespace(forward=fails, backward=fails))
+    monkeypatch.setattr(ATTENTION, "plans", lambda: SimpleNamespace(forward=fails, backward=fails))
     monkeypatch.setattr(shared_impl, "takes_kernels", lambda device: True)
 
 
