@@ -23,13 +23,7 @@ from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules.echo import EchoTransformer
 from tilefold.pipeline.truncated import tallied, watching
-from tilefold.retrieval import (
-    encode_collection,
-    encode_queries,
-    encode_texts,
-    encode_tokens,
-    read_manifest,
-)
+from tilefold.retrieval import encode_collection, encode_queries, encode_texts, encode_tokens, read_manifest
 from tilefold.retrieval.dense import encode_dense
 from tilefold.retrieval.truncation import Beginnings, cut_texts
 

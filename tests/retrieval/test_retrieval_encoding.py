@@ -142,6 +142,8 @@ def test_a_stream_stores_token_vectors_as_a_plain_model_does(
     assert one.values.dtype == other.values.dtype and torch.equal(one.offsets, other.offsets)
     for i in range(len(one)):
         torch.testing.assert_close(one.rows(i), other.rows(i), rtol=0, atol=2 / 127)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert encode_texts(late, TEXTS, kind=kind, storage=storage, batch_size=2).ids == list(TEXTS)
 
 
 def test_queries_get_the_query_prompt_and_are_thinned(splade: Any) -> None:

@@ -171,22 +171,6 @@ def test_seismic_indexes_vocabularies_beyond_16_bits(
     assert load_index(tmp_path / "index").search(queries, 3) == many.search(queries, 3)
 
 
-def test_seismic_without_the_fast_loader_gives_the_same_index(
-    make_vectors: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents, queries = make_vectors(50), make_vectors(5, seed=1)
-    expected = build_index(documents, "seismic", heap_factor=0.0).search(queries, 5)
-    real = seismic.SeismicDataset
-
-    class OlderDataset:  # the class before documents could be added by component
-        def __new__(cls) -> Any:
-            return real()
-
-    monkeypatch.setattr(seismic, "SeismicDataset", OlderDataset)
-    found = build_index(documents, "seismic", heap_factor=0.0).search(queries, 5)
-    assert [[hit.id for hit in row] for row in found] == [[hit.id for hit in row] for row in expected]
-
-
 def test_a_missing_backend_package_says_how_to_install_it(make_vectors: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "seismic", None)
     refused(MissingPackageError, r"pip install pyseismic-lsr", build_index, make_vectors(3), "seismic")

@@ -6,14 +6,12 @@ import math
 import multiprocessing
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +48,13 @@ OLD, NEW = vectors(0), vectors(1)
 def write(place: str, how: str, told: Any) -> None:
     """Write the documents, and tell 0 and after every batch how many are written."""
     told.send(0)
-    opened = partial(QdrantCollection.embedded, place)
-    if "://" in place:
-        opened = partial(QdrantCollection.server, place, "papers")
     vectors = NEW if how == "upsert" else OLD
-    with opened(PAPERS) as collection:
+    with QdrantCollection.embedded(place, PAPERS) as collection:
         add = getattr(collection, how)
         add(Documents(vectors.ids, vectors), batch_size=BATCH, progress=lambda done, _: told.send(done))
 
 
-def writer(place: str | Path, how: str) -> tuple[Any, Any]:
+def writer(place: Path, how: str) -> tuple[Any, Any]:
     """A process that writes the documents, and what it tells."""
     here, there = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=write, args=(str(place), how, there))
@@ -220,28 +215,6 @@ def test_a_build_that_lost_its_server_goes_on_where_it_was(http: OverHttp, make_
     assert reported == [10, 20, 30, 10, 20, 30, 40, 50, 60]
     assert sum(method == "PUT" and path.endswith("/points") for method, path in http.seen) == 3  # not again
     assert again.complete and len(again) == 60
-
-
-def test_a_client_that_is_killed_in_a_request_lost_nothing_that_it_reported(http: OverHttp) -> None:
-    documents, (client, here) = Documents(OLD.ids, OLD), writer(http.url, "build")
-    sent = random.randrange(2, 8)  # noqa: S311
-
-    def kill(method: str, path: str) -> int | None:
-        if method == "PUT" and path.endswith("/points") and sum(seen == (method, path) for seen in http.seen) == sent:
-            client.kill()
-        return None
-
-    http.fault = kill
-    reported, http.fault = reports(client, here), None
-    assert client.exitcode == -signal.SIGKILL
-    assert reported >= (sent - 2) * BATCH
-    collection = QdrantCollection.server(http.url, "papers")
-    assert not collection.complete
-    stored = collection.vectors(OLD.ids[:reported])
-    assert stored.ids == OLD.ids[:reported] and np.array_equal(stored.data, OLD.take(range(reported)).data)
-    collection.build(documents, batch_size=BATCH)
-    stored = collection.vectors(OLD.ids)
-    assert collection.complete and np.array_equal(stored.indices, OLD.indices) and np.array_equal(stored.data, OLD.data)
 
 
 @pytest.mark.parametrize("at", ["collection.json", "index.json"])

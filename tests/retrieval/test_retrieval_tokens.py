@@ -16,8 +16,6 @@ from tilefold.retrieval import (
     TokenStore,
     TokenVectors,
     TokenVectorWriter,
-    encode_texts,
-    encode_tokens,
     open_tokens,
     read_vectors,
     rerank,
@@ -28,14 +26,6 @@ D = 16
 # products of unit vectors accumulate in fp32: what is left is the rounding of each entry on both sides
 FP16_BUDGET = 2 * 2.0**-11
 INT8_BUDGET = 2 * 0.5 / 127
-
-TEXTS = {
-    "d0": "a cat sleeps",
-    "d1": "x",
-    "d2": "dogs chase cats and birds and, on some days, each other all around the house",
-    "d3": "sparse retrieval weighs the words of a vocabulary",
-    "d4": "trees grow slowly",
-}
 
 
 def unit(n: int, seed: int) -> torch.Tensor:
@@ -221,21 +211,3 @@ def test_sparse_and_token_vectors_are_told_apart(tmp_path: Path, make_vectors: A
     ):
         refused(DataError, message, call)
     assert len(open_tokens(tmp_path / "t")) == 1
-
-
-def test_encoded_documents_and_queries_score_as_the_model_scores_them(late: Any, tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    manifest = encode_tokens(
-        late, TEXTS, tmp_path / "t", batch_size=2, shard_size=2, progress=lambda *done: calls.append(done)
-    )
-    assert calls == [(0, 5), (2, 5), (4, 5), (5, 5)]
-    assert (manifest.complete, manifest.n_documents, manifest.dimension) == (True, 5, D)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert encode_texts(late, TEXTS, kind="query", batch_size=2).ids == list(TEXTS)
-    queries = encode_texts(late, {"q1": "cats asleep", "q2": "trees"}, kind="query")
-    found = rerank({query: dict.fromkeys(TEXTS, 0.0) for query in queries.ids}, queries, open_tokens(tmp_path / "t"))
-    expected = late.similarity(
-        late.encode_query(["cats asleep", "trees"]), late.encode_document(list(TEXTS.values()))
-    ).tolist()
-    for query, scores in zip(("q1", "q2"), expected, strict=True):
-        assert found[query] == pytest.approx(dict(zip(TEXTS, scores, strict=True)), abs=8 * FP16_BUDGET)

@@ -83,31 +83,22 @@ def test_rows_by_name_come_in_the_order_of_the_folder_and_others_are_left_out(
     assert len(read_rows(tmp_path / "v", ["nobody"])) == 0
 
 
-def test_one_writer_lists_the_shards_that_another_stores(make_vectors: Make, tmp_path: Path) -> None:
-    lister, storer = SparseVectorWriter(tmp_path, **OWN), SparseVectorWriter(tmp_path, **OWN, lists=False)
-    parts = [make_vectors(3, seed=seed, prefix=f"{seed}-") for seed in range(2)]
-    stored = {number: storer.store_shard(number, parts[number]) for number in (1, 0)}
-    assert not lister.has_shard(0)
-    refused(ValueError, "expected at most 0, the next shard, got 1", lister.list_shard, 1, stored[1])
-    for number in (0, 1):
-        lister.list_shard(number, stored[number], {})
-    assert lister.finish().shards == [stored[0], stored[1]]
-    assert same(read_vectors(tmp_path), SparseVectors.concatenate(parts))
-
-
 def test_shards_are_left_with_receipts_and_those_without_any_vector_are_written_again(
     make_vectors: Make, tmp_path: Path
 ) -> None:
     lister, other = SparseVectorWriter(tmp_path, **OWN), SparseVectorWriter(tmp_path, **OWN, lists=False)
     failed = {f"f{i}": "RuntimeError: no memory" for i in range(16)}
+    stored = other.store_shard(1, make_vectors(3, prefix="e"))
+    assert not lister.has_shard(0)
+    refused(ValueError, "expected at most 0, the next shard, got 1", lister.list_shard, 1, stored)
     other.leave_shard(1, SparseVectors.from_rows({}, 500, "f" * 64), failed, None)
     other.leave_shard(0, make_vectors(3), {"x": "expected a string, got int"}, None)
     assert lister.receive([0, 1]) == {0}
     again = SparseVectorWriter(tmp_path, **OWN, resume=True)
     assert again.has_shard(0) and not again.has_shard(1)
     assert again.manifest.failed == {"x": "expected a string, got int"}
-    again.write_shard(1, make_vectors(3, prefix="e"))
-    again.finish(7)
+    again.list_shard(1, other.store_shard(1, make_vectors(3, prefix="e")))
+    assert again.finish(7).shards[1] == stored
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["manifest.json"]
     assert read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
 

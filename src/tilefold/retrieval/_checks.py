@@ -18,6 +18,12 @@ def check_count(name: str, value: object, least: int = 1, kinds: tuple[type, ...
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}.")
 
 
+def check_least(name: str, value: float | None, least: int = 1) -> None:
+    """Raise ``ValueError`` unless `value` is None, or a number of at least `least`."""
+    if value is not None and not value >= least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}.")
+
+
 def check_choice(name: str, value: object, allowed: Collection[str], remedy: str = "") -> None:
     """Raise ``ValueError`` unless `value` is one of `allowed`."""
     if value not in allowed:

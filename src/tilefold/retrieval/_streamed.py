@@ -23,6 +23,7 @@ from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, halved, say_unused_batch_tokens
 from tilefold.pipeline.truncated import Truncation, tell, watching
+from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval._shards import M, Part, ShardWriter, V, check_some
 from tilefold.retrieval.errors import DataError
@@ -46,10 +47,8 @@ class Output(NamedTuple):
 
     def check(self) -> None:
         """Raise ``ValueError`` for sizes and times that no shard has."""
-        if self.shard_size < 1:
-            raise ValueError(f"shard_size: expected at least 1, got {self.shard_size}.")
-        if not self.save_minutes >= 0:
-            raise ValueError(f"save_minutes: expected at least 0, got {self.save_minutes}.")
+        check_least("shard_size", self.shard_size)
+        check_least("save_minutes", self.save_minutes, 0)
 
     def report(self, done: int, total: int) -> None:
         """Call `progress`, where there is one."""
@@ -72,10 +71,8 @@ class Encoding(ABC):
         """Raise ``ValueError`` for a value that it cannot have."""
         if self.kind not in ("document", "query"):
             raise ValueError(f"kind: expected 'document' or 'query', got {self.kind!r}.")
-        for name in ("batch_size", "batch_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}.")
+        check_least("batch_size", self.batch_size)
+        check_least("batch_tokens", self.batch_tokens)
 
     @abstractmethod
     def job(

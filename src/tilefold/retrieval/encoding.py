@@ -16,6 +16,7 @@ from tilefold._typing import Model
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
+from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._meeting import RankShards, meeting
 from tilefold.retrieval._sparse import SparseVectors
@@ -121,8 +122,7 @@ class SparseEncoding(Encoding):
         super().check()
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k: expected None or at least 1, got {self.top_k}.")
-        if not self.min_weight >= 0:
-            raise ValueError(f"min_weight: expected at least 0, got {self.min_weight}.")
+        check_least("min_weight", self.min_weight, 0)
 
     def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> SparseJob:
         """See :meth:`Encoding.job`."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tilefold._files import atomic_directory, read_json, sha256_file, write_json
 from tilefold._version import __version__
-from tilefold.retrieval._checks import check_choice
+from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import Json, is_unicode
 from tilefold.retrieval._shards import check_whole
 from tilefold.retrieval._sparse import SparseVectors
@@ -110,8 +110,7 @@ def export_opensearch(
     check_choice("field_type", field_type, FIELD_TYPES)
     check_choice("dots", dots, DOTS)
     _check_form("field", field, _FIELD, ("id", "text"), ", -")
-    if part_bytes < 1:
-        raise ValueError(f"part_bytes: expected at least 1, got {part_bytes}.")
+    check_least("part_bytes", part_bytes)
     documents = _survey(vectors, "OpenSearch", lambda text: None)
     if 0 < (lightest := documents.weights[0]) < _SMALLEST_WEIGHT:
         least = f"weights of at least {_SMALLEST_WEIGHT:.3g} (a normal float32)"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tilefold.retrieval._checks import check_choice, check_share
+from tilefold.retrieval._checks import check_choice, check_least, check_share
 from tilefold.retrieval._files import check_text_ids
 
 __all__ = ["Fusion", "Normalization", "Run", "interpolate", "reciprocal_rank_fusion"]
@@ -121,8 +121,7 @@ def check_scores(name: str, query_id: str, scores: Mapping[str, float], *, finit
 def _check(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
     if not runs:
         raise ValueError("runs: expected at least one run, got an empty list.")
-    if not k >= 1:
-        raise ValueError(f"k: expected at least 1, got {k}.")
+    check_least("k", k)
     for run in runs:
         check_text_ids("runs", run)
         for query_id, scores in run.items():

@@ -150,11 +150,7 @@ def mine_negatives(
 
 
 def _candidates(
-    mined: Mined,
-    query: str,
-    ranked: list[tuple[str, float]],
-    collection: Collection,
-    false_negatives: FalseNegatives,
+    mined: Mined, query: str, ranked: list[tuple[str, float]], collection: Collection, false_negatives: FalseNegatives
 ) -> list[int]:
     """Ranks, from 1, that can be negatives."""
     splits = (judged.get(query, {}) for judged in collection.qrels.values())

@@ -18,6 +18,7 @@ import torch
 
 from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
+from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._shards import M, Receipt, ShardWriter, V, check_some, differences
 from tilefold.retrieval._streamed import WAITING_SHARDS, Encoding, Job, Output, Shard, encode_shards, reason
@@ -58,12 +59,9 @@ class RayCluster:
     patience: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("workers", "worker_cpus"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}.")
-        if self.worker_gpus is not None and not self.worker_gpus >= 0:
-            raise ValueError(f"worker_gpus: expected at least 0, got {self.worker_gpus}.")
+        check_least("workers", self.workers)
+        check_least("worker_cpus", self.worker_cpus)
+        check_least("worker_gpus", self.worker_gpus, 0)
 
 
 @dataclass(frozen=True)

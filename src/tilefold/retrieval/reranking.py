@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
-from tilefold.retrieval._checks import check_choice, check_share
+from tilefold.retrieval._checks import check_choice, check_least, check_share
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.fusion import Run, check_scores, interpolate
@@ -60,8 +60,7 @@ def rerank(
     dimensions than the queries, or int8 vectors of queries are a ``ValueError``; a query or a candidate without vectors
     is a ``DataError`` that names the first and says how many.
     """
-    if depth is not None and depth < 1:
-        raise ValueError(f"depth: expected at least 1 or None, got {depth}.")
+    check_least("depth", depth)
     check_choice("tail", tail, TAILS)
     if queries.values.dtype == torch.int8:
         raise ValueError("queries: expected fp16 or fp32 vectors, got int8; encode them with storage='fp16'.")
@@ -110,8 +109,7 @@ class Reranking:
     weight: float | None = None
 
     def __post_init__(self) -> None:
-        if self.depth is not None and self.depth < 1:
-            raise ValueError(f"depth: expected at least 1, got {self.depth}.")
+        check_least("depth", self.depth)
         check_choice("tail", self.tail, TAILS)
         if self.weight is not None:
             check_share("weight", self.weight)

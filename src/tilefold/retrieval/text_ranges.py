@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,33 +68,25 @@ class Survey:
     sample: list[str] = field(default_factory=list)
 
 
-class Texts(ABC):
-    """Texts that can be given to other processes."""
-
-    @abstractmethod
-    def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """Read all texts once; `sample` of them are kept, at most twice as many."""
-
-
-class HeldTexts(Texts):
+class HeldTexts:
     """Texts in the memory of this process, id -> text in a fixed order; they travel with the ranges."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """Read them once."""
+        """Read all texts once; `sample` of them are kept, at most twice as many."""
         return _survey(((None, name, text) for name, text in self.texts.items()), shard_size, sample)
 
 
-class StoredTexts(Texts):
+class StoredTexts:
     """Documents as :func:`tilefold.retrieval.load_documents` reads them, which others read for themselves."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """See :class:`Texts`; ``DataError`` names file and line of malformed rows and of missing or repeated ids."""
+        """As of :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing or repeated id."""
         keys = array("Q")  # of ids: the texts are not kept
         found = _survey(self._rows(keys), shard_size, sample)
         self._check_unique(keys)
@@ -117,6 +108,9 @@ class StoredTexts(Texts):
                 document = document_of_row(row, where, seen)
                 if id_key(document.id) in twice:
                     seen[document.id] = None
+
+
+Texts = HeldTexts | StoredTexts  # that can be given to other processes
 
 
 def _survey(rows: Iterator[_Row], shard_size: int, wanted: int) -> Survey:

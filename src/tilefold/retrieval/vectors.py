@@ -13,6 +13,7 @@ import numpy as np
 from tilefold._files import atomic_file
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import Json, json_line, require
 from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
 from tilefold.retrieval._sparse import Floats, Ints, Longs, SparseVectors, check_same_vocabulary
@@ -179,8 +180,7 @@ def write_vectors(
     shard_size: int = 65536,
 ) -> VectorManifest:
     """Write vectors in memory to the folder `path`, replacing vectors that were there."""
-    if shard_size < 1:
-        raise ValueError(f"shard_size: expected at least 1, got {shard_size}.")
+    check_least("shard_size", shard_size)
     writer = SparseVectorWriter(
         path,
         vocab_size=vectors.vocab_size,

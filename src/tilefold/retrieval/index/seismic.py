@@ -7,7 +7,6 @@ time to build grows with the vocabulary, used or not, so terms are renumbered to
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -47,7 +46,6 @@ _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where
 _INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
 _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
 _PACKAGE = "pyseismic-lsr"
-_Floats = npt.NDArray[np.float32]
 _Origin = tuple[int, str | None, Provenance]  # size and fingerprint of the vocabulary, model and texts
 _STEM = "seismic"
 _FILE, _TERMS = f"{_STEM}.index.seismic", "terms.npy"
@@ -151,7 +149,10 @@ class SeismicIndex:
         settings = {name: value for name, value in asdict(chosen).items() if name not in searched}
         with _quiet():
             kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
-            dataset = _dataset(kind, int(terms.size), numbers[kept], vectors.data[keep], offsets)
+            dataset, rows = kind(dim=int(terms.size)), [str(row) for row in range(len(vectors))]
+            dataset.add_documents_by_id(
+                rows, numbers[kept], vectors.data[keep], offsets
+            )  # those without terms are left out
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
         return cls(engine, list(vectors.ids), terms.astype(np.int32), chosen, origin)
@@ -238,22 +239,6 @@ class SeismicIndex:
         index = cls(engine, ids, terms, options, origin)
         index._folder = folder
         return index
-
-
-def _dataset(
-    kind: Any, size: int, terms: npt.NDArray[np.int64], weights: _Floats, offsets: npt.NDArray[np.int64]
-) -> Any:
-    """The rows under their numbers; rows without terms are left out (the engine has no such documents)."""
-    if hasattr(kind, "add_documents_by_id"):
-        dataset = kind(dim=size)
-        dataset.add_documents_by_id([str(i) for i in range(len(offsets) - 1)], terms, weights, offsets)
-        return dataset
-    dataset = kind()
-    tokens = terms.astype(_package().get_seismic_string())
-    for i, (low, high) in enumerate(itertools.pairwise(offsets.tolist())):
-        if high > low:
-            dataset.add_document(str(i), tokens[low:high], weights[low:high])
-    return dataset
 
 
 def _package() -> ModuleType:
