@@ -34,34 +34,19 @@ PORTABLE = "lsr_head's portable kernel"
 # Forward of max pooling; sequences begin at multiples of GROUP rows. With WARP_ROLES warps are of a computing group.
 # The facts tma and roles say whether kernels with descriptors, and with such warps, can run: :func:`max_forward`.
 MAX_FORWARD = (
-    Row(
-        {},
-        {
-            "BLOCK_V": 128, "BLOCK_T": 128, "BLOCK_K": 32, "GROUP": 16, "num_warps": 8, "num_stages": 3,
-            "USE_TMA": False, "PRECISION": "ieee", "WARP_ROLES": False,
-        },
-        COMPILED,
-    ),
+    Row({}, {"BLOCK_V": 128, "BLOCK_T": 128, "BLOCK_K": 32, "GROUP": 16, "num_warps": 8, "num_stages": 3,
+             "USE_TMA": False, "PRECISION": "ieee", "WARP_ROLES": False}, COMPILED),
     Row({"dtype": FP8}, {"BLOCK_K": 64}, COMPILED),
     Row({"tma": True}, {"BLOCK_T": 256, "BLOCK_K": 64, "USE_TMA": True}, MEASURED),
     Row({"tma": True, "dtype": FP8}, {"BLOCK_K": 128}, MEASURED),
-    Row(
-        {"tma": True, "dtype": SIXTEEN} | BLACKWELL,
-        {"BLOCK_T": 128},
-        "compiled: copies of products, which lie in a memory of their own, and places of winners spill from 3.7 on",
-    ),
+    Row({"tma": True, "dtype": SIXTEEN} | BLACKWELL, {"BLOCK_T": 128},
+        "compiled: copies of products, which lie in a memory of their own, and places of winners spill from 3.7 on"),
     Row({"roles": True}, {"num_warps": 4, "num_stages": 4, "WARP_ROLES": True}, MEASURED),
-    Row(
-        FP32,
-        {"BLOCK_V": 64, "BLOCK_T": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
-        MEASURED,
-    ),
+    Row(FP32, {"BLOCK_V": 64, "BLOCK_T": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
+        MEASURED),
     Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
-    Row(
-        INTERPRETED,
-        {"BLOCK_V": 16, "BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "ieee"},
-        SMALL,
-    ),
+    Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
+                      "PRECISION": "ieee"}, SMALL),
 )  # fmt: skip
 # Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN looks at SPLIT_V.
 SCAN = (
@@ -75,98 +60,52 @@ DHIDDEN = (
 )
 # Entries of BLOCK_B sequences are listed at a time, and BLOCK_E multiplied; PROGRAMS run on a multiprocessor.
 DWEIGHT = (
-    Row(
-        {},
-        {
-            "BLOCK_V": 16, "BLOCK_D": 128, "BLOCK_B": 32, "BLOCK_E": 32, "num_warps": 4, "num_stages": 2,
-            "PRECISION": "ieee", "PROGRAMS": 8,
-        },
-        MEASURED,
-    ),
+    Row({}, {"BLOCK_V": 16, "BLOCK_D": 128, "BLOCK_B": 32, "BLOCK_E": 32, "num_warps": 4, "num_stages": 2,
+             "PRECISION": "ieee", "PROGRAMS": 8}, MEASURED),
     Row(FP32, {"BLOCK_E": 16}, MEASURED),
-    Row(
-        BEFORE_HOPPER | {"release": Between(most=(3, 5))},
-        {"num_stages": 1},
-        "compiled: lists spill in a pipeline, in fp32 with 3.4, in 16 bits with 3.5",
-    ),
+    Row(BEFORE_HOPPER | {"release": Between(most=(3, 5))}, {"num_stages": 1},
+        "compiled: lists spill in a pipeline, in fp32 with 3.4, in 16 bits with 3.5"),
     Row(BLACKWELL | FP16, {"BLOCK_E": 16}, "compiled: with 32, scaling spills on some"),
     Row(HOPPER, {"BLOCK_D": 256, "BLOCK_B": 16, "BLOCK_E": 16, "num_stages": 1}, MEASURED),
     Row(LARGE_BATCH, {"BLOCK_B": 32}, MEASURED),
     Row(LARGE_BATCH | {"release": (3, 7)}, {"num_stages": 2}, "compiled: long lists spill without a pipeline"),
-    Row(
-        LARGE_BATCH | FP16,
-        {"maxnreg": 128},
-        "H200, Triton 3.6: scaling would take 152, and a multiprocessor then holds three programs where four do",
-    ),
-    Row(
-        LARGE_BATCH | FP16 | {"release": (3, 4)},
-        {"maxnreg": 168},
-        "compiled: scaled entries with offsets in int64 spill in 128",
-    ),
-    Row(
-        INTERPRETED,
-        {"BLOCK_V": 16, "BLOCK_D": 16, "BLOCK_B": 4, "BLOCK_E": 16, "num_stages": 2, "PROGRAMS": 1},
-        SMALL,
-    ),
+    Row(LARGE_BATCH | FP16, {"maxnreg": 128},
+        "H200, Triton 3.6: scaling would take 152, and a multiprocessor then holds three programs where four do"),
+    Row(LARGE_BATCH | FP16 | {"release": (3, 4)}, {"maxnreg": 168},
+        "compiled: scaled entries with offsets in int64 spill in 128"),
+    Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_D": 16, "BLOCK_B": 4, "BLOCK_E": 16, "num_stages": 2, "PROGRAMS": 1},
+        SMALL),
 )  # fmt: skip
 # Sums. Backward holds SLAB_ELEMENTS of dlogits at a time; kernels of ours multiply FEW_ROWS rows of hidden at most.
 SUM = (
-    Row(
-        {},
-        {
-            "BLOCK_V": 128, "BLOCK_T": 64, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "PRECISION": "ieee",
-            "SLAB_ELEMENTS": 1 << 25, "FEW_ROWS": 64,
-        },
-        MEASURED,
-    ),
+    Row({}, {"BLOCK_V": 128, "BLOCK_T": 64, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "PRECISION": "ieee",
+             "SLAB_ELEMENTS": 1 << 25, "FEW_ROWS": 64}, MEASURED),
     Row(BEFORE_HOPPER, {"BLOCK_K": 32}, COMPILED),
     Row(BLACKWELL, {"num_warps": 16}, "compiled: copies of products in their memory take registers"),
-    Row(
-        FP32,
-        {"BLOCK_V": 32, "BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
-        MEASURED,
-    ),
-    Row(
-        BEFORE_HOPPER | FP32,
-        {"BLOCK_K": 16},
-        "compiled: with 32, some of Triton 3.6 to 3.8 spill at any depth",
-    ),
+    Row(FP32, {"BLOCK_V": 32, "BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
+        MEASURED),
+    Row(BEFORE_HOPPER | FP32, {"BLOCK_K": 16}, "compiled: with 32, some of Triton 3.6 to 3.8 spill at any depth"),
     Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
-    Row(
-        INTERPRETED,
-        {
-            "BLOCK_V": 16, "BLOCK_T": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "ieee",
-            "SLAB_ELEMENTS": 4096, "FEW_ROWS": 32,
-        },
-        SMALL,
-    ),
+    Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
+                      "PRECISION": "ieee", "SLAB_ELEMENTS": 4096, "FEW_ROWS": 32}, SMALL),
 )  # fmt: skip
 # One token per sequence: a tile has BLOCK_B sequences, in forward at most.
 ONE_TOKEN = (
-    Row(
-        {},
-        {"BLOCK_B": 64, "BLOCK_V": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4, "PRECISION": "ieee"},
-        MEASURED,
-    ),
+    Row({}, {"BLOCK_B": 64, "BLOCK_V": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4, "PRECISION": "ieee"},
+        MEASURED),
     Row(FP32, {"BLOCK_B": 32, "BLOCK_K": 32, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED),
     Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
     Row(INTERPRETED, {"BLOCK_B": 16, "BLOCK_V": 16, "BLOCK_K": 16, "num_stages": 1, "PRECISION": "ieee"}, SMALL),
-)
+)  # fmt: skip
 # Its gradients; PROGRAMS of that of hidden run on a multiprocessor.
 ONE_TOKEN_GRADIENTS = (
-    Row(
-        {},
-        {"BLOCK_B": 32, "BLOCK_V": 64, "BLOCK_D": 128, "num_stages": 3, "PRECISION": "ieee", "PROGRAMS": 2},
-        MEASURED,
-    ),
+    Row({}, {"BLOCK_B": 32, "BLOCK_V": 64, "BLOCK_D": 128, "num_stages": 3, "PRECISION": "ieee", "PROGRAMS": 2},
+        MEASURED),
     Row(FP32, {"BLOCK_V": 32, "BLOCK_D": 64, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED),
     Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
-    Row(
-        INTERPRETED,
-        {"BLOCK_B": 16, "BLOCK_V": 16, "BLOCK_D": 16, "num_stages": 1, "PRECISION": "ieee", "PROGRAMS": 1},
-        SMALL,
-    ),
-)
+    Row(INTERPRETED, {"BLOCK_B": 16, "BLOCK_V": 16, "BLOCK_D": 16, "num_stages": 1, "PRECISION": "ieee",
+                      "PROGRAMS": 1}, SMALL),
+)  # fmt: skip
 
 
 def constants_of(table: Iterable[Row], dtype: torch.dtype, setting: Setting, **facts: object) -> Constants:

@@ -69,6 +69,27 @@ def offsets_are_whole(cu_ptr, B, N):
     return ok
 
 
+@triton.jit
+def logits_tile(
+    weight_ptr, rows_ptr, offs_v, row, valid, V,
+    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_T, BLOCK_V]`` products of the given rows and vocabulary entries, fp32."""
+    acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+    for k0 in tl.range(0, D, BLOCK_K):
+        offs_k = k0 + tl.arange(0, BLOCK_K)
+        w = tl.load(
+            weight_ptr + offs_v.to(tl.int64)[:, None] * D + offs_k[None, :],
+            mask=(offs_v < V)[:, None] & (offs_k < D)[None, :],
+            other=0.0,
+        )  # [BLOCK_V, BLOCK_K]
+        h = tl.load(
+            rows_ptr + row[:, None] * D + offs_k[None, :], mask=valid[:, None] & (offs_k < D)[None, :], other=0.0
+        )  # [BLOCK_T, BLOCK_K]
+        acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])
 def forward_kernel(
     weight_ptr, rows_ptr, bias_ptr, mask_ptr, winner_ptr, cu_ptr, out_ptr, B, V, N, length, logit_scale,
@@ -87,16 +108,7 @@ def forward_kernel(
             tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty), mask=here)
     else:
         row, valid = _taken_rows(winner_ptr, cu_ptr, b, B, N, length, PACKED, MASKED, LAST, NO_WINNER)
-    acc = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
-    for k0 in tl.range(0, D, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        w = tl.load(
-            weight_ptr + v.to(tl.int64)[:, None] * D + k[None, :], mask=(v < V)[:, None] & (k < D)[None, :], other=0.0
-        )  # [BLOCK_V, BLOCK_K]
-        h = tl.load(
-            rows_ptr + row[:, None] * D + k[None, :], mask=valid[:, None] & (k < D)[None, :], other=0.0
-        )  # [BLOCK_B, BLOCK_K]
-        acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
+    acc = logits_tile(weight_ptr, rows_ptr, v, row, valid, V, D, BLOCK_V, BLOCK_B, BLOCK_K, PRECISION)
     acc *= logit_scale
     if HAS_BIAS:
         acc += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)[None, :]

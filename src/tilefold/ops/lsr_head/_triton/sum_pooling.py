@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import activate, slope_from_logit
 from tilefold.ops._shared._triton.offsets import narrowed
-from tilefold.ops.lsr_head._triton.one_token import offsets_are_whole
+from tilefold.ops.lsr_head._triton.one_token import logits_tile, offsets_are_whole
 
 
 @triton.jit
@@ -19,27 +19,6 @@ def _row_range(cu_ptr, b, N, uniform_length, UNIFORM: tl.constexpr):
         start = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b)), 0), N)
         end = tl.minimum(tl.maximum(narrowed(tl.load(cu_ptr + b + 1)), start), N)
         return start.to(tl.int64), end - start
-
-
-@triton.jit
-def _logits_tile(
-    weight_ptr, rows_ptr, offs_v, row, valid, V,
-    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``[BLOCK_T, BLOCK_V]`` products of the given rows and vocabulary entries, fp32."""
-    acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-    for k0 in tl.range(0, D, BLOCK_K):
-        offs_k = k0 + tl.arange(0, BLOCK_K)
-        w = tl.load(
-            weight_ptr + offs_v.to(tl.int64)[:, None] * D + offs_k[None, :],
-            mask=(offs_v < V)[:, None] & (offs_k < D)[None, :],
-            other=0.0,
-        )  # [BLOCK_V, BLOCK_K]
-        h = tl.load(
-            rows_ptr + row[:, None] * D + offs_k[None, :], mask=valid[:, None] & (offs_k < D)[None, :], other=0.0
-        )  # [BLOCK_T, BLOCK_K]
-        acc = tl.dot(h, w.T, acc, input_precision=PRECISION)
-    return acc
 
 
 @triton.jit(do_not_specialize=["B", "N"])
@@ -69,7 +48,7 @@ def sum_forward_kernel(
         if HAS_MASK:
             valid = valid & (tl.load(mask_ptr + row, mask=valid, other=0) != 0)
         count += tl.sum(valid.to(tl.int32))
-        acc = _logits_tile(weight_ptr, rows_ptr, offs_v, row, valid, V, D, BLOCK_V, BLOCK_T, BLOCK_K, PRECISION)
+        acc = logits_tile(weight_ptr, rows_ptr, offs_v, row, valid, V, D, BLOCK_V, BLOCK_T, BLOCK_K, PRECISION)
         x = activate(acc * logit_scale + bias[None, :], ACTIVATION)
         total += tl.sum(tl.where(valid[:, None], x, 0.0), axis=0)
     if MEAN:
@@ -147,7 +126,7 @@ def dlogits_kernel(
         valid = inside
         if HAS_MASK:
             valid = valid & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
-        acc = _logits_tile(weight_ptr, rows_ptr, offs_v, row, valid, V, D, BLOCK_V, BLOCK_T, BLOCK_K, PRECISION)
+        acc = logits_tile(weight_ptr, rows_ptr, offs_v, row, valid, V, D, BLOCK_V, BLOCK_T, BLOCK_K, PRECISION)
         x = acc * logit_scale + bias[None, :]
         dlogits = tl.where(valid[:, None], grad[None, :] * slope_from_logit(x, ACTIVATION), 0.0)
         tl.store(
