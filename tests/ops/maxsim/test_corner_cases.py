@@ -63,23 +63,14 @@ def on(target: Target, *tensors: Tensor) -> list[Tensor]:
 
 
 @every_function
-def test_documents_without_a_kept_token_score_zero(target: Target, sides: tuple[Tensor, Tensor], name: str) -> None:
-    queries, documents, mask = on(target, *sides, torch.zeros(4, 5))
-    for given in ({"document_mask": mask}, {"query_mask": torch.zeros(2, 3, device=target.device)}):
-        found = FUNCTIONS[name](queries, documents, **given, impl=target.impl)
-        if name == "loss":
-            assert math.isclose(found.item(), math.log(4), rel_tol=1e-6)  # all four are alike
-        else:
-            assert found.shape == (2, 2 if name == "topk" else 4) and not found.any()
-
-
-@every_function
-def test_empty_sides_score_zero_and_a_loss_over_nothing_is_nan(
+def test_sides_without_a_kept_token_score_zero_and_a_loss_over_nothing_is_nan(
     target: Target, sides: tuple[Tensor, Tensor], name: str
 ) -> None:
-    queries, documents = on(target, *sides)
+    queries, documents, *masks = on(target, *sides, torch.zeros(2, 3), torch.zeros(4, 5))
     nothing = torch.zeros(5, dtype=torch.int32, device=target.device)
     cases: list[tuple[Tensor, Tensor, dict[str, Any], tuple[int, int]]] = [
+        (queries, documents, {"query_mask": masks[0]}, (2, 4)),
+        (queries, documents, {"document_mask": masks[1]}, (2, 4)),
         (queries[:0], documents, {}, (0, 4)),
         (queries[:, :0], documents, {}, (2, 4)),
         (queries[:0], documents[:0], {}, (0, 0)),
@@ -127,6 +118,7 @@ def test_what_quantize_tokens_makes_of_nothing_nan_and_infinity() -> None:
         assert quantize_tokens(tokens[:, :0], kind).scales.tolist() == [0, 0, 0, 0]
         back = quantize_tokens(tokens, kind)
         assert back.dequantize().isnan().any(dim=1).tolist() == [True, True, False, False]
+        assert not back.dequantize()[2].any()
         for impl in ("reference", "tiled"):
             scores = maxsim(torch.ones(1, 1, 2), QuantizedTokens(back.values[:, None], back.scales[:, None]), impl=impl)
             assert scores.isnan().tolist() == [[True, True, False, False]]
@@ -141,9 +133,18 @@ def test_labels_and_groups_that_do_not_fit_are_named(sides: tuple[Tensor, Tensor
         (torch.tensor([-100, 1]), ValueError, r"labels must be at least 0 .* got -100"),
         (torch.tensor([0.0, 1.0]), TypeError, r"labels must have dtype int64, got float32"),
         ([0, 1], TypeError, r"labels must be a torch\.Tensor, got list"),
+        (torch.tensor([0]), ValueError, r"labels must have shape \[2\], got \[1\]"),
     ):
         with pytest.raises(kind, match=message):
             maxsim_contrastive_loss(queries, documents, labels)
+    with pytest.raises(ValueError, match=r"documents must be at least as many as queries \(2\) without labels, got 1"):
+        maxsim_contrastive_loss(queries, documents[:1])
+    with pytest.raises(ValueError, match="scale must be a finite Python number"):
+        maxsim_contrastive_loss(queries, documents, scale=math.nan)
+    for device in ("cpu", "meta"):
+        nothing = documents[:0].to(device)
+        with pytest.raises(ValueError, match="documents must be at least one with labels, got 0 for 2 queries"):
+            maxsim_contrastive_loss(queries.to(device), nothing, torch.zeros(2, dtype=torch.int64, device=device))
     for group in ("all", 3):
         with pytest.raises(ValueError, match="group must be a process group that holds this rank, 'world' or None"):
             maxsim_contrastive_loss(queries, documents, group=group)
@@ -248,20 +249,3 @@ def test_a_label_out_of_range_that_nobody_may_look_at_gives_nan_and_the_device_l
         fine = torch.tensor([1, 3], device=device)
         scores = maxsim(2 * queries, documents)
         torch.testing.assert_close(loss(fine), torch.nn.functional.cross_entropy(scores, fine))
-
-
-def test_labels_without_a_document_are_refused_on_every_device() -> None:
-    for device in ("cpu", "meta"):
-        queries, documents = torch.empty(2, 3, 8, device=device), torch.empty(0, 5, 8, device=device)
-        with pytest.raises(ValueError, match="documents must be at least one with labels, got 0 for 2 queries"):
-            maxsim_contrastive_loss(queries, documents, torch.zeros(2, dtype=torch.int64, device=device))
-
-
-def test_labels_and_scales_that_do_not_fit_are_named() -> None:
-    queries, documents = torch.randn(3, 2, 4), torch.randn(2, 5, 4)
-    with pytest.raises(ValueError, match=r"documents must be at least as many as queries \(3\) without labels, got 2"):
-        maxsim_contrastive_loss(queries, documents)
-    with pytest.raises(ValueError, match=r"labels must have shape \[3\], got \[2\]"):
-        maxsim_contrastive_loss(queries, documents, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="scale must be a finite Python number"):
-        maxsim_contrastive_loss(queries, documents, scale=float("nan"))

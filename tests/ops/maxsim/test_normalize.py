@@ -137,18 +137,3 @@ def test_zero_rows_stay_zero_and_broken_ones_give_nan(impl: str) -> None:
     assert torch.equal(scores[0], torch.zeros(2)) and scores[1].isnan().all()
     scores[0].sum().backward()
     assert torch.equal(leaves[0].grad[0], torch.zeros(3, 8))
-
-
-def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first() -> None:
-    pytest.importorskip("triton", reason="the launchers need triton")
-    from tilefold.ops._shared.plan import Launch, Setting
-    from tilefold.ops.maxsim import plans
-    from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors
-    from tilefold.ops.maxsim._triton.forward import combine_kernel
-
-    queries, documents = torch.empty(2, 150, 16, device="meta"), torch.empty(2**25, 1, 16, device="meta")
-    tensors = MaxSimTensors(queries, documents, None, None, None, None, None, None)
-    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
-    *_, sums = plans.forward(tensors, MaxSimOptions("all", False, 0.0, False, False, 0), False, setting).steps
-    assert isinstance(sums, Launch) and sums.kernel is combine_kernel
-    assert sums.grid == (2 * 2**25 // 256, 1, 1)

@@ -19,6 +19,11 @@ from tilefold.ops import maxsim
 from tilefold.ops._shared import fallback, operator
 from tilefold.ops._shared._triton import launch as shared_launch
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
+from tilefold.ops._shared.plan import Launch, Setting
+from tilefold.ops.maxsim import plans
+from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors
+from tilefold.ops.maxsim._triton.forward import combine_kernel
+from tilefold.ops.maxsim._triton.norms import row_query_kernel
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
@@ -85,36 +90,15 @@ def test_inference_is_one_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert_within_budget(found, truth)
 
 
-@kernels
-@pytest.mark.parametrize("pairing", ["all", "grouped"])
-def test_gradients_of_a_mean_that_a_plan_divides(pairing: str) -> None:
-    inputs = given(3, 4, 5, 9, 64, pairing=pairing)
-    sides = ("queries", "documents")
-
-    def step(given: MaxSimInputs, impl: str) -> list[Tensor]:
-        leaves = [getattr(given, side).detach().requires_grad_() for side in sides]
-        scores = maxsim(*leaves, pairing=pairing, reduction="mean", impl=impl)
-        return [scores.detach(), *torch.autograd.grad(scores, leaves, given.dscores)]
-
-    truth = step(inputs.cast(torch.float64), "reference")
-    first, *others = (step(inputs, "triton") for _ in range(4))
-    for name, found, exact in zip(("scores", "dqueries", "ddocuments"), first, truth, strict=True):
-        assert_within_budget(found, exact, DTYPE, "forward" if name == "scores" else "gradient", name=name)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
 @pytest.mark.parametrize("offsets", [[0, 3, 3, 7, 20], [0, 20], [0, 0, 0, 20], [0, 9, 4, 13, 20], [0, 400]], ids=str)
 def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Target) -> None:
     if target.impl != "triton":
         pytest.skip("a kernel's test")
-    from tilefold.ops._shared._triton.launch import launch
-    from tilefold.ops.maxsim._triton.norms import row_query_kernel
-
     cu = torch.tensor(offsets, dtype=torch.int32, device=target.device)
     found = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)
     count = cu.numel() - 1
     numbers = (offsets[-1], count, count.bit_length())
-    launch(row_query_kernel, (-(-offsets[-1] // 256), 1, 1), (cu, found, *numbers), {"BLOCK": 256})
+    shared_launch.launch(row_query_kernel, (-(-offsets[-1] // 256), 1, 1), (cu, found, *numbers), {"BLOCK": 256})
     every_row = torch.arange(offsets[-1], dtype=torch.int32, device=target.device)
     expected = torch.searchsorted(cu[1:].contiguous(), every_row, right=True).clamp_(max=cu.numel() - 2)
     assert torch.equal(found.long(), expected)
@@ -246,3 +230,12 @@ def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(
             dqueries, ddocuments = torch.autograd.grad(scores, leaves, torch.ones_like(scores))
         assert bool(scores.isnan().any()) and bool(dqueries.isfinite().all()) and bool(ddocuments.isfinite().all())
         assert not ddocuments[~held].any() and bool(ddocuments[held].any())
+
+
+def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first() -> None:
+    queries, documents = torch.empty(2, 150, 16, device="meta"), torch.empty(2**25, 1, 16, device="meta")
+    tensors = MaxSimTensors(queries, documents, *[None] * 6)
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    *_, sums = plans.forward(tensors, MaxSimOptions("all", False, 0.0, False, False, 0), False, setting).steps
+    assert isinstance(sums, Launch) and sums.kernel is combine_kernel
+    assert sums.grid == (2 * 2**25 // 256, 1, 1)

@@ -133,6 +133,11 @@ def test_gradients_agree_with_finite_differences(pairing: str, layout: str) -> N
         )
 
 
+def test_the_reference_can_be_differentiated_again() -> None:
+    leaves = [side.clone().requires_grad_() for side in (Q, D)]
+    assert torch.autograd.gradgradcheck(lambda q, d: score(q, d, temperature=1.0), leaves)
+
+
 def test_empty_inputs_score_zero_and_keep_the_graph() -> None:
     for q_shape, d_shape in (((0, 2, 4), (3, 5, 4)), ((2, 2, 4), (0, 5, 4)), ((2, 0, 4), (3, 5, 4))):
         queries, documents = torch.randn(q_shape, requires_grad=True), torch.randn(d_shape, requires_grad=True)

@@ -115,10 +115,13 @@ def test_scores_and_gradients_are_within_budget(target: Target, layout: str, top
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_retrieves_on_exact_similarities(target: Target, dtype: torch.dtype) -> None:
+def test_half_precision_retrieves_on_exact_similarities_and_repeats_to_the_bit(
+    target: Target, dtype: torch.dtype
+) -> None:
     inputs = maxsim_inputs(*SIZES, layout="holes", dtype=dtype, device=target.device)
-    results = assert_xtr_matches(inputs, 12, impl=target.impl, kind="gradient_bound")
+    results, again = (assert_xtr_matches(inputs, 12, impl=target.impl, kind="gradient_bound") for _ in range(2))
     assert results["scores"].dtype == torch.float32 and results["dqueries"].dtype == dtype
+    assert all(torch.equal(value, again[name]) for name, value in results.items())
 
 
 @here
@@ -130,14 +133,6 @@ def test_small_tiles_give_what_large_ones_give(monkeypatch: pytest.MonkeyPatch) 
         for name, value in xtr_results(inputs, 12).items():
             torch.testing.assert_close(value, whole[name])
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize("layout", ["holes", "packed"])
-def test_results_repeat_to_the_bit(target: Target, layout: str) -> None:
-    inputs = maxsim_inputs(*SIZES, layout=layout, device=target.device)
-    first, second = (xtr_results(inputs, 12, impl=target.impl) for _ in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
 
 
 def test_a_batch_wider_than_a_tile(target: Target) -> None:
@@ -175,17 +170,15 @@ def test_the_operator_passes_opcheck_and_compiles_whole() -> None:
 
 
 @here
-def test_autocast_a_second_derivative_and_empty_sides() -> None:
+def test_autocast_and_empty_sides() -> None:
     inputs = maxsim_inputs(3, 4, 5, 9, 16, dtype=torch.bfloat16).cast(torch.float32)
     queries = inputs.queries.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = xtr_scores(queries, inputs.documents.bfloat16(), top_k=7)
     truth = xtr_scores(inputs.queries.double(), inputs.documents.double(), top_k=7, impl="reference")
     assert_within_budget(scores, truth)
-    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
+    (gradient,) = torch.autograd.grad(scores.sum(), queries)
     assert gradient.dtype == torch.float32
-    with pytest.raises(RuntimeError, match="can be differentiated once"):
-        gradient.sum().backward()
     for q_shape, d_shape in (((0, 2, 4), (3, 5, 4)), ((2, 2, 4), (0, 5, 4)), ((2, 0, 4), (3, 5, 4))):
         leaf = torch.randn(q_shape, requires_grad=True)
         out = xtr_scores(leaf, torch.randn(d_shape), top_k=2)

@@ -20,6 +20,7 @@ from tilefold.ops.maxsim._problem import Problem
 from tilefold.ops.maxsim.tiles import Side, pairs
 
 Index = Tensor | slice
+Gathered = tuple[Tensor, Tensor | None, slice | None, Tensor]  # of a Tile, all but the similarities
 
 
 def crossed(rows: Index, columns: Index) -> tuple[Index, Index]:
@@ -189,11 +190,8 @@ def _all_pairs(queries: list[Part], documents: Side) -> Iterator[Meeting]:
         elif start < stop:
             tokens = documents.kept(start, stop)
             found = list(groups(documents, first, last, tiles.GROUP_ELEMENTS // columns))
-            items = (
-                found[0].items
-                if len(found) == 1
-                else torch.cat([x.items for x in found if isinstance(x.items, Tensor)])
-            )
+            several = [group.items for group in found if isinstance(group.items, Tensor)]
+            items = torch.cat(several) if len(found) > 1 else found[0].items
             for part in queries:
                 vectors = part.tokens()
                 made = partial(_shared_tiles, documents, found, tokens @ vectors.T, start)
@@ -207,13 +205,8 @@ def _shared_tiles(documents: Side, found: list[Group], product: Tensor, start: i
             sims = product.index_select(0, (place - start).view(-1))
         else:
             sims = product[span.start - start : span.stop - start]
-        yield Tile(
-            sims.view(*place.shape, -1),
-            documents.at(place),
-            exists,
-            span if documents.index is None else None,
-            None,
-        )
+        together = span if documents.index is None else None
+        yield Tile(sims.view(*place.shape, -1), documents.at(place), exists, together, None)
 
 
 def _some_pairs(query_of: Tensor, document_of: Tensor, queries: Side, documents: Side) -> Iterator[Meeting]:
@@ -232,28 +225,20 @@ def _some_pairs(query_of: Tensor, document_of: Tensor, queries: Side, documents:
             yield Meeting(items, which, rows, exists, vectors, Pairs(items, query, rows), held is None, made)
 
 
-class _Gathered(NamedTuple):
-    rows: Tensor
-    exists: Tensor | None
-    span: slice | None
-    tokens: Tensor
-
-
-def _gathered(side: Side, which: Tensor, start: int, stop: int) -> _Gathered:
+def _gathered(side: Side, which: Tensor, start: int, stop: int) -> Gathered:
     place, exists = side.places(which, start, stop, int(side.counts[which].min()) >= stop)
     rows = side.at(place)
     if exists is None and side.index is None:
         begin, size = int(rows[0, 0]), rows.numel()
         ahead = torch.arange(begin, begin + size, rows.size(1), device=rows.device)
         if begin + size <= side.rows.size(0) and bool((rows[:, 0] == ahead).all()):
-            return _Gathered(
-                rows, None, slice(begin, begin + size), side.kept(begin, begin + size).view(*rows.shape, -1)
-            )
-    return _Gathered(rows, exists, None, side.take(rows))
+            tokens = side.kept(begin, begin + size).view(*rows.shape, -1)
+            return rows, None, slice(begin, begin + size), tokens
+    return rows, exists, None, side.take(rows)
 
 
 def _gathered_tiles(
-    side: Side, which: Tensor, longest: int, step: int, held: _Gathered | None, queries: Tensor
+    side: Side, which: Tensor, longest: int, step: int, held: Gathered | None, queries: Tensor
 ) -> Iterator[Tile]:
     """Tiles of ``step`` places of each document, or of the tokens that are held."""
     for start in range(0, longest, step):
@@ -284,9 +269,8 @@ def _blocks(side: Side, document_of: Tensor, columns: Tensor) -> Iterator[tuple[
                 if (count + 1) * lengths[first + count] > places:
                     break
                 count += 1
-            longest = lengths[first + count - 1]
-            step = (
-                longest if count > 1 else max(1, min(limit, tiles.TILE_ELEMENTS // min(width, tiles.column_limit(dim))))
-            )
+            longest = step = lengths[first + count - 1]
+            if count == 1:
+                step = max(1, min(limit, tiles.TILE_ELEMENTS // min(width, tiles.column_limit(dim))))
             yield items[first : first + count], longest, step
             first += count

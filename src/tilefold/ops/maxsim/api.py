@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,9 +177,7 @@ def maxsim_topk(
     Padded documents are scored in blocks, so that the scores held are ``[Nq, 65536]`` at most; packed ones at once.
 
     Args:
-        queries, documents: as in :func:`maxsim` for ``pairing="all"``; documents may be quantized.
-        k: how many; all documents where there are fewer.
-        query_mask, document_mask, cu_seqlens_q, cu_seqlens_d, reduction, mask_mode, impl: as in :func:`maxsim`.
+        k: how many; all documents where there are fewer. Others are as in :func:`maxsim` for ``pairing="all"``.
 
     Returns:
         ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. The order of documents with
@@ -191,14 +189,14 @@ def maxsim_topk(
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"k must be a positive integer, got {k!r}.")
-    options: dict[str, Any] = {
-        "query_mask": query_mask, "cu_seqlens_q": cu_seqlens_q, "reduction": reduction, "mask_mode": mask_mode,
-        "impl": impl,
-    }  # fmt: skip
+    score = functools.partial(
+        maxsim, queries, query_mask=query_mask, cu_seqlens_q=cu_seqlens_q, reduction=reduction, mask_mode=mask_mode,
+        impl=impl,
+    )  # fmt: skip
     rows = documents.values if isinstance(documents, QuantizedTokens) else check_tensor("documents", documents)
     with torch.no_grad():
         if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= tiles.TOPK_DOCUMENTS:
-            scores = maxsim(queries, documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d, **options)
+            scores = score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d)
             found = scores.topk(min(k, scores.size(1)), dim=1)
             return found.values, found.indices
         values, places = [], []
@@ -207,8 +205,7 @@ def maxsim_topk(
             block: Tensor | QuantizedTokens = rows[part]
             if isinstance(documents, QuantizedTokens):
                 block = QuantizedTokens(documents.values[part], documents.scales[part])
-            mask = None if document_mask is None else document_mask[part]
-            scores = maxsim(queries, block, document_mask=mask, **options)
+            scores = score(block, document_mask=None if document_mask is None else document_mask[part])
             found = scores.topk(min(k, scores.size(1)), dim=1)
             values.append(found.values)
             places.append(found.indices + start)
@@ -245,12 +242,12 @@ def _dequantized(problem: Problem) -> Problem:
 def kept_tokens(tensors: MaxSimTensors, dims: int) -> Tensor | float:
     """Kept tokens of the query of each score, at least 1, for scores of ``dims`` dimensions."""
     queries, mask, offsets, pairs = tensors.queries, tensors.query_mask, tensors.cu_queries, tensors.pairs
-    if mask is None and offsets is None:
-        return float(queries.size(-2))
-    if mask is None:
-        kept = offsets.diff()  # type: ignore[union-attr]
-    elif offsets is None:
+    if offsets is None:
+        if mask is None:
+            return float(queries.size(-2))
         kept = (mask != 0).sum(dim=1)
+    elif mask is None:
+        kept = offsets.diff()
     else:
         before = torch.nn.functional.pad((mask != 0).cumsum(0), (1, 0))
         kept = before[offsets.long().clamp(0, mask.size(0))].diff()

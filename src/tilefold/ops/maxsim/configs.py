@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
+from tilefold.ops._shared._triton.tensors import power_of_two
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
@@ -160,13 +161,6 @@ INTERPRETED_BACKWARD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _power_of_two(size: int, low: int, high: int) -> int:
-    block = low
-    while block < min(size, high):
-        block *= 2
-    return block
-
-
 def forward_config(
     capability: tuple[int, int],
     dtype: torch.dtype,
@@ -186,9 +180,9 @@ def forward_config(
         FORWARD, capability=capability, dtype=dtype, dim=dim, rows=query_rows, tf32=tf32, even=even,
         winners=winners_in is not None,
     )  # fmt: skip
-    found["block_q"] = found["block_q"] or _power_of_two(query_rows, 16, 64)
+    found["block_q"] = found["block_q"] or min(power_of_two(query_rows), 64)
     least = 32 if dtype == torch.int8 else 16  # int8 products take 32 at least
-    return ForwardConfig(**found | {"block_k": _power_of_two(dim, least, found["block_k"])})
+    return ForwardConfig(**found | {"block_k": min(power_of_two(dim, least), found["block_k"])})
 
 
 def stream_config(
@@ -200,9 +194,9 @@ def stream_config(
     """
     if documents not in QUANTIZED_DTYPES or query_rows > MAX_STREAMED_ROWS or dim > MAX_BLOCK_K:
         return None
-    rows, wide = _power_of_two(query_rows, 16, MAX_STREAMED_ROWS), queries == torch.float32
+    rows, wide = power_of_two(query_rows), queries == torch.float32
     found = lookup(STREAM, capability=capability, documents=documents, rows=rows, wide=wide)
-    return ForwardConfig(block_q=rows, block_k=_power_of_two(dim, 32, MAX_BLOCK_K), **found)
+    return ForwardConfig(block_q=rows, block_k=power_of_two(dim, 32), **found)
 
 
 def backward_config(kernel: str, capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> dict[str, Any]:

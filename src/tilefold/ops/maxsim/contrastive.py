@@ -36,16 +36,13 @@ def maxsim_contrastive_loss(
     ``loss = mean_q (logsumexp_d(scale * score[q, d]) - scale * score[q, labels[q]])``, in fp32 (fp64). Neither
     direction looks at the device or keeps anything of the size of the similarities.
 
-    With a ``group`` every rank brings its own queries and documents, and ``d`` runs over the documents of all ranks:
-    the loss, and the mean over all queries, of one process with everything. Documents travel around the ring of ranks,
-    so that a rank holds its own and two ranks' more at most; gradients come home the same way, summed in fp32 in a
-    fixed order. Every rank must call, and must run backward. Ranks may hold different numbers of queries and documents,
-    of different lengths, padded or packed; ranks that do not agree in dtype, D or options raise on every rank.
-
-    **Gradients of a group.** Every rank returns the same loss ``L``, and gradients of its own embeddings are
-    ``W * dL/d(embeddings)`` for ``W`` ranks: DDP and FSDP average over ranks, which makes ``dL/d(parameters)``. This is
-    also what ``gather_across_devices=True`` of sentence-transformers gives ranks of equal size. Without such averaging,
-    divide by ``W``.
+    With a ``group``, ``d`` runs over the documents of all ranks: the loss, and the mean over all queries, of one
+    process with everything. Documents travel around the ring of ranks, so that a rank holds its own and two ranks' more
+    at most; gradients come home the same way, summed in fp32 in a fixed order. Every rank must call, and must run
+    backward. Ranks may hold different numbers of queries and documents, of different lengths, padded or packed; ranks
+    that do not agree in dtype, D or options raise on every rank. Every rank returns the same loss ``L``, and gradients of its own
+    embeddings are ``W * dL/d(embeddings)`` for ``W`` ranks, since DDP and FSDP average over ranks; without such
+    averaging, divide by ``W``.
 
     Args:
         queries, documents: as in :func:`maxsim` for ``pairing="all"``; at least as many documents as queries, negatives

@@ -75,22 +75,16 @@ def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
         documents: ``[.., D]`` token vectors, padded or packed; fp16, bf16, fp32 or fp64.
         dtype: ``"int8"`` or ``"fp8"``.
 
-    Returns:
-        The quantized tokens, in the same shape.
-
     Raises:
-        TypeError: for what is no floating tensor.
-        ValueError: for another dtype name or a tensor without dimensions.
+        TypeError, ValueError: for what is no floating tensor; for another name, or a tensor without dimensions.
     """
     check_tensor("documents", documents)
     check_dtype("documents", documents, FLOAT_DTYPES, "cast it with .to(torch.float32).")
     check_choice("dtype", dtype, tuple(_DTYPES))
     if documents.dim() == 0:
         raise ValueError("documents must have a last dimension D, got shape [].")
-    kind = _DTYPES[dtype]
     with torch.no_grad():
-        values, scales = quantize_rows(documents, kind)
-    return QuantizedTokens(values, scales)
+        return QuantizedTokens(*quantize_rows(documents, _DTYPES[dtype]))
 
 
 def quantize_rows(rows: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:

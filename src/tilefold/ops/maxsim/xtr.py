@@ -61,22 +61,19 @@ def xtr_scores(
 
     All similarities equal to the ``top_k``-th are retrieved, so ties never depend on an order; among equal maxima of a
     document the lowest token takes the gradient. ``top_k`` from the number of kept tokens on retrieves everything:
-    ``maxsim(..., reduction="mean")``. A document without a kept token scores 0 with no gradient, and so does an empty
-    query. A NaN similarity is larger than any number: it is retrieved, its score is NaN, and it takes one of the
-    ``top_k`` places. Retrieval itself and ``Z`` have no gradient. Backward is bitwise deterministic and touches winners
-    only; kept for it are 2 bytes (4 from 65,536 document tokens on) per query token and document. Forward holds tiles
-    of similarities, ``top_k`` numbers per query token of the tile, and 9 bytes per query token and document.
+    ``maxsim(..., reduction="mean")``, whose words on empty sides and on backward hold here too. A NaN similarity is
+    larger than any number: it is retrieved, its score is NaN, and it takes one of the ``top_k`` places. Retrieval and
+    ``Z`` have no gradient. Forward holds tiles of similarities, ``top_k`` numbers per query token of the tile, and 9
+    bytes per query token and document.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or fp64.
         documents: ``[Nd, Ld, D]``, or ``[T, D]`` packed with ``cu_seqlens_d``; dtype of ``queries``.
         top_k: the paper's k', 1 or more: document tokens that a query token retrieves from the batch.
-        query_mask: the tokens' shape, without D; nonzero = keep, in any pattern.
-        document_mask: likewise; a masked token is never retrieved, and takes no place.
-        cu_seqlens_q: as in :func:`tilefold.ops.maxsim`; values are checked on every device.
-        cu_seqlens_d: likewise.
+        query_mask, document_mask, normalize: as in :func:`tilefold.ops.maxsim`; a masked token is never retrieved, and
+            takes no place.
+        cu_seqlens_q, cu_seqlens_d: as there; values are checked on every device.
         impute: score like a search; for inference, without gradients.
-        normalize: divide every token vector by its Euclidean norm; a zero vector stays zero and has no gradient.
         impl: as in :func:`tilefold.ops.maxsim`. ``"triton"`` takes the kernels for backward; forward is made of torch
             operations for both ``"tiled"`` and ``"triton"``, and looks at masks and offsets on the host.
 
@@ -84,9 +81,7 @@ def xtr_scores(
         ``[Nq, Nd]`` scores.
 
     Raises:
-        TypeError: for arguments that are no tensors, or of a dtype that is not supported.
-        ValueError: for shapes, devices, offsets or options that do not fit together, or a gradient with ``impute``.
-        RuntimeError: if ``impl="triton"`` cannot run here.
+        TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`; for a gradient with ``impute``.
     """
     if isinstance(top_k, bool) or (isinstance(top_k, int) and top_k < 1) or not isinstance(top_k, (int, torch.SymInt)):
         raise ValueError(f"top_k must be a positive integer, got {top_k!r}.")
@@ -130,9 +125,8 @@ def _forward(tensors: MaxSimTensors, options: XtrOptions, training: bool) -> tup
     width, elements = tiles.DEVICE_TILE
     if device.type == "cpu":
         width, elements = tiles.CPU_TILE
-        width = min(
-            width, tiles.column_limit(queries.rows.size(1)), max(1, tiles.MAXIMA // max(problem.n_documents, 1))
-        )
+        most = max(1, tiles.MAXIMA // max(problem.n_documents, 1))
+        width = min(width, tiles.column_limit(queries.rows.size(1)), most)
     for part in parts(queries, width):
         best, winner, threshold = _maxima(part, documents, top_k, elements)
         retrieved = ((best >= threshold) | best.isnan()) & has_tokens
@@ -182,11 +176,8 @@ def _maxima(part: Part, documents: tiles.Side, top_k: int, elements: int) -> tup
             best[:, first], winner[:, first] = value, position
             continue
         for items, places, _, span in groups(documents, first, last, budget):
-            found = (
-                sims
-                if span is not None and len(rows) == places.numel()
-                else sims.index_select(1, (places - rows.start).view(-1))
-            )
+            whole = span is not None and len(rows) == places.numel()
+            found = sims if whole else sims.index_select(1, (places - rows.start).view(-1))
             value, at = found.view(count, *places.shape).max(dim=2)
             best[:, items] = value
             winner[:, items] = (documents.at(places).gather(1, at.T) - documents.starts[items][:, None]).T.int()
