@@ -36,11 +36,12 @@ def _plans() -> ModuleType:
 def by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
     """Scores by the specification, part of the graph."""
     problem = Problem.of(tensors, options)
+    scale = problem.document_scale
     with torch.autocast(problem.queries.device.type, enabled=False):
         check_values(tensors)
         if problem.empty:
             return nothing(problem)
-        scores = _reference.maxsim(problem if problem.document_scale is None else _dequantized(problem))
+        scores = _reference.maxsim(problem if scale is None else _dequantized(problem, scale))
     scores = scores.to(wide_dtype(problem.queries.dtype)).view(problem.score_shape)
     return scores / problem.divisor if options.mean else scores
 
@@ -225,12 +226,8 @@ def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
     return MAXSIM.chosen_impl(queries, impl)
 
 
-def _dequantized(problem: Problem) -> Problem:
+def _dequantized(problem: Problem, scale: Tensor) -> Problem:
     """Dequantize documents, and the queries that are rounded like them, in fp64."""
-    scale = problem.document_scale
-    if scale is None:
-        got = f"{problem.documents.dtype} {list(problem.documents.shape)}"
-        raise ValueError(f"documents must come with their scales, got {got} alone; make them with quantize_tokens.")
     queries = problem.queries.double()
     if problem.documents.dtype == torch.int8:
         values, query_scale = quantize_rows(problem.queries, torch.int8)

@@ -40,9 +40,9 @@ def maxsim_contrastive_loss(
     process with everything. Documents travel around the ring of ranks, so that a rank holds its own and two ranks' more
     at most; gradients come home the same way, summed in fp32 in a fixed order. Every rank must call, and must run
     backward. Ranks may hold different numbers of queries and documents, of different lengths, padded or packed; ranks
-    that do not agree in dtype, D or options raise on every rank. Every rank returns the same loss ``L``, and gradients of its own
-    embeddings are ``W * dL/d(embeddings)`` for ``W`` ranks, since DDP and FSDP average over ranks; without such
-    averaging, divide by ``W``.
+    that do not agree in dtype, D or options raise on every rank. Every rank returns the same loss ``L``, and gradients
+    of its own embeddings are ``W * dL/d(embeddings)`` for ``W`` ranks, since DDP and FSDP average over ranks; without
+    such averaging, divide by ``W``.
 
     Args:
         queries, documents: as in :func:`maxsim` for ``pairing="all"``; at least as many documents as queries, negatives
