@@ -74,10 +74,10 @@ def test_a_row_of_any_size_counts_by_its_direction_and_its_gradient_is_inverse_t
         dscores = inputs.dscores * min(size, 1.0)
         for query_size, document_size in ((size, 1), (1, size)):
             mine = dataclasses.replace(sized(inputs, query_size, document_size), dscores=dscores)
-            found = maxsim_results(mine, **options)
+            gradients = maxsim_results(mine, **options)
             for name, own in (("dqueries", query_size), ("ddocuments", document_size)):
-                value = found[name].double() * own / min(size, 1.0)
-                if bool((found[name].abs().amax() < 64 * torch.finfo(dtype).tiny).any()):
+                value = gradients[name].double() * own / min(size, 1.0)
+                if bool((gradients[name].abs().amax() < 64 * torch.finfo(dtype).tiny).any()):
                     continue  # the other side's gradient, among the numbers of fewer digits
                 assert_within_budget(value, truth[name], dtype, "gradient_bound", name=f"{name} at {size}")
 
