@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.integrations.rounding_noise import exact_and_allowed
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder
+from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.transformers import one_gpu
 
 TEXTS = [
@@ -130,11 +131,17 @@ def tiny_transformer(kind: str, tokenizer_folder: Path, **options: Any) -> Trans
     network = tiny_network(kind, **options)
     folder = tokenizer_folder.parent / f"{kind}-{abs(hash(tuple(sorted(options.items()))))}"
     network.save_pretrained(str(folder))
-    for file in tokenizer_folder.iterdir():
-        shutil.copy(file, folder / file.name)
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     if kind not in ("llama", "granite", "gemma2"):
         return Transformer(str(folder), transformer_task="fill-mask")
     return Transformer(str(folder), processor_kwargs={"padding_side": "left"}, **CAUSAL_OPTIONS)
+
+
+def fused_copy(stock: SparseEncoder, **options: Any) -> SparseEncoder:
+    """An accelerated copy."""
+    fused = copy.deepcopy(stock)
+    accelerate(fused, **options)
+    return fused
 
 
 def without_dropout(model: SparseEncoder) -> SparseEncoder:

@@ -32,11 +32,6 @@ FIVE = PAIRS.select(range(5))  # a batch of 4, and one of 1
 LABELLED = FIVE.add_column("negative", [f"no {text}" for text in FIVE["anchor"]]).add_column("label", [0.1, 1, 2, 3, 4])
 
 
-@pytest.fixture(scope="module")
-def tiny(tokenizer_folder: Path) -> SparseEncoder:
-    return without_dropout(build_tiny_splade("bert", tokenizer_folder))
-
-
 def forwards_of(model: Any) -> list[int]:
     """Grows with every forward of the encoder, by the number of its rows: 1 where tokens are packed."""
     runs: list[int] = []
@@ -76,20 +71,19 @@ def test_batches_that_a_loader_cuts_give_the_losses_of_the_stock_model(
 
 
 def test_packed_features_are_not_cut_and_trainers_that_cut_collate_nothing(tiny: SparseEncoder, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny)
-    accelerate(model)
+    accelerate(tiny)
     with packed_inputs():
-        whole = model.preprocess(TEXTS)
+        whole = tiny.preprocess(TEXTS)
     cut = {key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in whole.items()}
-    refused(ValueError, "must hold all offsets of their sequences, got 0 sequences", model, cut)
+    refused(ValueError, "must hold all offsets of their sequences, got 0 sequences", tiny, cut)
     arguments = five_steps(tmp_path, accelerator_config={"dispatch_batches": True})
-    trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=splade_loss(model))
+    trainer = SparseEncoderTrainer(tiny, args=arguments, train_dataset=PAIRS, loss=splade_loss(tiny))
     refused(ValueError, "dispatch_batches must not be True", collate_ahead, trainer)
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_holes_and_captures_run_padded(captured: bool, tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(tiny).eval()
+    model = tiny.eval()
     features = model.preprocess(TEXTS)
     if not captured:
         features["attention_mask"][1, 3] = 0
@@ -155,11 +149,10 @@ def test_columns_of_documents_go_through_the_encoder_together(cached: bool, tiny
 
 
 def test_a_model_card_counts_tokens(tiny: SparseEncoder) -> None:
-    model = copy.deepcopy(tiny)
-    model.model_card_data.register_model(model)
-    stock = model.model_card_data._compute_column_stats(PAIRS, "anchor")
-    accelerate(model)
-    assert model.model_card_data._compute_column_stats(PAIRS, "anchor") == stock
+    tiny.model_card_data.register_model(tiny)
+    stock = tiny.model_card_data._compute_column_stats(PAIRS, "anchor")
+    accelerate(tiny)
+    assert tiny.model_card_data._compute_column_stats(PAIRS, "anchor") == stock
     assert stock["data"]["min"].endswith("tokens")
 
 

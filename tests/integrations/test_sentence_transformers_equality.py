@@ -22,6 +22,7 @@ from tests.integrations.splade_models import (
     assert_close,
     assert_same_training,
     build_tiny_splade,
+    fused_copy,
     needs_all_causal_logits,
     scores_and_gradients,
     tiny_transformer,
@@ -30,12 +31,6 @@ from tests.integrations.splade_models import (
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 from tilefold.modules import StaticQuery
-
-
-def fused_copy(stock: SparseEncoder, **options: Any) -> SparseEncoder:
-    fused = copy.deepcopy(stock)
-    accelerate(fused, **options)
-    return fused
 
 
 @pytest.mark.parametrize(("strategy", "activation"), [("max", "relu"), ("sum", "log1p_relu")])

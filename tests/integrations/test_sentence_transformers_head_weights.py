@@ -18,6 +18,7 @@ from tests.integrations.splade_models import (
     assert_close,
     assert_same_training,
     build_tiny_splade,
+    fused_copy,
     scores_and_gradients,
     without_dropout,
 )
@@ -30,12 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`") 
 
 def encode(model: SparseEncoder) -> torch.Tensor:
     return model.encode(TEXTS).to_dense()
-
-
-def accelerated(stock: SparseEncoder, **options: Any) -> SparseEncoder:
-    fused = copy.deepcopy(stock)
-    accelerate(fused, **options)
-    return fused
 
 
 def with_lora(folder: Path, *names: str, **options: Any) -> SparseEncoder:
@@ -60,7 +55,7 @@ def test_lora_of_a_head_trains_as_stock(names: tuple[str, ...], options: Any, to
     stock = with_lora(tokenizer_folder, *names, **options)
     if names:
         stock.set_adapter(list(names))
-    fused = accelerated(stock)
+    fused = fused_copy(stock)
     assert_same_training(without_dropout(stock), without_dropout(fused))
     _, gradients = scores_and_gradients(fused)
     trained = [name for name in gradients if "decoder" in name]
@@ -69,7 +64,7 @@ def test_lora_of_a_head_trains_as_stock(names: tuple[str, ...], options: Any, to
 
 def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, lora_dropout=0.3)
-    fused = accelerated(stock, packed=False)  # packed tokens draw other numbers
+    fused = fused_copy(stock, packed=False)  # packed tokens draw other numbers
     torch.manual_seed(9)
     expected, expected_gradients = scores_and_gradients(stock.train())
     torch.manual_seed(9)
@@ -80,7 +75,7 @@ def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
 
 def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, "one", "two")
-    fused = accelerated(stock)
+    fused = fused_copy(stock)
     seen = []
     for action in (
         lambda model: model.set_adapter("one"),
@@ -102,7 +97,7 @@ def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: 
 def test_a_head_among_the_modules_to_save_is_trained_as_stock(saved: list[str], tokenizer_folder: Path) -> None:
     stock = build_tiny_splade("bert", tokenizer_folder, tie_word_embeddings=False)
     stock.add_adapter(LoraConfig(r=4, target_modules=["query"], modules_to_save=saved))
-    fused = accelerated(stock)
+    fused = fused_copy(stock)
     assert_same_training(without_dropout(stock), without_dropout(fused))
     stock.disable_adapters()
     fused.disable_adapters()
@@ -114,7 +109,7 @@ def test_adapters_in_fp32_on_a_half_precision_model_score_as_stock(tokenizer_fol
     for name, parameter in stock.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    assert_close(encode(accelerated(stock)), encode(stock), 2**-6)
+    assert_close(encode(fused_copy(stock)), encode(stock), 2**-6)
 
 
 def test_an_adapter_added_afterwards_asks_for_another_call(tokenizer_folder: Path) -> None:
@@ -178,7 +173,7 @@ def test_a_changed_weight_is_seen_whatever_changed_it(model: SparseEncoder, chan
         CHANGES[change](weight)
     after = encode(model)
     assert not torch.equal(after, before)
-    assert torch.equal(after, encode(accelerated(model, quantize="fp8")))
+    assert torch.equal(after, encode(fused_copy(model, quantize="fp8")))
 
 
 @pytest.mark.gpu

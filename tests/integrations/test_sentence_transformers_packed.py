@@ -26,6 +26,7 @@ from tests.integrations.splade_models import (
     assert_close,
     build_tiny_splade,
     five_steps,
+    fused_copy,
     logged_losses,
     tiny_transformer,
 )
@@ -80,11 +81,6 @@ def assert_same(got: tuple[float, dict[str, Any]], expected: tuple[float, dict[s
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     for name, gradient in expected[1].items():
         assert float((got[1][name] - gradient).abs().max()) <= ROUNDING * largest, name
-
-
-@pytest.fixture(scope="module")
-def tiny(tokenizer_folder: Path) -> SparseEncoder:
-    return without_dropout(build_tiny_splade("bert", tokenizer_folder))
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -173,12 +169,11 @@ def train(model: SparseEncoder, folder: Path, ahead: bool, data: Dataset = PAIRS
 
 
 def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(tiny: SparseEncoder, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny)
-    accelerate(model)
-    loss = splade_loss(model)
+    accelerate(tiny)
+    loss = splade_loss(tiny)
     loss.register_forward_hook(lambda _, __, out: {name: value * float("nan") for name, value in out.items()})
     arguments = five_steps(tmp_path, max_steps=1, logging_nan_inf_filter=True)
-    trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=PAIRS, loss=loss)
+    trainer = SparseEncoderTrainer(tiny, args=arguments, train_dataset=PAIRS, loss=loss)
     collate_ahead(trainer)
     assert math.isnan(logged_losses(trainer)[0]) and not trainer.args.logging_nan_inf_filter
 
@@ -188,8 +183,7 @@ def test_a_training_run_has_the_stock_losses(options: dict[str, Any], tiny: Spar
     expected = train(copy.deepcopy(tiny), tmp_path / "stock", ahead=False, **options)
     runs = []
     for name in ("packed", *(() if options else ("again",))):
-        packed = copy.deepcopy(tiny)
-        accelerate(packed)
+        packed = fused_copy(tiny)
         runs.append(train(packed, tmp_path / name, ahead=True, **options))
     assert len(runs[0]) == 6 and runs[0] == pytest.approx(expected, rel=1e-4) and runs[-1] == runs[0]
     packed.save_pretrained(str(tmp_path / "saved"))
@@ -220,8 +214,7 @@ def test_texts_of_one_length_train_as_stock(
 
 
 def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> None:
-    stock, packed = copy.deepcopy(tiny), copy.deepcopy(tiny)
-    accelerate(packed)
+    stock, packed = tiny, fused_copy(tiny)
     texts = [list(PAIRS["anchor"]), list(PAIRS["positive"]), list(reversed(PAIRS["positive"]))]
     expected = gradients_of(stock, splade_loss(stock), [stock.preprocess(column) for column in texts])
     runs = []
@@ -246,8 +239,7 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
 
 def test_columns_of_several_encoders_are_not_joined(tokenizer_folder: Path, tmp_path: Path) -> None:
     stock = router_of(tokenizer_folder)
-    packed = copy.deepcopy(stock)
-    accelerate(packed)
+    packed = fused_copy(stock)
     options = {"router_mapping": {"anchor": "query", "positive": "document"}}
     expected = train(stock, tmp_path / "stock", ahead=False, **options)
     assert train(packed, tmp_path / "packed", ahead=True, **options) == pytest.approx(expected, rel=1e-4)

@@ -47,7 +47,7 @@ def ragged(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tenso
     return queries, documents
 
 
-def forms(kind: str) -> tuple[Any, Any, dict[str, Any]]:
+def forms() -> dict[str, tuple[Any, Any, dict[str, Any]]]:
     """One call's arguments, in the forms that the stock functions take."""
     queries, documents = ragged()
     padded = [torch.nn.utils.rnn.pad_sequence(side, batch_first=True) for side in (queries, documents)]
@@ -56,7 +56,7 @@ def forms(kind: str) -> tuple[Any, Any, dict[str, Any]]:
         for key, side in zip(("a_mask", "b_mask"), padded, strict=True)
     }
     masks["b_mask"][2] = False
-    found: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    return {
         "lists": (queries, documents, {}),
         "lists and masks": (queries, documents, masks),
         "lists of masks": (
@@ -69,7 +69,6 @@ def forms(kind: str) -> tuple[Any, Any, dict[str, Any]]:
         "mixed": (padded[0], documents, {"a_mask": masks["a_mask"].numpy()}),
         "arrays": ([row.numpy() for row in queries], padded[1].numpy(), {}),
     }  # fmt: skip
-    return found[kind]
 
 
 def end_with_their_rows(a: Any, b: Any, masks: dict[str, Any]) -> None:
@@ -79,17 +78,14 @@ def end_with_their_rows(a: Any, b: Any, masks: dict[str, Any]) -> None:
             row[len(tokens) :] = 0
 
 
-FORMS = [
-    "lists", "lists and masks", "lists of masks", "padded", "padded and masks", "weights", "weights of lists", "mixed",
-    "arrays",
-]  # fmt: skip
+FORMS = list(forms())
 
 
 @needs_stock
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_equal_those_of_the_stock_function_in_every_form(name: str, kind: str) -> None:
-    a, b, masks = forms(kind)
+    a, b, masks = forms()[kind]
     for options in ({}, {"length_normalize": False}, {"length_normalize": True}):
         expected = getattr(stock, name)(a, b, **masks, **options)
         found = getattr(multi_vector, name)(a, b, **masks, **options)
@@ -113,7 +109,7 @@ def test_masks_that_are_none_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_small_chunks_change_nothing(name: str) -> None:
     for kind in ("lists", "lists and masks"):
-        a, b, masks = forms(kind)
+        a, b, masks = forms()[kind]
         end_with_their_rows(a, b, masks)
         expected = getattr(multi_vector, name)(a, b, **masks)
         for elements in (1, 16 * 8, 16 * 12):
@@ -228,7 +224,7 @@ def test_a_model_that_cannot_score_where_it_lies_says_so_and_can_skip_the_check(
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_scores_equal_those_of_the_cpu_and_come_back(name: str, kind: str) -> None:
-    a, b, masks = forms(kind)
+    a, b, masks = forms()[kind]
     end_with_their_rows(a, b, masks)
     expected = getattr(multi_vector, name)(a, b, **masks, impl="reference")
     on_device = getattr(multi_vector, name)(a, b, **masks, device="cuda", chunk_elements=16 * 12)

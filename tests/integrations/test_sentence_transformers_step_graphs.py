@@ -15,7 +15,7 @@ import torch
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from torch import Tensor
 
-from tests.integrations.splade_models import assert_close, build_tiny_splade, five_steps, logged_losses
+from tests.integrations.splade_models import assert_close, build_tiny_splade, five_steps, fused_copy, logged_losses
 from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss, without_dropout
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
@@ -259,8 +259,7 @@ def test_trainers_agree_on_losses(device: str, options: dict[str, Any], tokenize
     stock = without_dropout(build_tiny_splade("bert", tokenizer_folder)).to(device)
     found = []
     for graphs in (True, False):
-        model = copy.deepcopy(stock)
-        accelerate(model)
+        model = fused_copy(stock)
         trainer = trainer_of(model, tmp_path, **options)
         collate_ahead(trainer, graphs=graphs)
         if graphs:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,9 @@ pytest.importorskip("datasets", reason="datasets is not installed")
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
+from tests import programs
 from tests.integrations.entmax_models import NAMES, batch, model, output, registered, sentence_model  # noqa: F401
+from tests.processes import ROOT
 from tests.refusals import refused
 from tilefold.integrations.transformers import AlphaSchedule, learn_alpha, record_sparsity, set_alpha, use_entmax
 from tilefold.ops import entmax, entmax_attention
@@ -204,28 +204,11 @@ def test_recording_counts_packed_batches_generation_and_nothing_else(monkeypatch
         pass
 
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "entmax_encoder.py"
-
-
-def test_the_example_trains_both_tasks_with_every_attention(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    spec = importlib.util.spec_from_file_location("entmax_encoder", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "entmax_encoder", example)
-    spec.loader.exec_module(example)
-    try:
-        rows = example.main(["--quick", "--json", str(tmp_path / "rows.json")])
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-    assert [(row.task, row.attention) for row in rows] == [
-        (task, name) for task in ("retrieval", "classification") for name, _, _ in example.ATTENTIONS[::2]
-    ]
-    assert all(0 <= row.value <= 1 for row in rows)
-    assert all((row.nonzero is None) == (row.attention == "softmax") for row in rows)
-    assert len(json.loads((tmp_path / "rows.json").read_text())) == len(rows)
-    assert "nDCG@10" in capsys.readouterr().out
+def test_the_example_trains_both_tasks_with_every_attention(tmp_path: Path) -> None:
+    done = programs.run("-m", "examples.entmax_encoder", "--quick", "--json", tmp_path / "rows.json", cwd=ROOT)
+    assert done.returncode == 0 and "nDCG@10" in done.stdout, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    names = list(dict.fromkeys(row["attention"] for row in rows))
+    every = [(task, name) for task in ("retrieval", "classification") for name in names]
+    assert [(row["task"], row["attention"]) for row in rows] == every and len(names) == 2
+    assert all(0 <= row["value"] <= 1 and (row["nonzero"] is None) == (row["attention"] == "softmax") for row in rows)

@@ -30,7 +30,8 @@ class Acceleration:
     """Replacements in one library, all of them or none; a context that restores its own functions at the end.
 
     `library` and `requirement` (the oldest release, as for pip) are for error messages; `places` are modules by the
-    name that is replaced in them, which may be ``"Class.method"``.
+    name that is replaced in them, which may be ``"Class.method"``. :meth:`apply` raises an ImportError without the
+    library, and a RuntimeError for a version without these names.
     """
 
     def __init__(self, library: str, requirement: str, places: Mapping[str, Sequence[str]]) -> None:
@@ -55,6 +56,10 @@ class Acceleration:
         for (owner, name), (_, place) in zip(owners, self.places, strict=True):
             setattr(owner, name, functions[place])
         return self
+
+    def is_accelerated(self) -> bool:
+        """Whether the library uses the functions of the module that made this."""
+        return self.active
 
     def __enter__(self) -> Acceleration:
         return self

@@ -63,15 +63,13 @@ def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str
 
 
 _LOSSES = "colpali_engine.loss.late_interaction_losses"
-_PATCHES = Acceleration(
-    "colpali-engine",
-    "colpali-engine>=0.3.18",
-    {
-        "maxsim_inbatch": ["colpali_engine.utils.maxsim", "colpali_engine.utils.processing_utils", _LOSSES],
-        "maxsim_kd": ["colpali_engine.utils.maxsim", _LOSSES],
-        "ColbertModule._inbatch_scores": [_LOSSES],
-    },
-)
+_PLACES = {
+    "maxsim_inbatch": ["colpali_engine.utils.maxsim", "colpali_engine.utils.processing_utils", _LOSSES],
+    "maxsim_kd": ["colpali_engine.utils.maxsim", _LOSSES],
+    "ColbertModule._inbatch_scores": [_LOSSES],
+}
+_PATCHES = Acceleration("colpali-engine", "colpali-engine>=0.3.18", _PLACES)
+restore, is_accelerated = _PATCHES.restore, _PATCHES.is_accelerated
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
@@ -86,12 +84,10 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         impl: as in :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle; as a context manager, it undoes the replacement at its end.
+        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its end.
 
     Raises:
-        ImportError: if colpali-engine is not installed.
-        ValueError: for an unknown ``impl``.
-        RuntimeError: for a version of colpali-engine without these names.
+        ValueError: for an unknown ``impl``; ImportError, RuntimeError: without colpali-engine, or these names in it.
     """
 
     def inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
@@ -104,13 +100,3 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
     check_impl(impl)
     scores = {function.__name__: functools.partial(function, impl=impl) for function in (maxsim_inbatch, maxsim_kd)}
     return _PATCHES.apply({**scores, "ColbertModule._inbatch_scores": inbatch_scores})
-
-
-def restore() -> None:
-    """Undo :func:`accelerate`; does nothing if it was not called."""
-    _PATCHES.restore()
-
-
-def is_accelerated() -> bool:
-    """Whether colpali-engine uses the functions of this module."""
-    return _PATCHES.active

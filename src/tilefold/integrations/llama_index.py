@@ -62,17 +62,17 @@ class TilefoldSparseEmbedding(BaseSparseEmbedding):
     def _get_query_embedding(self, query: str) -> dict[int, float]:
         return self._rows([query], "query")[0]
 
-    async def _aget_query_embedding(self, query: str) -> dict[int, float]:
-        return (await asyncio.to_thread(self._rows, [query], "query"))[0]
-
     def _get_text_embedding(self, text: str) -> dict[int, float]:
         return self._rows([text], "document")[0]
-
-    async def _aget_text_embedding(self, text: str) -> dict[int, float]:
-        return (await asyncio.to_thread(self._rows, [text], "document"))[0]
 
     def _get_text_embeddings(self, texts: list[str]) -> list[dict[int, float]]:
         return self._rows(texts, "document")
 
+    async def _aget_query_embedding(self, query: str) -> dict[int, float]:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_text_embedding(self, text: str) -> dict[int, float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
     async def _aget_text_embeddings(self, texts: list[str]) -> list[dict[int, float]]:
-        return await asyncio.to_thread(self._rows, texts, "document")
+        return await asyncio.to_thread(self._get_text_embeddings, texts)

@@ -131,6 +131,7 @@ _PLACES = {
     "ColBERTScores.__call__": ["pylate.scores.colbert"],
 }
 _PATCHES = Acceleration("pylate", "pylate>=1.6", _PLACES)
+restore, is_accelerated = _PATCHES.restore, _PATCHES.is_accelerated
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
@@ -144,26 +145,14 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         impl: implementation of calls without ``backend=``, see :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle; as a context manager, it undoes the replacement at its end.
+        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its end.
 
     Raises:
-        ImportError: if PyLate is not installed.
-        ValueError: for an unknown ``impl``.
-        RuntimeError: for a version of PyLate without these names.
+        ValueError: for an unknown ``impl``; ImportError, RuntimeError: without PyLate, or these names in it.
     """
     check_impl(impl)
     functions = colbert_scores, colbert_scores_pairwise, colbert_kd_scores, ColBERTScores.__call__
     return _PATCHES.apply({function.__qualname__: _bound(function, impl) for function in functions})
-
-
-def restore() -> None:
-    """Undo :func:`accelerate`; does nothing if it was not called."""
-    _PATCHES.restore()
-
-
-def is_accelerated() -> bool:
-    """Whether PyLate uses the functions of this module."""
-    return _PATCHES.active
 
 
 def _bound(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:

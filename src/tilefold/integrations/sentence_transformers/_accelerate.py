@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class NoReplicas(Replacement):
         )
 
 
+@dataclass(repr=False)
 class Acceleration:
     """Handle of an accelerated model; as a context, it gives the model and restores it at its end.
 
@@ -83,8 +85,9 @@ class Acceleration:
         padded: why a network still runs on padded batches, by the name of its class; empty if all run packed.
     """
 
-    def __init__(self, model: Model, heads: int, padded: dict[str, str] | None = None) -> None:
-        self.model, self.heads, self.padded = model, heads, padded or {}
+    model: Model
+    heads: int
+    padded: dict[str, str]
 
     def __enter__(self) -> Model:
         return self.model

@@ -173,9 +173,10 @@ class TextStream(ABC):
             say_unused_batch_tokens()
         first = next(iter(model.children()), None)
         # strings are text to a module that knows nothing else: the model need not look at each of them
-        alone = self.packed and first is not None and isinstance(vars(first).get("preprocess"), PackedInputs)
-        alone = alone and type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
-        self._tokenised = first.preprocess if alone and first is not None else model.preprocess
+        shortcut = vars(first).get("preprocess") if first is not None else None
+        stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
+        alone = self.packed and stock and isinstance(shortcut, PackedInputs)
+        self._tokenised: Any = shortcut if alone else model.preprocess
 
     @abstractmethod
     def _pending(self, features: Features, *, again: bool = False) -> Any:
@@ -233,10 +234,8 @@ class TextStream(ABC):
             yield _Begun(window.skip, texts, begun, cut)
 
     def _begin(self, texts: list[str]) -> Callable[[], Features]:
-        begin = getattr(self._tokenised, "begin", None)
-        if begin is not None:
-            begun: Callable[[], Features] = begin(texts, prompt=self.prompt, **self.task)
-            return begun
+        if isinstance(self._tokenised, PackedInputs):
+            return self._tokenised.begin(texts, prompt=self.prompt, **self.task)
         features = self._tokenised(texts, prompt=self.prompt, **self.task)
         return lambda: features
 
@@ -260,11 +259,8 @@ class TextStream(ABC):
                 count = sum(places[row] not in window.skip for row in rows)
                 yield Work(number, places, chosen, None, features, window.skip, count, seen.max_length)
             return
-        whole = TokenIds(
-            features["input_ids"][0].numpy(),
-            features["position_ids"][0].numpy(),
-            features["cu_seq_lens_q"].numpy().astype(np.int64),
-        )
+        ids, positions = (features[name][0].numpy() for name in ("input_ids", "position_ids"))
+        whole = TokenIds(ids, positions, features["cu_seq_lens_q"].numpy().astype(np.int64))
         short = window.cut.places(len(texts)) - window.skip
         for cut in cut_batches(whole.lengths, self.batch_tokens, self.batch_size):
             places = cut.tolist()
