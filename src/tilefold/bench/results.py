@@ -216,19 +216,14 @@ def _phase_cells(row: BenchRow, base: BenchRow | None, phase: str) -> list[str]:
     ]
 
 
-def case_title(case: BenchCase, rows: Sequence[BenchRow]) -> str:
-    """The shape, its dtype, and how much of it is valid and active."""
-    dims = ", ".join(f"{name}={size}" for name, size in case.dims.items())
-    row = rows[0]
-    active = "" if row.active is None else f", {100 * row.active:.3g}% of scores positive"
-    return f"{row.op} {case.name} ({dims}; {case.dtype}; {row.valid_tokens} valid tokens{active})"
-
-
 def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Table:
     """One case: a line for each implementation; without a time where its gate failed."""
     from rich.table import Table
 
-    table = Table(title=case_title(case, rows), title_justify="left", header_style="bold")
+    dims, row = ", ".join(f"{name}={size}" for name, size in case.dims.items()), rows[0]
+    active = "" if row.active is None else f", {100 * row.active:.3g}% of scores positive"
+    title = f"{row.op} {case.name} ({dims}; {case.dtype}; {row.valid_tokens} valid tokens{active})"
+    table = Table(title=title, title_justify="left", header_style="bold")
     names = [name if name != "x eager" else f"x {spec.baseline}" for name in _COLUMNS]
     for position, name in enumerate([*names, "error fwd / grad"]):
         table.add_column(name, justify="left" if position == 0 else "right", no_wrap=True)

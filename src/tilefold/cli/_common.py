@@ -94,43 +94,32 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
 
     With `resumes`, what the first call reports was done by an earlier run, and a line says so, and how to start over.
     """
-    console = stderr()
-    if not console.is_terminal:
-        yield _saying_resumed(text, resumes, _line_per_minute(text), console)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(text, total=None, note="")
-
-        def show(done: int, total: int, note: str = "") -> None:
-            progress.update(task, completed=done, total=total, note=note)
-
-        yield _saying_resumed(text, resumes, show, progress.console)
-
-
-def _saying_resumed(
-    text: str, over: str | None, update: Callable[[int, int, str], None], console: Console
-) -> Callable[[int, int, str], None]:
-    begun = over is None
+    console, begun = stderr(), resumes is None
+    update: Callable[..., None] = _line_per_minute(text)
 
     def updated(done: int, total: int, remark: str = "") -> None:
         nonlocal begun
         if done and not begun:
             how = "resumes: " if done < total else "has nothing left to do: "
-            line = f"{text} {how}{done:,} of {total:,} were done before{f' ({over})' if over else ''}"
+            line = f"{text} {how}{done:,} of {total:,} were done before{f' ({resumes})' if resumes else ''}"
             console.print(line, markup=False, highlight=False)
         begun = True
         update(done, total, remark)
 
-    return updated
+    if not console.is_terminal:
+        yield updated
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    left = TimeRemainingColumn(elapsed_when_finished=True)
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), left, "{task.fields[note]}")
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(text, total=None, note="")
+
+        def update(done: int, total: int, note: str) -> None:
+            progress.update(task, completed=done, total=total, note=note)
+
+        yield updated
 
 
 def _line_per_minute(text: str) -> Callable[[int, int, str], None]:

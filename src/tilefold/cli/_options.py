@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from tilefold._version import __version__
-from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._common import CommandError, UsageError, first_line, note
 from tilefold.retrieval.errors import DataError
 
 # types of options that may be left out
@@ -21,6 +21,7 @@ Text: TypeAlias = str | None
 Count: TypeAlias = int | None
 Number: TypeAlias = float | None
 Place: TypeAlias = Path | None
+Words: TypeAlias = list[str] | None
 # options of what a command works on: of two, one would be left out
 INPUTS = frozenset(
     {"bm25", "data", "delete", "demo", "index", "model", "negatives", "queries", "run", "tokens", "vectors"}
@@ -127,6 +128,11 @@ def option(help: str, *flags: str, default: object = None, **settings: Any) -> A
     return typer.Option(default, *flags, help=help, **settings)
 
 
+def preset(default: object, help: str, *flags: str, **settings: Any) -> Any:
+    """An option with a default."""
+    return option(help, *flags, default=default, **settings)
+
+
 required = functools.partial(option, default=...)
 flag = functools.partial(option, default=False)
 
@@ -141,6 +147,14 @@ def check_at_least_one(**options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
+
+
+def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
+    """The text of a file that an option names."""
+    try:
+        return path.read_text(encoding=encoding)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}: {path} cannot be read ({first_line(error)}).") from error
 
 
 arguments: list[str] = []  # of the command that runs

@@ -196,7 +196,12 @@ def load_late(source: str, model: str | None, texts: bool, option: str = "--rera
     """
     folder, packaged = Path(source), source == _models.PACKAGED
     if not packaged and (folder / "manifest.json").is_file():
-        return _stored(folder, model, option)
+        store = retrieval.open_tokens(folder)
+        made_by = model or store.manifest.model_source
+        if made_by is None or (model is None and Path(made_by).is_absolute() and not Path(made_by).is_dir()):
+            where = "unknown" if made_by is None else f"no longer in {made_by}"
+            raise UsageError(f"{option}: the model that made {folder} is {where}; name it with {option}-model.")
+        return _models.load_model(made_by, f"{option}-model", ("multi-vector",))[0], store
     a_model = packaged or any((folder / f"{name}.json").is_file() for name in ("config", "modules"))
     if folder.is_dir() and not a_model:
         raise UsageError(
@@ -208,12 +213,3 @@ def load_late(source: str, model: str | None, texts: bool, option: str = "--rera
     if not texts:
         raise UsageError(f"{option} with a model encodes the candidates' texts: give the collection with --data.")
     return _models.load_model(source, option, ("multi-vector",))[0], None
-
-
-def _stored(folder: Path, model: str | None, option: str) -> tuple[Any, TokenStore]:
-    store = retrieval.open_tokens(folder)
-    source = model or store.manifest.model_source
-    if source is None or (model is None and Path(source).is_absolute() and not Path(source).is_dir()):
-        where = "unknown" if source is None else f"no longer in {source}"
-        raise UsageError(f"{option}: the model that made {folder} is {where}; name it with {option}-model.")
-    return _models.load_model(source, f"{option}-model", ("multi-vector",))[0], store

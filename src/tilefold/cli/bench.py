@@ -11,7 +11,7 @@ import typer
 
 from tilefold.cli import _common, _models, _options
 from tilefold.cli._common import UsageError
-from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, required
+from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +26,13 @@ def bench(
     op: Text = argument("Operator to time, for instance lsr_head."),
     every: bool = flag("Time every operator.", "--all"),
     listing: bool = flag("List shapes and implementations, run nothing.", "--list"),
-    shape: list[str] | None = option("Named shape; repeat for several.", "--shape", "--only"),
-    impl: list[str] | None = option("Implementation; repeat for several."),
+    shape: Words = option("Named shape; repeat for several.", "--shape", "--only"),
+    impl: Words = option("Implementation; repeat for several."),
     device: Text = option("cpu or cuda; the GPU if there is one."),
     dtype: Text = option("Override the shapes' dtype: bf16, fp16 or fp32."),
     output: Place = option("Folder for <device>/<op>.csv."),
     quick: bool = flag("A few shapes, short timing; saved only with --output.", "--quick"),
-    seconds: float = option("Timing budget of one implementation and phase.", default=0.5),
+    seconds: float = preset(0.5, "Timing budget of one implementation and phase."),
     minutes: Number = option("Start no further shape after this many; slow peers run last."),
 ) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
@@ -139,10 +139,10 @@ def warmup(
     length: list[int] | None = option(
         "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]"
     ),
-    batch_size: int = option("Texts per batch: kernels are chosen by shape.", default=32),
-    inference: bool = option("Kernels of scores alone.", "--inference/--no-inference", default=True),
-    training: bool = option("Kernels of gradients too.", "--training/--no-training", default=True),
-    precision: str = option("Of autocast: bf16, fp16, or fp32 for none.", default="bf16"),
+    batch_size: int = preset(32, "Texts per batch: kernels are chosen by shape."),
+    inference: bool = preset(True, "Kernels of scores alone.", "--inference/--no-inference"),
+    training: bool = preset(True, "Kernels of gradients too.", "--training/--no-training"),
+    precision: str = preset("bf16", "Of autocast: bf16, fp16, or fp32 for none."),
     workers: Count = option("Kernels built at a time; by default one per core."),
     as_json: bool = flag("What was built as JSON on stdout.", "--json"),
 ) -> None:

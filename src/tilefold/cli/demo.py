@@ -16,7 +16,7 @@ from tilefold._files import write_json
 from tilefold.cli import _common, _demo_steps, _models
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._demo_steps import EXAMPLE, EXAMPLE_ID, NDCG, RECALL, Size
-from tilefold.cli._options import Number, flag, option
+from tilefold.cli._options import Number, flag, option, preset
 from tilefold.retrieval.errors import MissingPackageError
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def demo(
     ),
     full: bool = flag("Everything at full size: 6 to 30 minutes on 2 cores, depending on the CPU.", "--full"),
     quick: bool = flag("The same as --minutes 3.", "--quick"),
-    seed: int = option("Equal seeds and sizes give equal models.", default=0),
-    output: Path = option("Folder for all files of the demo.", default=_common.DEMO_DIR),
+    seed: int = preset(0, "Equal seeds and sizes give equal models."),
+    output: Path = preset(_common.DEMO_DIR, "Folder for all files of the demo."),
     as_json: bool = flag("The results as JSON on stdout.", "--json"),
 ) -> None:
     """Train, index, search and evaluate a sparse retriever on the documentation of this Python.

@@ -20,7 +20,7 @@ from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, 
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options
 from tilefold.cli._common import Asked, CommandError, UsageError, note
-from tilefold.cli._options import Count, Number, Place, Text, flag, option, required
+from tilefold.cli._options import Count, Number, Place, Text, flag, option, preset, required
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -38,7 +38,7 @@ def encode(
         "Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder; or minilm, without training."
     ),
     output: Path = required("Folder for the vectors."),
-    data: str = option(_common.DOCUMENTS_HELP, default="pydocs"),
+    data: str = preset("pydocs", _common.DOCUMENTS_HELP),
     kind: Text = option("sparse or tokens: kind of vectors; by default that of the model, with minilm sparse."),
     queries: bool = flag("Encode queries instead of documents.", "--queries"),
     split: Text = option("With --queries: only those of this split."),
@@ -50,16 +50,14 @@ def encode(
     storage: Text = option("Token vectors: fp16, or int8 for half the bytes."),
     batch_size: Count = option("Texts per batch, at most; by default batches are cut by tokens."),
     batch_tokens: Count = option("Tokens per batch; by default what suits the device."),
-    shard_size: int = option("Texts per shard; each shard is saved when it is full.", default=1024),
-    save_minutes: float = option(
-        "The part of a shard that is done is saved this often, and on Ctrl-C.", default=1.0, min=0
-    ),
+    shard_size: int = preset(1024, "Texts per shard; each shard is saved when it is full."),
+    save_minutes: float = preset(1.0, "The part of a shard that is done is saved this often, and on Ctrl-C.", min=0),
     devices: Text = option(
         "GPUs to use, a number or all: a process for each shares the work. Without GPUs, processes."
     ),
     jsonl: Place = option("Sparse: also write the vectors as JSON lines (Anserini form)."),
-    resume: bool = option("Keep what an interrupted run has encoded.", "--resume/--fresh", default=True),
-    engine: str = option("local, this process; or ray: workers on this machine or on a cluster.", default="local"),
+    resume: bool = preset(True, "Keep what an interrupted run has encoded.", "--resume/--fresh"),
+    engine: str = preset("local", "local, this process; or ray: workers on this machine or on a cluster."),
     address: Text = option("Ray: host:port of a cluster, auto for the one of this machine; by default this machine."),
     workers: Count = option("Ray: models at a time, at most; by default as many as fit, one per GPU."),
     worker_cpus: Count = option("Ray: cores of each worker."),

@@ -11,7 +11,7 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError
-from tilefold.cli._options import Count, Number, Place, Text, flag, option, required
+from tilefold.cli._options import Count, Number, Place, Text, Words, flag, option, preset, required
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ DEPTH = 100
 
 
 def evaluate(
-    data: str = option(_common.DATA_HELP, default="pydocs"),
-    split: list[str] | None = option(_scores.SPLIT_HELP),
+    data: str = preset("pydocs", _common.DATA_HELP),
+    split: Words = option(_scores.SPLIT_HELP),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     run: Place = option("A TREC run file to score."),
     index: Place = option("Index to search, with the --model that made it; BM25 has none."),
     model: Text = option(_retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2."),
     k: Count = option("Documents per query to rerank and to save, by default 100; measures see what they need."),
-    measure: list[str] | None = option(_scores.MEASURE_HELP),
+    measure: Words = option(_scores.MEASURE_HELP),
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
@@ -113,19 +113,17 @@ NORMALIZATIONS = ("min_max", "z_score", "none")
 
 def fuse(
     run: list[Path] = required("A TREC run file, such as evaluate --save-run writes; twice or more."),
-    method: str = option(
-        "rrf (reciprocal rank fusion), or interpolation (weighted sum of normalised scores).", default="rrf"
-    ),
+    method: str = preset("rrf", "rrf (reciprocal rank fusion), or interpolation (weighted sum of normalised scores)."),
     weight: list[float] | None = option("interpolation: one per run, in their order; by default equal ones."),
     tune: Text = option("interpolation: choose the weights on this split of --data, by the first measure."),
     in_sample: bool = flag("Report queries that --tune chose the weights on, too, and say so.", "--in-sample"),
     normalization: Text = option("interpolation: min_max (default), z_score or none, per query."),
     rrf_k: Count = option("rrf: the constant of 1 / (k + rank); by default 60."),
-    k: int = option("Documents to keep per query; as many as the measures need at least.", default=100),
+    k: int = preset(100, "Documents to keep per query; as many as the measures need at least."),
     data: Text = option("The collection of the runs, to measure the fusion: pydocs, or a BEIR folder."),
-    split: list[str] | None = option(_scores.SPLIT_HELP),
+    split: Words = option(_scores.SPLIT_HELP),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    measure: list[str] | None = option(_scores.MEASURE_HELP),
+    measure: Words = option(_scores.MEASURE_HELP),
     save_run: Place = option(_scores.SAVE_RUN_HELP),
     as_json: bool = flag("Weights and measures as JSON on stdout.", "--json"),
 ) -> None:

@@ -11,7 +11,7 @@ from tilefold import retrieval
 from tilefold._files import hold_path
 from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import CommandError, UsageError, note
-from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, flag, option, required
+from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, flag, option, preset, required
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
@@ -30,7 +30,7 @@ def index(
     output: Path = required("Folder for the index."),
     vectors: Place = option("exact, seismic, qdrant: folder that tilefold encode wrote."),
     data: Text = option("bm25: the documents. " + _common.DOCUMENTS_HELP),
-    backend: str = option(_BACKEND_HELP, default="exact"),
+    backend: str = preset("exact", _BACKEND_HELP),
     language: Text = option("bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
     k1: Number = option("bm25: saturation of term frequencies; by default 1.5."),
     b: Number = option("bm25: normalisation of document length, 0 to 1; by default 0.75."),
@@ -70,7 +70,7 @@ def index(
     options = {name: asked[name] for name in OF_BACKEND.get(backend, "").split() if asked[name] not in (None, False)}
     started = time.monotonic()
     if update or delete is not None:
-        changed = _change(output, _read(vectors) if update else vectors, options)
+        changed = _change(output, _read(vectors) if update else None, options)
         told = f"{changed['n_documents']} documents: {changed['written']} written, {changed['deleted']} removed"
         changed["seconds"] = round(time.monotonic() - started, 3)
         _common.print_result(changed, as_json, f"{told} in {changed['seconds']:.1f} s: {output}")
@@ -108,8 +108,17 @@ def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any
     read = _read(vectors, backend)
     if backend == QDRANT:
         return _build_qdrant(read, options)
-    if backend == "seismic":
-        _advise(len(read), len(read.indices) / max(1, len(read)))
+    documents, terms = len(read), len(read.indices) / max(1, len(read))
+    if backend == "seismic" and documents < SEISMIC_DOCUMENTS:
+        note(
+            f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, --backend exact is "
+            "built in seconds, smaller, as fast, and misses nothing"
+        )
+    if backend == "seismic" and terms > LONG_VECTOR:
+        note(
+            f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
+            "tilefold encode --top-k 128 keeps the heaviest"
+        )
     return retrieval.build_index(read, backend, **options)
 
 
@@ -118,20 +127,6 @@ def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
     if vectors is None:
         raise UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
     return _retrievers.read_documents(vectors)
-
-
-def _advise(documents: int, terms: float) -> None:
-    """Say where Seismic costs more than it gives."""
-    if documents < SEISMIC_DOCUMENTS:
-        note(
-            f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, --backend exact is "
-            "built in seconds, smaller, as fast, and misses nothing"
-        )
-    if terms > LONG_VECTOR:
-        note(
-            f"{terms:.0f} terms per document are many for seismic, whose time and size grow with them: "
-            "tilefold encode --top-k 128 keeps the heaviest"
-        )
 
 
 def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
@@ -146,10 +141,8 @@ def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
             done = kept
             update(kept, total)
 
-        def resumes(kept: int, total: int) -> None:
-            note(f"indexing resumes: {kept:,} of {total:,} were done before")
-
-        return retrieval.build_index(read, "qdrant", progress=count, resumes=resumes, **options)
+        resumes = "indexing resumes: {:,} of {:,} were done before".format
+        return retrieval.build_index(read, "qdrant", progress=count, resumes=lambda *of: note(resumes(*of)), **options)
 
 
 def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +150,8 @@ def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.qdrant import Documents
 
-    names = _ids(options["delete"]) if "delete" in options else []
+    listed = _options.read_text(options["delete"], "--delete", "utf-8-sig") if "delete" in options else ""
+    names = [line for line in listed.splitlines() if line.strip()]
     documents = None if read is None else Documents(read.ids, read)
     try:
         index = QdrantIndex.load(output)
@@ -175,14 +169,6 @@ def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {"output": str(output), "n_documents": now, "written": len(documents or ()), "deleted": deleted}
 
 
-def _ids(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--delete: {file} cannot be read ({_common.first_line(error)}).") from error
-    return [line for line in lines if line.strip()]
-
-
 ENGINES = ("opensearch", "vespa")
 NAMES = ("tokens", "numbers")
 
@@ -194,7 +180,7 @@ def export(
     model: Text = option("The SparseEncoder that made the vectors, for the names of its terms."),
     names: Text = option("What terms are called: tokens (with --model, the default) or numbers, which never collide."),
     data: Text = option("The documents, to send texts along. " + _common.DOCUMENTS_HELP),
-    field: str = option("Field of the vectors in the engine.", default="sparse"),
+    field: str = preset("sparse", "Field of the vectors in the engine."),
     field_type: Text = option(
         "opensearch: rank_features (exact, the default), or sparse_vector (Seismic; numbers only)."
     ),

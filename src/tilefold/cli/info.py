@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tilefold._version import __version__
 from tilefold.cli import _common, _models
 from tilefold.cli._common import Asked, UsageError
 from tilefold.cli._options import Count, Number, Text, argument, flag, option
@@ -59,11 +60,10 @@ def info(
             raise UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
         _plan(model, _PLANNED | given, json)
         return
-    facts = collect()
     if json:
-        _common.print_json(facts)
+        _common.print_json(collect())
     else:
-        _print(facts)
+        _print(collect())
 
 
 def collect() -> dict[str, Any]:
@@ -72,36 +72,40 @@ def collect() -> dict[str, Any]:
 
     import torch
 
-    from tilefold._version import __version__
     from tilefold.bench.results import cpu_name, driver_version, package_version
+    from tilefold.ops.implementations import kernel_of, releases
+    from tilefold.ops.lsr_head.configs import describe
 
+    release = releases.release()
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
         "tilefold": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "cpu": {"name": cpu_name(), "threads": torch.get_num_threads()},
-        "gpus": _gpus(),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "capability": f"{gpu.major}.{gpu.minor}",
+                "memory_gib": round(gpu.total_memory / 2**30, 1),
+                "multiprocessors": gpu.multi_processor_count,
+            }
+            for gpu in properties
+        ],
         "driver": driver_version(),
-        "triton": _triton(),
+        "triton": {
+            "release": releases.release_name() if release != (0, 0) else None,
+            "tested": release in releases.TESTED,
+            "kernels_by_compute_capability": {
+                name: {op: list(kernel_of(op, capability)) for op in ("lsr_head", "maxsim")}
+                for name, capability in ARCHITECTURES.items()
+            },
+        },
         "operators": _operators(),
         "packages": {name: package_version(name) or None for name in OPTIONAL_PACKAGES},
-        "configs": {"lsr_head": _lsr_head_configs()},
+        "configs": {"lsr_head": describe(torch.device("cuda")) if torch.cuda.is_available() else None},
     }
-
-
-def _gpus() -> list[dict[str, Any]]:
-    import torch
-
-    return [
-        {
-            "name": gpu.name,
-            "capability": f"{gpu.major}.{gpu.minor}",
-            "memory_gib": round(gpu.total_memory / 2**30, 1),
-            "multiprocessors": gpu.multi_processor_count,
-        }
-        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    ]
 
 
 def _operators() -> dict[str, dict[str, Any]]:
@@ -129,44 +133,6 @@ def _operators() -> dict[str, dict[str, Any]]:
     return operators
 
 
-def _triton() -> dict[str, Any]:
-    """The Triton release, and which kernels it would run on each compute capability."""
-    from tilefold.ops.implementations import kernel_of, releases
-
-    release = releases.release()
-    known = {
-        name: {op: list(kernel_of(op, cap)) for op in ("lsr_head", "maxsim")} for name, cap in ARCHITECTURES.items()
-    }
-    return {
-        "release": releases.release_name() if release != (0, 0) else None,
-        "tested": release in releases.TESTED,
-        "kernels_by_compute_capability": known,
-    }
-
-
-def _print_triton(console: Any, triton: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    if triton["release"] is None:
-        return
-    tested = "" if triton["tested"] else ", which tilefold was not tested with"
-    kernels = Table("compute capability", "operator", "16-bit kernels", "why nothing faster", header_style="bold")
-    for capability, operators in triton["kernels_by_compute_capability"].items():
-        for name, (kernel, why) in operators.items():
-            kernels.add_row(capability, name, kernel, why or "")
-    console.print(f"On GPUs with Triton {triton['release']}{tested}:", markup=False, highlight=False)
-    console.print(kernels)
-
-
-def _lsr_head_configs() -> Any:
-    """The kernels' launch configurations on the current GPU."""
-    import torch
-
-    from tilefold.ops.lsr_head.configs import describe
-
-    return describe(torch.device("cuda")) if torch.cuda.is_available() else None
-
-
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -189,7 +155,14 @@ def _print(facts: dict[str, Any]) -> None:
             why = picked["why_not_triton"] or picked["why_not_faster"] or ""
             operators.add_row(name, device, picked["auto"], picked["kernels"], why)
     console.print(operators)
-    _print_triton(console, facts["triton"])
+    if (triton := facts["triton"])["release"] is not None:
+        tested = "" if triton["tested"] else ", which tilefold was not tested with"
+        console.print(f"On GPUs with Triton {triton['release']}{tested}:", markup=False, highlight=False)
+        kernels = Table("compute capability", "operator", "16-bit kernels", "why nothing faster", header_style="bold")
+        for capability, found in triton["kernels_by_compute_capability"].items():
+            for name, (kernel, why) in found.items():
+                kernels.add_row(capability, name, kernel, why or "")
+        console.print(kernels)
 
     packages = Table("optional package", "version", "for", header_style="bold")
     for name, version in facts["packages"].items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, note
-from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, required
+from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.mining import FalseNegatives, Mined, Window
     from tilefold.retrieval.searcher import Searcher
     from tilefold.retrieval.teachers import Teacher
-    from tilefold.retrieval.training_rows import QueryRows, TrainingRows
+    from tilefold.retrieval.training_rows import TrainingRows
 
 RANKS, PER_QUERY = "1-100", 16
 FILTER_DEPTH = 1000  # a relevant document is looked for that deep
@@ -37,20 +37,18 @@ SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score o
 
 def mine(
     output: Path = required("Parquet file to write; tilefold score adds teachers' scores."),
-    data: str = option(_common.DATA_HELP, default="pydocs"),
-    split: str = option("Split whose queries get negatives.", default="train"),
+    data: str = preset("pydocs", _common.DATA_HELP),
+    split: str = preset("train", "Split whose queries get negatives."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     run: Place = option("A TREC run to draw from."),
     index: Place = option("Index to draw from, with the --model that made it; BM25 has none."),
     vectors: Place = option("Encoded documents to search exactly, with the --model that made them."),
     model: Text = option("The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm."),
-    ranks: list[str] | None = option(
-        f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."
-    ),
+    ranks: Words = option(f"Ranks to draw from, such as 1-50; by default {RANKS}. May be repeated with --per-query."),
     per_query: list[int] | None = option(f"Negatives per query, by default {PER_QUERY}; one for each --ranks."),
     margin: Number = option(MARGIN_HELP),
     max_score_share: Number = option(SHARE_HELP),
-    seed: int = option("Of the draws where ranks hold more than --per-query.", default=0, min=0),
+    seed: int = preset(0, "Of the draws where ranks hold more than --per-query.", min=0),
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
@@ -181,19 +179,17 @@ def score(
     mined: Path = argument("Parquet file of tilefold mine, or one that was scored before.", default=...),
     output: Path = required("Parquet file to write."),
     teacher: list[str] = required(_TEACHER_HELP),
-    data: str = option(_common.DATA_HELP, default="pydocs"),
+    data: str = preset("pydocs", _common.DATA_HELP),
     split: Text = option("Split whose relevant documents are scored too; by default that of the file."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    normalization: str = option(
-        "Of each teacher's scores of a query before their mean: min_max, or none.", default="min_max"
-    ),
+    normalization: str = preset("min_max", "Of each teacher's scores of a query before their mean: min_max, or none."),
     scale: Number = option("Factor of the mean; by default 30, and 1 with --normalization none."),
     like: Text = option("Map the mean to the mean and deviation of this --teacher, in place of --scale."),
     margin: Number = option(MARGIN_HELP + " By the ensemble's score."),
     max_score_share: Number = option(SHARE_HELP + " By the ensemble's score."),
-    batch_size: int = option("Texts, or pairs of a cross-encoder, per batch.", default=32),
+    batch_size: int = preset(32, "Texts, or pairs of a cross-encoder, per batch."),
     max_length: Count = option("Tokens that a model reads of a text or pair; by default its own limit."),
-    resume: bool = option("Keep what an interrupted run has scored.", "--resume/--fresh", default=True),
+    resume: bool = preset(True, "Keep what an interrupted run has scored.", "--resume/--fresh"),
     as_json: bool = flag("What was scored as JSON on stdout.", "--json"),
 ) -> None:
     """Score mined negatives and relevant documents with one teacher or several; training reads the result.
@@ -231,7 +227,12 @@ def score(
         shutil.rmtree(work, ignore_errors=True)
     _common.kept.append(lambda: any(work.rglob("*.npy")) or any(work.rglob("part-*")))
     for given, name in names.items():
-        _score(_load(given, name, collection, max_length), rows, collection, work, batch_size)
+        loaded = _load(given, name, collection, max_length)
+        with _common.progress_bar(f"scoring ({name})", resumes=_common.FRESH) as update:
+            scores = retrieval.score_rows(loaded, rows, collection, work, batch_size=batch_size, progress=update)
+        rows.teachers[name] = scores
+        made_by = {name: {"kind": loaded.kind, "fingerprint": loaded.fingerprint}}
+        rows.made_by["teachers"] = rows.made_by.get("teachers", {}) | made_by
     column = None if like is None else names.get(like, like)
     rows.target = retrieval.ensemble(rows, rows.teachers, normalization=normalization, scale=scale, like=column)
     rows.made_by |= {"kind": "scored", "normalization": normalization, "scale": scale, "like": like}
@@ -277,16 +278,6 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
         raise UsageError(f"--{error}") from error
 
 
-def _score(teacher: Teacher, rows: TrainingRows, collection: Collection, work: Path, batch_size: int) -> None:
-    """Put the teacher's column into `rows`."""
-    with _common.progress_bar(f"scoring ({teacher.name})", resumes=_common.FRESH) as update:
-        rows.teachers[teacher.name] = retrieval.score_rows(
-            teacher, rows, collection, work, batch_size=batch_size, progress=update
-        )
-    known: dict[str, Any] = dict(rows.made_by.get("teachers", {}))
-    rows.made_by["teachers"] = known | {teacher.name: {"kind": teacher.kind, "fingerprint": teacher.fingerprint}}
-
-
 def _stamp(rows: TrainingRows, collection: Collection) -> None:
     """Put fingerprints of the texts into rows, also into those of another program."""
     from tilefold.retrieval.training_rows import queries_of
@@ -296,7 +287,10 @@ def _stamp(rows: TrainingRows, collection: Collection) -> None:
 
 
 def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> None:
-    best = sum(_relevant_first(group) for group in rows.groups())
+    best = 0  # queries of which no negative scores higher than the best relevant document
+    for group in rows.groups():
+        if group.target is not None and group.relevant.any():
+            best += bool(group.target[group.relevant].max() >= group.target.max())
     result = {"output": str(output), "queries": len(rows.queries), "rows": len(rows), "teachers": list(rows.teachers)}
     result |= {"left_out_by_score": dropped, "relevant_first": best / len(rows.queries)}
     if dropped and not as_json:
@@ -304,10 +298,3 @@ def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> No
     said = f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}"
     first = f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first"
     _common.print_result(result, as_json, said, first)
-
-
-def _relevant_first(group: QueryRows) -> bool:
-    """Whether no negative of the query scores higher than its best relevant document."""
-    if group.target is None or not group.relevant.any():
-        return False
-    return bool(group.target[group.relevant].max() >= group.target.max())

@@ -15,7 +15,7 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, note
-from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option
+from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, preset
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def search(
     queries: Place = option(
         "A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text per line."
     ),
-    demo: Path = option("Folder of tilefold demo, used without --index.", default=_common.DEMO_DIR),
+    demo: Path = preset(_common.DEMO_DIR, "Folder of tilefold demo, used without --index."),
     index: Place = option("Index to search, with the --model that made it; BM25 has none."),
     model: Text = option(_retrievers.MODEL_HELP),
     data: Text = option("The collection, to show titles."),
     vectors: Place = option("The encoded documents, to show which terms matched."),
-    k: int = option("Documents to show.", default=10),
+    k: int = preset(10, "Documents to show."),
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,

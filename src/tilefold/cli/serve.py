@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, note
-from tilefold.cli._options import Count, Number, Place, Text, option
+from tilefold.cli._options import Count, Number, Place, Text, Words, option, preset
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
@@ -40,25 +40,19 @@ def serve(
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
     other_model: bool = _retrievers.OTHER_MODEL,
-    host: str = option("Interface to listen on; 0.0.0.0 for all.", default="127.0.0.1"),
-    port: int = option("Port; 0 takes a free one.", default=8080, min=0, max=65535),
-    default_side: str = option(
-        "How to encode inputs posted to the root routes: query or document.", default="document"
-    ),
+    host: str = preset("127.0.0.1", "Interface to listen on; 0.0.0.0 for all."),
+    port: int = preset(8080, "Port; 0 takes a free one.", min=0, max=65535),
+    default_side: str = preset("document", "How to encode inputs posted to the root routes: query or document."),
     api_key_file: Place = option(f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment."),
-    cors_allow_origin: list[str] | None = option(
-        "Site whose pages may ask this server in a browser; * for all; may be repeated."
+    cors_allow_origin: Words = option("Site whose pages may ask this server in a browser; * for all; may be repeated."),
+    max_concurrent_requests: int = preset(
+        Limits.max_concurrent_requests, "Inputs in work or waiting; the next gets a 429."
     ),
-    max_concurrent_requests: int = option(
-        "Inputs in work or waiting; the next gets a 429.", default=Limits.max_concurrent_requests
-    ),
-    max_batch_tokens: int = option("Tokens of a batch, padding included.", default=Limits.max_batch_tokens),
-    max_client_batch_size: int = option("Inputs of a request.", default=Limits.max_client_batch_size),
-    payload_limit: int = option("Bytes of a body.", default=Limits.payload_limit),
-    auto_truncate: bool = option(
-        "Cut inputs that are too long, or refuse them.",
-        "--auto-truncate/--no-auto-truncate",
-        default=Limits.auto_truncate,
+    max_batch_tokens: int = preset(Limits.max_batch_tokens, "Tokens of a batch, padding included."),
+    max_client_batch_size: int = preset(Limits.max_client_batch_size, "Inputs of a request."),
+    payload_limit: int = preset(Limits.payload_limit, "Bytes of a body."),
+    auto_truncate: bool = preset(
+        Limits.auto_truncate, "Cut inputs that are too long, or refuse them.", "--auto-truncate/--no-auto-truncate"
     ),
 ) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
@@ -74,15 +68,26 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
+    from tilefold.serve.server import bind
+
     if default_side not in ("query", "document"):
         raise UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _options.check_at_least_one(query_top_k=query_top_k)
-    index_name, limits = _index_name(asked), _limits(asked)
+    index_name = _index_name(asked)
+    try:
+        limits = Limits(**{each.name: asked[each.name] for each in fields(Limits) if each.name in asked})
+    except ValueError as error:
+        argument, _, rest = str(error).partition(":")
+        raise UsageError(f"--{argument.replace('_', '-')}:{rest.replace('_', '-')}") from error
     key, origins = _key(api_key_file), cors_allow_origin or []
     with _options.as_options(origins="--cors-allow-origin"):
         check_origins(origins)
     _models.find_models({"--model": model, "--tokens": tokens, "--tokens-model": tokens_model})
-    opened = _bind(host, port)  # before the model is loaded, which takes longer than finding out that a port is taken
+    try:  # before the model is loaded, which takes longer than finding out that a port is taken
+        opened = bind(host, port)
+    except OSError as error:
+        why = error.strerror or _common.first_line(error)
+        raise CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error
     try:
         from tilefold.serve.service import Service
 
@@ -116,36 +121,15 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str, or
     )
 
 
-def _limits(asked: Asked) -> Limits:
-    try:
-        return Limits(**{each.name: asked[each.name] for each in fields(Limits) if each.name in asked})
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        raise UsageError(f"--{name.replace('_', '-')}:{rest.replace('_', '-')}") from error
-
-
 def _key(file: Path | None) -> str | None:
     """The key of --api-key-file, else that of the environment, else None."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
-    try:
-        key = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file: {file} cannot be read ({_common.first_line(error)}).") from error
+    key = _options.read_text(file, "--api-key-file").strip()
     if not key or len(key.splitlines()) > 1:
         got = f"{len(key.splitlines())} lines" if key else "an empty one"
         raise UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
     return key
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    from tilefold.serve.server import bind
-
-    try:
-        return bind(host, port)
-    except OSError as error:
-        why = error.strerror or _common.first_line(error)
-        raise CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error
 
 
 def _index_name(asked: Asked) -> str:

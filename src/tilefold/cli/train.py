@@ -12,7 +12,7 @@ import typer
 
 from tilefold.cli import _common, _models, _options
 from tilefold.cli._common import Asked, UsageError, note
-from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, required
+from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
@@ -32,8 +32,8 @@ _PARAMETERS = {
 
 def train(
     output: Path = required("Folder for the trained model."),
-    recipe: str = option("A name of tilefold recipes; colbert for one vector per token.", default="splade"),
-    data: str = option(_common.DATA_HELP, default="pydocs"),
+    recipe: str = preset("splade", "A name of tilefold recipes; colbert for one vector per token."),
+    data: str = preset("pydocs", _common.DATA_HELP),
     negatives: Place = option("Mined negatives or teacher scores: Parquet of tilefold mine or score."),
     model: Text = option("minilm (the usual default), a folder, or a Hugging Face name of a fitting model."),
     steps: Count = option("Training steps; by default --epochs decides, 0 saves the model as it starts."),
@@ -41,9 +41,7 @@ def train(
     batch_size: Count = option(f"Pairs per step; {_OWN}."),
     learning_rate: Number = option(f"Peak learning rate; {_OWN}.", "--lr"),
     regularizer: Number = option("Sparse recipes: weight of the penalties, larger is sparser."),
-    fields: list[str] | None = option(
-        "Any field of the recipe, such as document.pooling=sum; may be repeated.", "--set"
-    ),
+    fields: Words = option("Any field of the recipe, such as document.pooling=sum; may be repeated.", "--set"),
     dimension: Count = option("colbert: dimension of a vector; by default 128, 0 for the backbone's own."),
     query_length: Count = option("colbert: tokens per query; by default 32."),
     expand_queries: bool = flag("colbert: pad queries with mask tokens that are scored.", "--expand-queries"),
@@ -53,17 +51,15 @@ def train(
     train_max_length: Count = option("The same while training; fewer are faster."),
     attention: Text = option("softmax or entmax; by default the model's own."),
     alpha: Number = option("alpha of entmax, from 1 (softmax) to 2; by default 1.5."),
-    anneal_alpha: float = option("Share of the steps over which alpha rises from 1.", default=0.0),
+    anneal_alpha: float = preset(0.0, "Share of the steps over which alpha rises from 1."),
     bf16: bool | None = option("By default the faster one on this hardware.", "--bf16/--fp32"),
-    fused: bool = option(
-        "Fused head (sparse) or similarity (colbert), or the stock one.", "--fused/--plain", default=True
-    ),
+    fused: bool = preset(True, "Fused head (sparse) or similarity (colbert), or the stock one.", "--fused/--plain"),
     graphs: bool = flag("GPU: capture the encoder as CUDA graphs; see docs/cli.md.", "--graphs"),
-    seed: int = option("Equal seeds give equal models.", default=0),
-    save_steps: int = option("A checkpoint after so many steps.", default=25),
-    save_minutes: float = option("A checkpoint after this time at the latest.", default=5.0, min=0),
+    seed: int = preset(0, "Equal seeds give equal models."),
+    save_steps: int = preset(25, "A checkpoint after so many steps."),
+    save_minutes: float = preset(5.0, "A checkpoint after this time at the latest.", min=0),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    resume: bool = option("Resume an interrupted run.", "--resume/--fresh", default=True),
+    resume: bool = preset(True, "Resume an interrupted run.", "--resume/--fresh"),
     overwrite: bool = flag("Replace a finished model in --output.", "--overwrite"),
     verbose: bool = flag("Show the libraries' own logs.", "--verbose"),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
