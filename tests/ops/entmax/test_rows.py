@@ -174,18 +174,13 @@ def evaluations(x: torch.Tensor, alpha: float, method: str = "halley") -> torch.
 
 
 @here_only
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("alpha", [1.1, 1.25, 1.5, 1.8, 2.0])
-def test_the_root_needs_few_evaluations_for_any_row(alpha: float, kind: str) -> None:
-    x = entmax_scores(64, 2048, kind).double().float()
-    most = int(evaluations(x, alpha).max())
-    assert most <= (12 if alpha > 1.5 else 8), f"{most} evaluations"
-
-
-@here_only
-def test_bisection_needs_about_seven_times_as_many_evaluations() -> None:
-    x = entmax_scores(64, 8192).double()  # the setting of AdaSplash's figure: 8,192 normal scores, alpha = 1.5
-    halley, bisection = (evaluations(x.float(), 1.5, method).float().mean() for method in ("halley", "bisection"))
+def test_the_root_needs_few_evaluations_for_any_row_and_seven_times_fewer_than_bisection() -> None:
+    for kind in SCORES:
+        for alpha in (1.1, 1.25, 1.5, 1.8, 2.0):
+            most = int(evaluations(entmax_scores(64, 2048, kind), alpha).max())
+            assert most <= (12 if alpha > 1.5 else 8), (kind, alpha, most)
+    x = entmax_scores(64, 8192)  # the setting of AdaSplash's figure: 8,192 normal scores, alpha = 1.5
+    halley, bisection = (evaluations(x, 1.5, method).float().mean() for method in ("halley", "bisection"))
     assert halley <= 3.6 and bisection / halley >= 6, f"{halley:.2f} and {bisection:.2f} evaluations"
 
 
@@ -222,25 +217,6 @@ def test_operators_pass_opcheck(device: str) -> None:
         for needs in ((True, given is not None), (True, False)):
             arguments = (x, p, given, constant, needs, impl)
             torch.library.opcheck(torch.ops.tilefold.entmax_backward.default, arguments)
-
-
-@here_only
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per_row", [False, True])
-def test_the_public_function_compiles_whole_with_gradients(device: str, per_row: bool) -> None:
-    x = entmax_scores(12, 10).view(2, 6, 10).to(device)
-    alpha = torch.full((6, 1), 1.3, device=device) if per_row else 1.5
-
-    def loss(x: Tensor, alpha: float | Tensor) -> Tensor:
-        return (entmax(2 * x, alpha, dim=-1) ** 2).sum()
-
-    grads = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaf = x.clone().requires_grad_()
-        a = alpha.clone().requires_grad_() if isinstance(alpha, Tensor) else alpha
-        function(leaf, a).backward()
-        grads.append((leaf.grad, a.grad if isinstance(a, Tensor) else None))
-    torch.testing.assert_close(grads[0], grads[1])
 
 
 @here_only

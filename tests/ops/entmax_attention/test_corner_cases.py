@@ -44,15 +44,6 @@ def output(*operands: Tensor, **options: Any) -> Tensor:
     return result
 
 
-@here_only
-def test_01_a_call_without_options_is_not_causal_and_never_becomes_so() -> None:
-    default = inspect.signature(entmax_attention).parameters["causal"].default
-    inputs = entmax_attention_inputs(1, 1, 9, 8, sharpness=0.1)
-    plain = output(inputs.q, inputs.k, inputs.v)
-    assert default is False and torch.equal(plain, output(inputs.q, inputs.k, inputs.v, causal=False))
-    assert not torch.allclose(plain[:, :, 0], inputs.v[:, :, 0])  # the first query sees more than the first key
-
-
 @pytest.mark.parametrize("kind", ["peaked"] if INTERPRETED else ["peaked", "flat", "smooth"])
 def test_03_the_default_root_is_found_to_its_tolerance_whatever_the_scores(target: Target, kind: str) -> None:
     assert not {"niter", "n_iter"} & set(inspect.signature(entmax_attention).parameters)  # nothing to set too low
@@ -110,10 +101,12 @@ def test_10_nothing_is_written_beside_a_row_or_left_unwritten(target: Target, n:
 
 
 @here_only
-def test_11_options_are_honoured_or_unknown_and_a_second_derivative_is_an_error() -> None:
+def test_01_11_options_are_honoured_or_unknown_and_a_second_derivative_is_an_error() -> None:
     inputs = entmax_attention_inputs(1, 2, 30, 8)
     plain = output(inputs.q, inputs.k, inputs.v)
-    for options in ({"window": 3}, {"scale": 3.0}, {"dropout_p": 0.5}, {"alpha": torch.tensor([1.1, 2.0])}):
+    assert inspect.signature(entmax_attention).parameters["causal"].default is False  # and never becomes true
+    different = {"window": 3}, {"scale": 3.0}, {"dropout_p": 0.5}, {"alpha": torch.tensor([1.1, 2.0])}, {"causal": True}
+    for options in different:
         assert not torch.allclose(plain, output(inputs.q, inputs.k, inputs.v, **options), atol=1e-3), options
     for name in ("bias", "softcap", "alibi_slopes", "is_causal", "varlen"):
         with pytest.raises(TypeError, match=name):
@@ -131,25 +124,15 @@ def test_14_half_precision_weights_sum_to_one(target: Target) -> None:
 
 
 @interpreted_elsewhere
-@pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.01, 1.05, 2.0])
-def test_15_alpha_from_softmax_on_and_as_a_tensor(target: Target, alpha: float) -> None:
-    inputs = entmax_attention_inputs(1, 1, LENGTHS[0], 16, device=target.device)
-    assert_entmax_attention_matches(inputs, impl=target.impl, alpha=alpha, needs=("v",))
-    per_head = torch.tensor([alpha], device=target.device)
-    found = entmax_attention_results(inputs, impl=target.impl, alpha=per_head, needs=())
-    assert bool(found["out"].isfinite().all()) and bool(found["dalpha"].isfinite().all())
-
-
-@interpreted_elsewhere
-@pytest.mark.parametrize("alpha", [1.0, 1.3, 1.5, 2.0])
-def test_the_gradient_of_alpha_is_never_silently_missing(target: Target, alpha: float) -> None:
+@pytest.mark.parametrize("alpha", [1.0, 1.0001, 1.01, 1.05, 1.3, 1.5, 2.0])
+def test_15_alpha_from_softmax_on_as_a_tensor_never_lacks_its_gradient(target: Target, alpha: float) -> None:
     inputs = entmax_attention_inputs(1, 2, LENGTHS[0], 16, device=target.device)
+    assert_entmax_attention_matches(inputs, impl=target.impl, alpha=alpha, needs=("v",))
     per_head = torch.full((2,), alpha, device=target.device)
     found = entmax_attention_results(inputs, impl=target.impl, alpha=per_head, needs=())
-    exact = entmax_attention_results(inputs.cast(torch.float64), impl="reference", alpha=per_head.double(), needs=())[
-        "dalpha"
-    ]
-    assert found["dalpha"].shape == (2,) and bool((exact != 0).all())
+    truth = entmax_attention_results(inputs.cast(torch.float64), impl="reference", alpha=per_head.double(), needs=())
+    exact = truth["dalpha"]
+    assert bool(found["out"].isfinite().all()) and found["dalpha"].shape == (2,) and bool((exact != 0).all())
     error = float((found["dalpha"].double() - exact).norm() / exact.norm())
     assert error <= 10 * budget(torch.float32, "gradient_bound")
 

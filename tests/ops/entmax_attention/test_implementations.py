@@ -209,8 +209,8 @@ def test_dropout_drops_the_same_weights_everywhere(target: Target) -> None:
         for impl in (target.impl, "reference")
     ]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    other = entmax_attention_results(inputs, impl=target.impl, alpha=1.0, dropout_p=0.5, dropout_seed=4)["out"]
-    assert not torch.allclose(other, results[0], atol=1e-2)
+    outs: Any = [entmax_attention(inputs.q, inputs.k, inputs.v, dropout_p=0.5, impl=target.impl) for _ in range(2)]
+    assert not torch.allclose(*outs, atol=1e-2)  # every call draws
 
 
 def test_statistics_say_what_the_rows_are(target: Target) -> None:

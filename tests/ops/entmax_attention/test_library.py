@@ -13,12 +13,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from tests.kernels import triton_interpreted
+from tests.refusals import refused
 from tilefold.ops import entmax_attention
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops.entmax_attention import chosen_impl
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 from tilefold.ops.entmax_attention.configs import live_shape
-from tilefold.testing import assert_within_budget
 from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_inputs
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
@@ -70,44 +70,6 @@ def test_shapes_of_a_device_may_be_symbolic() -> None:
     assert min(shapes[0]) > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["full", "right"])
-def test_the_public_function_compiles_whole_with_gradients(device: str, layout: str) -> None:
-    inputs = entmax_attention_inputs(2, 2, 24, 16, layout=layout, device=device)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (entmax_attention(2 * q, k, v, causal=True, **inputs.layout) ** 2).sum()
-
-    grads = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        mine = leaves(inputs)
-        function(*mine).backward()
-        grads.append([leaf.grad for leaf in mine])
-    torch.testing.assert_close(grads[0], grads[1])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_sets_the_dtype(device: str) -> None:
-    inputs = entmax_attention_inputs(1, 2, 24, 16, device=device)
-    q, k, v = leaves(inputs)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        out = entmax_attention(q, k, v)
-    assert out.dtype == torch.bfloat16
-    rounded = inputs.cast(torch.bfloat16).cast(torch.float64)
-    assert_within_budget(out, entmax_attention(rounded.q, rounded.k, rounded.v, impl="reference"), kind="gradient")
-    out.sum().backward()
-    assert q.grad is not None and q.grad.dtype == torch.float32
-
-
-def test_inference_mode_and_meta_tensors() -> None:
-    inputs = entmax_attention_inputs(1, 2, 24, 16)
-    with torch.inference_mode():
-        out = entmax_attention(inputs.q, inputs.k, inputs.v)
-    assert torch.equal(out, entmax_attention(inputs.q, inputs.k, inputs.v))
-    meta = torch.empty(2, 4, 1000, 64, device="meta")
-    assert entmax_attention(meta, meta, meta).shape == meta.shape
-
-
 def test_scores_never_exist_as_a_whole() -> None:
     n, heads = 2048, 2
     inputs = entmax_attention_inputs(1, heads, n, 8)
@@ -126,6 +88,8 @@ def test_no_queries_no_keys_and_no_sequences() -> None:
     assert torch.equal(q.grad, torch.zeros_like(q))
     assert entmax_attention(q[:, :, :0], q, q).shape == (2, 2, 0, 8)
     assert entmax_attention(q[:0], q[:0], q[:0]).shape == (0, 2, 5, 8)
+    meta = torch.empty(2, 4, 1000, 64, device="meta")
+    assert entmax_attention(meta, meta, meta).shape == meta.shape
 
 
 def test_random_words_are_those_of_philox() -> None:
@@ -155,37 +119,26 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "text"), ERRORS, ids=[next(iter(e[0])) + str(i) for i, e in enumerate(ERRORS)]
-)
-def test_errors_name_the_argument(change: dict[str, Any], kind: type[Exception], text: str) -> None:
-    operands = {name: torch.randn(2, 2, 4, 8) for name in "qkv"}
-    options = {**operands, **change}
-    with pytest.raises(kind, match=text):
-        entmax_attention(options.pop("q"), options.pop("k"), options.pop("v"), **options)
-
-
-def test_broken_offsets_raise_on_the_cpu() -> None:
-    q = torch.randn(5, 2, 8)
-    good = torch.tensor([0, 5])
-    for bad in ([1, 5], [0, 4], [0, 6]):
-        with pytest.raises(
-            ValueError,
-            match=r"cu_seqlens_k must start with 0, never fall and end at .* rows T of k, got cu_seqlens_k\[.*= ",
-        ):
-            entmax_attention(q, q, q, cu_seqlens_q=good, cu_seqlens_k=torch.tensor(bad))
-    falls = torch.tensor([0, 2**31 - 1, -2, 5], dtype=torch.int32)  # in 32 bits no difference is negative
-    with pytest.raises(ValueError, match="cu_seqlens_q must start with 0, never fall"):
-        entmax_attention(q, q, q, cu_seqlens_q=falls, cu_seqlens_k=falls)
-    with pytest.raises(ValueError, match="cu_seqlens_k must be given"):
-        entmax_attention(q, q, q, cu_seqlens_q=good)
+def test_errors_name_the_argument() -> None:
+    for change, kind, text in ERRORS:
+        given = {name: torch.randn(2, 2, 4, 8) for name in "qkv"} | change
+        refused(kind, text, entmax_attention, **given)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_a_bound_that_is_too_small_for_the_keys_is_an_error(impl: str) -> None:
-    q, offsets = torch.randn(30, 2, 16), torch.tensor([0, 10, 30])
-    with pytest.raises(ValueError, match="max_seqlen_k must be at least 20, the longest sequence of keys, got 19"):
-        entmax_attention(q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_k=19, impl=impl)
+def test_broken_offsets_and_bounds_raise_on_the_cpu(impl: str) -> None:
+    q, good = torch.randn(5, 2, 8), torch.tensor([0, 2, 5])
+    must = "must start with 0, never fall"
+    falls = torch.tensor([0, 2**31 - 1, -2, 5], dtype=torch.int32)  # in 32 bits no difference is negative
+    for cu_q, cu_k, bound, text in [
+        *[(good, torch.tensor([x, 2, y]), None, rf"cu_seqlens_k {must} and end at .* T of k, got cu_seqlens_k\[.*= ")
+          for x, y in ((1, 5), (0, 4), (0, 6))],
+        (falls, falls, None, f"cu_seqlens_q {must}"),
+        (good, None, None, "cu_seqlens_k must be given"),
+        (good, good, 2, "max_seqlen_k must be at least 3, the longest sequence of keys, got 2"),
+    ]:  # fmt: skip
+        options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_k": bound, "impl": impl}
+        refused(ValueError, text, entmax_attention, q, q, q, **options)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
-from tilefold.ops import token_scatter
+from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.ops._shared import operator
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.padding import LAYOUTS
@@ -173,11 +173,13 @@ def test_empty_batches_give_empty_or_zero_scores(
     assert scores.shape == (shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, 5) and not scores.any()
     scores.sum().backward()
     assert weights.grad is not None and weights.grad.shape == shape
+    sparse = token_scatter_sparse(weights, ids, 5, cu_seqlens=offsets, top_k=3, reduce=reduce)
+    assert sparse.shape == scores.shape and sparse.values().numel() == 0
 
 
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu", "softplus", "none"])
 @every_reduction
-def test_nan_makes_its_entry_nan_with_its_gradient_and_touches_no_other(
+def test_nan_makes_its_entry_nan_with_its_gradient_and_no_other_and_infinity_scores_as_in_the_reference(
     target: Target, reduce: str, activation: str
 ) -> None:
     inputs = token_scatter_inputs(*SHAPE, layout="right", device=target.device)
@@ -190,19 +192,14 @@ def test_nan_makes_its_entry_nan_with_its_gradient_and_touches_no_other(
         poisoned[0, inputs.input_ids[0, 3]] = True
         assert torch.equal(found["scores"].isnan(), poisoned), impl
         assert found["dweights"].isnan().nonzero().tolist() == [[0, 3]], impl
-
-
-@pytest.mark.parametrize("activation", ["relu", "log1p_relu", "softplus", "none"])
-@every_reduction
-def test_infinite_weights_score_as_in_the_reference(target: Target, reduce: str, activation: str) -> None:
     weights = torch.tensor([[math.inf, 1.0, -math.inf, -math.inf, math.inf, -math.inf, 2.0, -3.0]])
     ids = torch.tensor([[0, 0, 1, 2, 2, 3, 4, 4]])
-    dscores = torch.ones(1, 6)
-    inputs = TokenScatterInputs(weights, ids, 6, None, None, dscores).to(target.device)
-    found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=target.impl)
-    truth = token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference")
-    for name, value in truth.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=0, equal_nan=True)
+    inputs = TokenScatterInputs(weights, ids, 6, None, None, torch.ones(1, 6)).to(target.device)
+    found, truth = (
+        token_scatter_results(inputs, reduce=reduce, activation=activation, impl=impl)
+        for impl in (target.impl, "reference")
+    )
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("length", [2, 100])

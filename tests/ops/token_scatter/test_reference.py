@@ -87,13 +87,6 @@ def test_ties_go_to_the_lowest_token_which_takes_the_whole_gradient() -> None:
     assert weights.grad.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_a_nan_makes_its_own_entry_nan_and_no_other(reduce: str, activation: str) -> None:
-    out = scatter([[1.0, math.nan, 3.0, 2.0]], [[0, 1, 1, 2]], reduce=reduce, activation=activation)
-    assert out.isnan().tolist() == [[False, True, False, False, False]]
-
-
 def test_weights_may_have_the_trailing_dimension_of_a_linear_layer() -> None:
     inputs = token_scatter_inputs(3, 7, 11)
     weights = inputs.weights[:, :, None].clone().requires_grad_()
