@@ -5,23 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton import entmax
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.entmax import (
-    MAX_EVALUATIONS,
-    SMALLEST,
-    alpha_terms,
-    bracket,
-    log2_of,
-    middle,
-    needs_care,
-    next_root,
-    peak_power,
-    power_of_2,
-    row_peak,
-    row_terms,
-    sum_terms,
-    weight,
-)
 
 
 @triton.jit
@@ -64,12 +49,12 @@ def _forward_kernel(
     # fails on a maximum or sum of a loop's loads that is used twice (OptimizeThreadLocality).
     if RESIDENT:
         s = _scores(x_ptr, offs, places, n, mask_r)
-        peak = row_peak(s)
+        peak = entmax.row_peak(s)
     else:
         best = tl.full((BLOCK_R, BLOCK_N), float("-inf"), tl.float32)
         for n0 in range(0, n, BLOCK_N):
             best = nan_max(best, _scores(x_ptr, offs, n0 + places, n, mask_r))
-        peak = row_peak(best)
+        peak = entmax.row_peak(best)
     broken = (e < 0) | (e > 1) | (e != e) | (peak != peak)
     broken = broken | (peak == float("inf"))
     empty = (peak == float("-inf")) & ~broken
@@ -77,44 +62,44 @@ def _forward_kernel(
     peak = tl.where(idle, 0.0, peak)
     e = tl.where(broken, 1.0, e)
 
-    low, high = bracket(tl.zeros_like(peak) + n, e, KIND)
-    y = middle(low, high, e, KIND)
+    low, high = entmax.bracket(tl.zeros_like(peak) + n, e, KIND)
+    y = entmax.middle(low, high, e, KIND)
     mass = tl.zeros_like(peak) + 1.0
     before = tl.zeros_like(peak) + float("inf")
     found = idle
-    careful = needs_care(tl.min(e, axis=0), KIND)  # one formula for all rows of the tile
+    careful = entmax.needs_care(tl.min(e, axis=0), KIND)  # one formula for all rows of the tile
     if RESIDENT:
         d = _distances(s, peak, e, KIND)
         p = tl.zeros_like(d)
     evaluation = 0
-    while evaluation < MAX_EVALUATIONS:
-        c = peak_power(y, e, KIND)
+    while evaluation < entmax.MAX_EVALUATIONS:
+        c = entmax.peak_power(y, e, KIND)
         if RESIDENT:
-            p, u_terms, q_terms = row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
-            f, u, q = sum_terms(p, u_terms, q_terms, KIND)
+            p, u_terms, q_terms = entmax.row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
+            f, u, q = entmax.sum_terms(p, u_terms, q_terms, KIND)
         else:
             f_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             u_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             q_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             for n0 in range(0, n, BLOCK_N):
                 d = _distances(_scores(x_ptr, offs, n0 + places, n, mask_r), peak, e, KIND)
-                tile_f, tile_u, tile_q = row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
+                tile_f, tile_u, tile_q = entmax.row_terms(d, y[:, None], c[:, None], e[:, None], careful, KIND)
                 f_terms += tile_f
                 u_terms += tile_u
                 q_terms += tile_q
-            f, u, q = sum_terms(f_terms, u_terms, q_terms, KIND)
+            f, u, q = entmax.sum_terms(f_terms, u_terms, q_terms, KIND)
         mass = tl.where(found, mass, f)
-        y, low, high, before, found = next_root(y, f, u, q, low, high, before, found, e, KIND, TOLERANCE)
-        evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
+        y, low, high, before, found = entmax.next_root(y, f, u, q, low, high, before, found, e, KIND, TOLERANCE)
+        evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, entmax.MAX_EVALUATIONS, evaluation + 1)
 
     scale = tl.where(empty, 0.0, 1.0 / mass)
-    c = peak_power(y, e, KIND)
+    c = entmax.peak_power(y, e, KIND)
     support = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
     for n0 in range(0, n, BLOCK_N):
         cols = n0 + places
         if not RESIDENT:
             d = _distances(_scores(x_ptr, offs, cols, n, mask_r), peak, e, KIND)
-            p = weight(d, y[:, None], c[:, None], e[:, None], careful, KIND)
+            p = entmax.weight(d, y[:, None], c[:, None], e[:, None], careful, KIND)
         p *= scale[:, None]  # a row in registers still has the weights of its last evaluation, which was at the root
         p = tl.where(empty[:, None], 0.0, p)
         p = tl.where(broken[:, None], float("nan"), p)
@@ -137,7 +122,9 @@ def _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND: tl.constexpr):
     elif KIND == "softmax":
         u = p
     else:
-        u = tl.where(p == 0, 0.0, power_of_2((1 - e[:, None]) * log2_of(tl.maximum(p, SMALLEST))) + (p - p))
+        u = tl.where(
+            p == 0, 0.0, entmax.power_of_2((1 - e[:, None]) * entmax.log2_of(tl.maximum(p, entmax.SMALLEST))) + (p - p)
+        )
     return grad, p, u
 
 
@@ -157,7 +144,7 @@ def _backward_kernel(
         grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, places, n, mask_r, e, KIND)
         total, product = u, u * grad
         if NEED_ALPHA:
-            a, b = alpha_terms(p, u, e[:, None])
+            a, b = entmax.alpha_terms(p, u, e[:, None])
             sum_a, sum_b, dot_a, dot_b = a, b, a * grad, b * grad
     else:
         total, product, sum_a, sum_b, dot_a, dot_b = zeros, zeros, zeros, zeros, zeros, zeros
@@ -166,7 +153,7 @@ def _backward_kernel(
             total += u
             product += u * grad
             if NEED_ALPHA:
-                a, b = alpha_terms(p, u, e[:, None])
+                a, b = entmax.alpha_terms(p, u, e[:, None])
                 sum_a += a
                 sum_b += b
                 dot_a += a * grad

@@ -7,23 +7,8 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.entmax import alpha_terms, peak_power
+from tilefold.ops.entmax_attention._triton import tiles as of_tile
 from tilefold.ops.entmax_attention._triton.rows import LANES, lane_sums
-from tilefold.ops.entmax_attention._triton.tiles import (
-    TOLD,
-    bounds,
-    dropout_factor,
-    exponent,
-    hide,
-    is_edge,
-    kept_keys,
-    key_range,
-    load_rows,
-    locate,
-    query_range,
-    score_tile,
-    store_rows,
-    weights,
-)
 
 
 @triton.jit(do_not_specialize=["tiles", "words", "blocks"])
@@ -52,9 +37,11 @@ def query_lists_kernel(
     """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in."""
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
-    b, n0, _, k_len = locate(key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, KEYS, PACKED)
+    b, n0, _, k_len = of_tile.locate(
+        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, KEYS, PACKED
+    )
     if n0 < k_len:
-        _, q_len = bounds(cu_q_ptr, b, Nq, Tq, PACKED)
+        _, q_len = of_tile.bounds(cu_q_ptr, b, Nq, Tq, PACKED)
         if PACKED:
             first = tl.load(start_ptr + b)
         else:
@@ -84,7 +71,7 @@ def load_stats(stats_ptr, offs, size, mask):
     return tl.where(empty, float("inf"), peak), y  # an infinite peak makes every distance infinite
 
 
-@triton.jit(do_not_specialize=[*TOLD, "tiles", "blocks"])
+@triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, dalpha_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr,
     mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, seed_ptr,
@@ -96,10 +83,10 @@ def dq_kernel(
     NEED_Q: tl.constexpr, NEED_ALPHA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
+    b, m0, q_base, q_len = of_tile.locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
     if m0 < q_len:
         h = tl.program_id(1)
-        k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
@@ -109,7 +96,7 @@ def dq_kernel(
         out2_ptr += b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             mask_ptr += b64 * Nk
-        e, _ = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+        e, _ = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -117,9 +104,9 @@ def dq_kernel(
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
             offs = plane.to(tl.int64) * Nq + i
-        q = load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
-        do = load_rows(dout_ptr, i, sd_n, mask_m, D, BLOCK_D)
-        o2 = load_rows(out2_ptr, i, so_n, mask_m, D, BLOCK_D)
+        q = of_tile.load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
+        do = of_tile.load_rows(dout_ptr, i, sd_n, mask_m, D, BLOCK_D)
+        o2 = of_tile.load_rows(out2_ptr, i, so_n, mask_m, D, BLOCK_D)
         delta = tl.sum(do.to(tl.float32) * o2.to(tl.float32), axis=1)
         tl.store(delta_ptr + offs, delta, mask=mask_m)
         peak, y = load_stats(stats_ptr, offs, stat_size, mask_m)
@@ -130,7 +117,7 @@ def dq_kernel(
         sum_b = tl.zeros((BLOCK_M, LANES), tl.float32)
         dot_a = tl.zeros((BLOCK_M, LANES), tl.float32)
         dot_b = tl.zeros((BLOCK_M, LANES), tl.float32)
-        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
         first = low_key // BLOCK_N
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
         if LISTS:
@@ -145,15 +132,15 @@ def dq_kernel(
                     block = first + place
                 n0 = block * BLOCK_N
                 j = n0 + tl.arange(0, BLOCK_N)
-                s, k, keep = score_tile(
+                s, k, keep = of_tile.score_tile(
                     q, k_ptr, mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
-                v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-                p, u = weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
+                v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
+                p, u = of_tile.weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT:
-                    dp *= dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+                    dp *= of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
                 if NEED_Q:
                     ds = u * (dp - delta[:, None])
                     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -167,7 +154,7 @@ def dq_kernel(
         if NEED_Q:
             dq_ptr += b64 * sg_b + h.to(tl.int64) * sg_h + tl.cast(q_base, tl.int64) * sg_n
             dq = tl.where((y != y)[:, None], float("nan"), dq * scale)
-            store_rows(dq_ptr, i, sg_n, mask_m, dq, D, BLOCK_D)
+            of_tile.store_rows(dq_ptr, i, sg_n, mask_m, dq, D, BLOCK_D)
         if NEED_ALPHA:
             total = tl.sum(total, axis=1)
             rows = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
@@ -175,7 +162,7 @@ def dq_kernel(
             tl.store(dalpha_ptr + offs, rows, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=[*TOLD, "key_tiles_per", "list_length"])
+@triton.jit(do_not_specialize=[*of_tile.TOLD, "key_tiles_per", "list_length"])
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
     cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,
@@ -188,34 +175,38 @@ def dkv_kernel(
     LISTS: tl.constexpr, NEED_K: tl.constexpr, NEED_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_tile = tl.program_id(0)
-    b, n0, k_base, k_len = locate(
+    b, n0, k_base, k_len = of_tile.locate(
         key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, KEYS, PACKED
     )
     if n0 < k_len:
         kv = tl.program_id(1)
-        q_base, q_len = bounds(cu_q_ptr, b, Nq, Tq, PACKED)
+        q_base, q_len = of_tile.bounds(cu_q_ptr, b, Nq, Tq, PACKED)
         b64 = b.to(tl.int64)
         kv64 = kv.to(tl.int64)
         j = n0 + tl.arange(0, KEYS)
         mask_n = j < k_len
         keep = mask_n
         if HAS_MASK:
-            keep = kept_keys(mask_ptr + b64 * Nk, n0, k_len, KEYS, HAS_MASK)
-        k = load_rows(k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n, j, sk_n, keep, D, BLOCK_D)
-        v = load_rows(v_ptr + b64 * sv_b + kv64 * sv_h + tl.cast(k_base, tl.int64) * sv_n, j, sv_n, keep, D, BLOCK_D)
+            keep = of_tile.kept_keys(mask_ptr + b64 * Nk, n0, k_len, KEYS, HAS_MASK)
+        k = of_tile.load_rows(
+            k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n, j, sk_n, keep, D, BLOCK_D
+        )
+        v = of_tile.load_rows(
+            v_ptr + b64 * sv_b + kv64 * sv_h + tl.cast(k_base, tl.int64) * sv_n, j, sv_n, keep, D, BLOCK_D
+        )
         # turned here, they are put into shared memory once: Triton 3.9 would do it again in every step
         turned_k = tl.trans(k)
         turned_v = tl.trans(v)
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
         dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
         shift = k_len - q_len
-        low_row, high_row = query_range(n0, tl.minimum(n0 + KEYS, k_len), shift, q_len, window, CAUSAL, WINDOW)
+        low_row, high_row = of_tile.query_range(n0, tl.minimum(n0 + KEYS, k_len), shift, q_len, window, CAUSAL, WINDOW)
         first = low_row // QUERIES
         count = tl.maximum((high_row + QUERIES - 1) // QUERIES - first, 0)
         for g in range(GROUP):
             h = kv * GROUP + g
             plane = b * H + h
-            e, _ = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+            e, _ = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
             qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
             dos = dout_ptr + b64 * sd_b + h.to(tl.int64) * sd_h + tl.cast(q_base, tl.int64) * sd_n
             if PACKED:
@@ -233,19 +224,21 @@ def dkv_kernel(
                     m0 = (first + place) * QUERIES
                 i = m0 + tl.arange(0, QUERIES)
                 mask_m = i < q_len
-                q = load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
-                do = load_rows(dos, i, sd_n, mask_m, D, BLOCK_D)
+                q = of_tile.load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
+                do = of_tile.load_rows(dos, i, sd_n, mask_m, D, BLOCK_D)
                 peak, y = load_stats(stats_ptr, to_row + i, stat_size, mask_m)
                 delta = tl.load(delta_ptr + to_row + i, mask=mask_m, other=0.0)
                 s = tl.dot(q, turned_k, input_precision=PRECISION)  # [QUERIES, KEYS]
-                edge = is_edge(m0, n0, shift, k_len, window, QUERIES, KEYS, CAUSAL, WINDOW)
-                s = hide(
+                edge = of_tile.is_edge(m0, n0, shift, k_len, window, QUERIES, KEYS, CAUSAL, WINDOW)
+                s = of_tile.hide(
                     s, i[:, None], j[None, :], keep[None, :], edge, shift, scale, window,
                     CAUSAL, WINDOW, HAS_MASK, EXACT,
                 )  # fmt: skip
-                p, u = weights(s, peak[:, None], y[:, None], peak_power(y, e, KIND)[:, None], scale, e, KIND, EXACT)
+                p, u = of_tile.weights(
+                    s, peak[:, None], y[:, None], peak_power(y, e, KIND)[:, None], scale, e, KIND, EXACT
+                )
                 if DROPOUT:
-                    factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+                    factor = of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
                     p *= factor
                 if NEED_V:
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
@@ -257,7 +250,7 @@ def dkv_kernel(
                     dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
         if NEED_K:
             dk_ptr += b64 * sg_b + kv64 * sg_h + tl.cast(k_base, tl.int64) * sg_n
-            store_rows(dk_ptr, j, sg_n, mask_n, dk * scale, D, BLOCK_D)
+            of_tile.store_rows(dk_ptr, j, sg_n, mask_n, dk * scale, D, BLOCK_D)
         if NEED_V:
             dv_ptr += b64 * sw_b + kv64 * sw_h + tl.cast(k_base, tl.int64) * sw_n
-            store_rows(dv_ptr, j, sw_n, mask_n, dv, D, BLOCK_D)
+            of_tile.store_rows(dv_ptr, j, sw_n, mask_n, dv, D, BLOCK_D)

@@ -4,31 +4,8 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, peak_power, row_peak
-from tilefold.ops.entmax_attention._triton.rows import (
-    LANES,
-    add_terms,
-    improve,
-    lane_peaks,
-    lane_sums,
-    last_step,
-    parts_bound,
-    start_row,
-    widen,
-)
-from tilefold.ops.entmax_attention._triton.tiles import (
-    TOLD,
-    bounds,
-    dropout_factor,
-    exponent,
-    key_range,
-    load_rows,
-    locate,
-    one_if_positive,
-    scaled,
-    score_tile,
-    store_rows,
-    weights,
-)
+from tilefold.ops.entmax_attention._triton import rows as of_row
+from tilefold.ops.entmax_attention._triton import tiles as of_tile
 
 SUBSET_STEPS = tl.constexpr(2)  # on the maxima of 8 parts of a row whose scores are all there
 
@@ -49,7 +26,7 @@ def finish(acc, total, empty, broken):
     return tl.where(broken[:, None], float("nan"), out)
 
 
-@triton.jit(do_not_specialize=TOLD)
+@triton.jit(do_not_specialize=of_tile.TOLD)
 def resident_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr,
     seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
@@ -59,12 +36,12 @@ def resident_kernel(
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
     SUPPORT: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, m0, q_base, q_len = locate(
+    b, m0, q_base, q_len = of_tile.locate(
         tl.program_id(0), Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED
     )
     if m0 < q_len:
         h = tl.program_id(1)
-        k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
@@ -73,24 +50,24 @@ def resident_kernel(
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             mask_ptr += b64 * Nk
-        e, given = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+        e, given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
-        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
         j = low_key + tl.arange(0, BLOCK_N)
-        q = load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
-        s, _, keep = score_tile(
+        q = of_tile.load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
+        s, _, keep = of_tile.score_tile(
             q, k_ptr, mask_ptr, m0, i, low_key, j, shift, sk_n, k_len, scale, window,
             D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
         )  # fmt: skip
-        parts = lane_peaks(s, LANES)
-        best = scaled(row_peak(parts), scale, EXACT)
-        peak, broken, empty, low, high = start_row(best, e, given, high_key - low_key, KIND)
+        parts = of_row.lane_peaks(s, of_row.LANES)
+        best = of_tile.scaled(row_peak(parts), scale, EXACT)
+        peak, broken, empty, low, high = of_row.start_row(best, e, given, high_key - low_key, KIND)
         y = high
         if KIND != "softmax":
-            y = parts_bound(parts, parts, peak, scale, high, e, SUBSET_STEPS, False, KIND, EXACT, TOLERANCE)
-            y = tl.where(broken | empty, high, tl.maximum(widen(y, high, e, KIND), low))
+            y = of_row.parts_bound(parts, parts, peak, scale, high, e, SUBSET_STEPS, False, KIND, EXACT, TOLERANCE)
+            y = tl.where(broken | empty, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
         many = few + (high_key - low_key)
@@ -98,40 +75,40 @@ def resident_kernel(
         rest = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
-            none = tl.zeros((BLOCK_M, LANES), tl.float32)
-            f, u, n = add_terms(s, peak, y, peak_power(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
-            y, low, high, few, many, before, found, rest = improve(
+            none = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
+            f, u, n = of_row.add_terms(s, peak, y, peak_power(y, e, KIND), scale, e, none, none, none, KIND, EXACT)
+            y, low, high, few, many, before, found, rest = of_row.improve(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
             evaluation = tl.where(tl.min(found.to(tl.int32), axis=0) > 0, MAX_EVALUATIONS, evaluation + 1)
         c = peak_power(y, e, KIND)
-        v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-        p, slope = weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
-        mass = tl.sum(lane_sums(p), axis=1)
+        v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
+        p, slope = of_tile.weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
+        mass = tl.sum(of_row.lane_sums(p), axis=1)
         support = tl.zeros_like(mass)
         if SUPPORT:
-            support = tl.sum(lane_sums(one_if_positive(slope)), axis=1)
-        total = tl.sum(lane_sums(slope), axis=1)
+            support = tl.sum(of_row.lane_sums(of_tile.one_if_positive(slope)), axis=1)
+        total = tl.sum(of_row.lane_sums(slope), axis=1)
         if DROPOUT:
-            factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+            factor = of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
             p *= factor
             slope *= factor
         acc = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
+        of_tile.store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
         if GRADIENT or SUPPORT:
             if PACKED:
                 offs = h.to(tl.int64) * Tq + q_base + i
             else:
                 offs = plane.to(tl.int64) * Nq + i
-            root, mass = last_step(y, mass, total, support, y + rest, few, e, KIND)
+            root, mass = of_row.last_step(y, mass, total, support, y + rest, few, e, KIND)
             store_stats(stats_ptr, offs, stat_size, mask_m, peak, root, mass, support, empty, broken)
         if GRADIENT:
             acc2 = tl.dot(slope.to(v.dtype), v, input_precision=PRECISION)
-            store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
+            of_tile.store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=[*TOLD, "tiles", "blocks"])
+@triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
 def output_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
     batch_ptr, start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
@@ -143,10 +120,10 @@ def output_kernel(
 ):  # fmt: skip
     """Weights and values of the live blocks, or without lists of all; mass and support of every row."""
     tile = tl.program_id(0)
-    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
+    b, m0, q_base, q_len = of_tile.locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
     if m0 < q_len:
         h = tl.program_id(1)
-        k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
@@ -155,7 +132,7 @@ def output_kernel(
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             mask_ptr += b64 * Nk
-        e, _given = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+        e, _given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -163,7 +140,7 @@ def output_kernel(
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
             offs = plane.to(tl.int64) * Nq + i
-        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
         first = low_key // BLOCK_N
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
         MOVES: tl.constexpr = (KIND != "softmax") & (KIND != "sparsemax")  # the root, in a last step
@@ -171,7 +148,7 @@ def output_kernel(
             row = h.to(tl.int64) * tiles + tile
             count = tl.load(count_ptr + row)
             list_ptr += row * blocks
-        q = load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
+        q = of_tile.load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
         peak = tl.load(stats_ptr + offs, mask=mask_m, other=float("-inf"))
         y = tl.load(stats_ptr + stat_size + offs, mask=mask_m, other=0.0)
         empty = peak == float("-inf")
@@ -180,28 +157,28 @@ def output_kernel(
         c = peak_power(y, e, KIND)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         acc2 = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        mass = tl.zeros((BLOCK_M, LANES), tl.float32)
-        total = tl.zeros((BLOCK_M, LANES), tl.float32)
-        support = tl.zeros((BLOCK_M, LANES), tl.float32)
+        mass = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
+        total = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
+        support = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
         for place in range(count):
             if LISTS:
                 n0 = tl.load(list_ptr + place) * BLOCK_N
             else:
                 n0 = (first + place) * BLOCK_N
             j = n0 + tl.arange(0, BLOCK_N)
-            s, _k, keep = score_tile(
+            s, _k, keep = of_tile.score_tile(
                 q, k_ptr, mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
                 D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
             )  # fmt: skip
-            v = load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
-            p, slope = weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
-            mass += lane_sums(p)
+            v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
+            p, slope = of_tile.weights(s, peak[:, None], y[:, None], c[:, None], scale, e, KIND, EXACT)
+            mass += of_row.lane_sums(p)
             if SUPPORT:
-                support += lane_sums(one_if_positive(slope))
+                support += of_row.lane_sums(of_tile.one_if_positive(slope))
             if GRADIENT or MOVES:
-                total += lane_sums(slope)
+                total += of_row.lane_sums(slope)
             if DROPOUT:
-                factor = dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
+                factor = of_tile.dropout_factor(seed_ptr, i[:, None], j[None, :], plane, threshold, keep_scale)
                 p *= factor
                 slope *= factor
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -209,13 +186,13 @@ def output_kernel(
                 acc2 = tl.dot(slope.to(v.dtype), v, acc2, input_precision=PRECISION)
         mass = tl.sum(mass, axis=1)
         total = tl.sum(total, axis=1)
-        store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
+        of_tile.store_rows(out_ptr + to_out, i, so_n, mask_m, finish(acc, mass, empty, broken), D, BLOCK_D)
         if GRADIENT:
-            store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
+            of_tile.store_rows(out2_ptr + to_out, i, so_n, mask_m, finish(acc2, total, empty, broken), D, BLOCK_D)
         support = tl.sum(support, axis=1)
         reach = tl.load(stats_ptr + 2 * stat_size + offs, mask=mask_m, other=0.0)
         end = tl.load(stats_ptr + 3 * stat_size + offs, mask=mask_m, other=0.0)
-        root, mass = last_step(y, mass, total, support, reach, end, e, KIND)
+        root, mass = of_row.last_step(y, mass, total, support, reach, end, e, KIND)
         tl.debug_barrier()  # where several warps hold a row, none may overwrite what another has yet to read
         tl.store(stats_ptr + stat_size + offs, root, mask=mask_m)
         tl.store(stats_ptr + 2 * stat_size + offs, mass, mask=mask_m)

@@ -14,28 +14,8 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.entmax import MAX_EVALUATIONS, needs_care, peak_power, row_peak, row_sums
-from tilefold.ops.entmax_attention._triton.rows import (
-    LANES,
-    add_terms,
-    improve,
-    lane_peaks,
-    parts_bound,
-    start_row,
-    subset_step,
-    widen,
-)
-from tilefold.ops.entmax_attention._triton.tiles import (
-    TOLD,
-    alive,
-    bounds,
-    distances,
-    exponent,
-    key_range,
-    load_rows,
-    locate,
-    scaled,
-    score_tile,
-)
+from tilefold.ops.entmax_attention._triton import rows as of_row
+from tilefold.ops.entmax_attention._triton import tiles as of_tile
 
 # What is the same for every item is cheap to make again, and would fill the registers from item to item. Triton 3.5.
 CAN_STOP_HOISTING = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
@@ -52,7 +32,7 @@ def block_distances(
     inside = (block >= low_block) & (block < high_block)
     offs = (block - low_block).to(tl.int64)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     best = tl.load(maxima_ptr + offs, mask=inside[None, :], other=float("-inf"))
-    return distances(best, peak[:, None], 1.0, e, KIND, False)
+    return of_tile.distances(best, peak[:, None], 1.0, e, KIND, False)
 
 
 @triton.jit
@@ -62,7 +42,7 @@ def live_flags(
     """Flags of a word's 32 blocks in which some row's weights may be positive, ``[32]`` int32."""
     block = word * 32 + tl.arange(0, 32)
     d = block_distances(maxima_ptr, block, low_block, high_block, peak, e, BLOCK_M, KIND)
-    live = alive(d, y[:, None], c[:, None], e, KIND) & ~idle[:, None]
+    live = of_tile.alive(d, y[:, None], c[:, None], e, KIND) & ~idle[:, None]
     return tl.max(live.to(tl.int32), axis=0), block
 
 
@@ -105,7 +85,7 @@ def blocks_bound(
             tile_f, tile_u, _tile_q = row_sums(d, y[:, None], c[:, None], e, needs_care(e, KIND), KIND)
             f += tile_f
             u += tile_u
-        y = subset_step(y, f, u, e, KIND, TOLERANCE)
+        y = of_row.subset_step(y, f, u, e, KIND, TOLERANCE)
     return y
 
 
@@ -121,9 +101,9 @@ def tile_roots(
     """Peak and root of the rows of one tile, its list of live blocks and its row of the map."""
     h = item // tiles
     tile = tiles - 1 - item % tiles  # under causal attention the last tiles have most to do
-    b, m0, q_base, q_len = locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
+    b, m0, q_base, q_len = of_tile.locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
     if m0 < q_len:
-        k_base, k_len = bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
@@ -131,28 +111,28 @@ def tile_roots(
         keys_kept = mask_ptr
         if HAS_MASK:
             keys_kept = mask_ptr + b64 * Nk
-        e, given = exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+        e, given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
-        low_key, high_key = key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
+        low_key, high_key = of_tile.key_range(m0, tl.minimum(m0 + BLOCK_M, q_len), shift, k_len, window, CAUSAL, WINDOW)
         low_block = low_key // BLOCK_N
         high_block = tl.minimum((high_key + BLOCK_N - 1) // BLOCK_N, low_block + blocks)
         high_block = tl.maximum(high_block, low_block)
-        q = load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
+        q = of_tile.load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)
 
         COUNT: tl.constexpr = PARTS if LISTS else BLOCK_N
         first = tl.full((BLOCK_M, COUNT), float("-inf"), tl.float32)  # the largest score of every COUNT-th key
         second = first  # and the second largest, which only short rows keep
         for block in range(low_block, high_block):
             n0 = block * BLOCK_N
-            s, _, _ = score_tile(
+            s, _, _ = of_tile.score_tile(
                 q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
                 D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
             )  # fmt: skip
             if LISTS:
-                largest = lane_peaks(s, COUNT)
-                tile_best = scaled(row_peak(largest), scale, EXACT)
+                largest = of_row.lane_peaks(s, COUNT)
+                tile_best = of_tile.scaled(row_peak(largest), scale, EXACT)
                 tl.store(maxima_ptr + (block - low_block) * BLOCK_M + tl.arange(0, BLOCK_M), tile_best)
                 first = nan_max(first, largest)
             else:
@@ -160,18 +140,18 @@ def tile_roots(
                 first = nan_max(first, s)
 
         keys = tl.minimum(high_key, high_block * BLOCK_N) - low_key
-        best = scaled(row_peak(first), scale, EXACT)
-        peak, broken, empty, low, high = start_row(best, e, given, keys, KIND)
+        best = of_tile.scaled(row_peak(first), scale, EXACT)
+        peak, broken, empty, low, high = of_row.start_row(best, e, given, keys, KIND)
         idle = broken | empty | ~mask_m
         y = high
         if KIND != "softmax":
-            y = parts_bound(first, second, peak, scale, high, e, PART_STEPS, not LISTS, KIND, EXACT, TOLERANCE)
+            y = of_row.parts_bound(first, second, peak, scale, high, e, PART_STEPS, not LISTS, KIND, EXACT, TOLERANCE)
         if LISTS:
             tl.debug_barrier()  # other threads of the program read what was stored
             if KIND != "softmax":
                 y = blocks_bound(maxima_ptr, low_block, high_block, peak, y, e, BLOCK_M, WIDTH, KIND, TOLERANCE)
         if KIND != "softmax":
-            y = tl.where(idle, high, tl.maximum(widen(y, high, e, KIND), low))
+            y = tl.where(idle, high, tl.maximum(of_row.widen(y, high, e, KIND), low))
         high = y
         count = high_block - low_block
         row = h.to(tl.int64) * tiles + tile
@@ -190,20 +170,20 @@ def tile_roots(
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
             c = peak_power(y, e, KIND)
-            f = tl.zeros((BLOCK_M, LANES), tl.float32)
-            u = tl.zeros((BLOCK_M, LANES), tl.float32)
-            n = tl.zeros((BLOCK_M, LANES), tl.float32)
+            f = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
+            u = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
+            n = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
             for place in range(count):
                 if LISTS:
                     n0 = tl.load(listed + place) * BLOCK_N
                 else:
                     n0 = (low_block + place) * BLOCK_N
-                s, _, _ = score_tile(
+                s, _, _ = of_tile.score_tile(
                     q, ks, keys_kept, m0, i, n0, n0 + tl.arange(0, BLOCK_N), shift, sk_n, k_len, scale, window,
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
-                f, u, n = add_terms(s, peak, y, c, scale, e, f, u, n, KIND, EXACT)
-            y, low, high, few, many, before, found, rest = improve(
+                f, u, n = of_row.add_terms(s, peak, y, c, scale, e, f, u, n, KIND, EXACT)
+            y, low, high, few, many, before, found, rest = of_row.improve(
                 y, tl.sum(f, axis=1), tl.sum(u, axis=1), tl.sum(n, axis=1), low, high, few, many, before, found, rest,
                 e, KIND, TOLERANCE, NEAR,
             )  # fmt: skip
@@ -230,7 +210,7 @@ def tile_roots(
             tl.debug_barrier()  # the next item overwrites the scratch
 
 
-@triton.jit(do_not_specialize=[*TOLD, "tiles", "blocks", "words"])
+@triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks", "words"])
 def roots_kernel(
     q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
     batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,

@@ -3,19 +3,8 @@
 import triton
 import triton.language as tl
 
+from tilefold.ops._shared._triton import entmax
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.entmax import (
-    INTERPRETED,
-    bracket,
-    is_steep,
-    needs_care,
-    next_root,
-    peak_power,
-    power_of_2,
-    root_power,
-    row_sums,
-    weight_power,
-)
 from tilefold.ops.entmax_attention._triton.tiles import distances, excess, one_if_positive
 
 # In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is exchanged between threads.
@@ -39,7 +28,7 @@ def lane_peaks(s, COUNT: tl.constexpr):
     if s.shape[1] == COUNT:
         return s
     s = by_lanes(s, COUNT)
-    if INTERPRETED:
+    if entmax.INTERPRETED:
         broken = s != s
         return tl.where(
             tl.sum(broken.to(tl.int32), axis=1) > 0, float("nan"), tl.max(tl.where(broken, float("-inf"), s), axis=1)
@@ -67,13 +56,13 @@ def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.co
         return f, f, f
     else:
         d = distances(s, peak, scale, e, KIND, EXACT)
-        x = root_power(d, c, e)
-        careful = needs_care(e, KIND)
-        if is_steep(e, KIND):
-            slope = weight_power(d, x, y, 1 - e, e, careful)
+        x = entmax.root_power(d, c, e)
+        careful = entmax.needs_care(e, KIND)
+        if entmax.is_steep(e, KIND):
+            slope = entmax.weight_power(d, x, y, 1 - e, e, careful)
             n += lane_sums(one_if_positive(x))
         else:
-            curvature = weight_power(d, x, y, 1 - 2 * e, e, careful)
+            curvature = entmax.weight_power(d, x, y, 1 - 2 * e, e, careful)
             n += lane_sums(curvature)
             slope = curvature * x
         return f + lane_sums(slope * x), u + lane_sums(slope), n
@@ -86,7 +75,7 @@ def start_row(best, e, given, keys, KIND: tl.constexpr):
     broken = (best != best) | (best == float("inf")) | (alphas < 0) | (alphas > 1) | (alphas != alphas)
     empty = (best == float("-inf")) & ~broken
     peak = tl.where(broken | empty, 0.0, best)
-    low, high = bracket(tl.zeros_like(peak) + tl.maximum(keys, 1), e, KIND)
+    low, high = entmax.bracket(tl.zeros_like(peak) + tl.maximum(keys, 1), e, KIND)
     return peak, broken, empty, low, high
 
 
@@ -95,7 +84,7 @@ def subset_step(y, f, u, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
     """One of Newton's from above, on a part of the row: what it leads to is no smaller than the row's root."""
     f = tl.maximum(f, 1.0)  # below only by rounding
     none = tl.zeros_like(y)
-    new, _low, _high, _residual, _found = next_root(
+    new, _low, _high, _residual, _found = entmax.next_root(
         y, f, u, u * u / f, none - float("inf"), y, none + float("inf"), none > 0, e, KIND, TOLERANCE
     )
     return tl.minimum(y, new)
@@ -109,7 +98,7 @@ def part_sums(s, peak, y, c, scale, e, KIND: tl.constexpr, EXACT: tl.constexpr):
         return tl.sum(x * x, axis=1), tl.sum(x, axis=1)
     else:
         d = distances(s, peak[:, None], scale, e, KIND, EXACT)
-        f, u, _n = row_sums(d, y[:, None], c[:, None], e, needs_care(e, KIND), KIND)
+        f, u, _n = entmax.row_sums(d, y[:, None], c[:, None], e, entmax.needs_care(e, KIND), KIND)
         return f, u
 
 
@@ -134,7 +123,7 @@ def parts_bound(
     """
     y = high
     for _step in range(bound_steps(e, STEPS, KIND) if PAIRS else STEPS):
-        c = peak_power(y, e, KIND)
+        c = entmax.peak_power(y, e, KIND)
         f, u = part_sums(first, peak, y, c, scale, e, KIND, EXACT)
         if PAIRS:
             second_f, second_u = part_sums(second, peak, y, c, scale, e, KIND, EXACT)
@@ -196,7 +185,7 @@ def improve(
             ends = ends | near
         return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, rest
     elif (KIND == "softmax") | (KIND == "sparsemax"):
-        y, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
+        y, low, high, residual, found = entmax.next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
         return y, low, high, few, many, residual, found, rest
     else:
         return improve_generic(y, f, u, n, low, high, few, many, before, found, rest, e, KIND, TOLERANCE, NEAR)
@@ -205,7 +194,7 @@ def improve(
 @triton.jit
 def left_after(step, many, e):
     """Bound of the mass above 1 that a Newton step of ``e step`` in c leaves; see :func:`improve_generic`."""
-    steep = tl.maximum(many, 1.0) * power_of_2(tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5))
+    steep = tl.maximum(many, 1.0) * entmax.power_of_2(tl.log2(tl.maximum(e * step, 1e-30)) / tl.maximum(e, 0.5))
     return tl.where(e > 0.5, steep, 0.5 * (1 - e) * many * step * step)
 
 
@@ -227,7 +216,7 @@ def improve_generic(
     """
     many = tl.where(f >= 1, n, many)
     done = found
-    new, low, high, residual, found = next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
+    new, low, high, residual, found = entmax.next_root(y, f, u, n, low, high, before, found, e, KIND, TOLERANCE)
     c = tl.exp(e * y)
     here = residual / tl.maximum(u, 1e-30)
     end = left_after(here, many, e)
