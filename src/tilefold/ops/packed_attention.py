@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,6 +14,7 @@ from tilefold.ops._shared.internals import efficient_attention_varlen, flash_att
 __all__ = ["packed_softmax_attention", "places_of_tokens"]
 
 _HALF = (torch.float16, torch.bfloat16)
+Operands = tuple[Tensor, Tensor, Tensor]  # query, key, value
 _FLASH_HEAD_DIM = 256  # largest head of torch's flash kernels
 
 
@@ -61,9 +65,10 @@ def packed_softmax_attention(
             return flash_attention_varlen(query, key, value, cu_seqlens, max_seqlen, dropout_p, scale, window)
         if window is None and query.dtype in (*_HALF, torch.float32) and query.size(2) % 8 == 0:
             return efficient_attention_varlen(query, key, value, cu_seqlens, max_seqlen, dropout_p, scale)
+    attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     if query.device.type == "cpu":
-        return _one_by_one(query, key, value, cu_seqlens, scale, window, dropout_p)
-    return _padded(query, key, value, cu_seqlens, max_seqlen, scale, window, dropout_p)
+        return _one_by_one((query, key, value), cu_seqlens, window, attend)
+    return _padded((query, key, value), cu_seqlens, max_seqlen, window, attend)
 
 
 def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -77,39 +82,21 @@ def _flash_runs_on(query: Tensor) -> bool:
     return query.size(2) <= _FLASH_HEAD_DIM and torch.cuda.get_device_capability(query.get_device()) >= (8, 0)
 
 
-def _one_by_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scale: float | None,
-    window: int | None,
-    dropout_p: float,
-) -> Tensor:
+def _one_by_one(operands: Operands, cu_seqlens: Tensor, window: int | None, attend: Callable[..., Tensor]) -> Tensor:
     """Each sequence by itself: no padding, and one cut of the pack forward and backward."""
     lengths = cu_seqlens.diff().tolist()
-    parts = [torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value)]  # [H, L, D] each
+    parts = [torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in operands]  # [H, L, D] each
     found = []
     for length, q, k, v in zip(lengths, *parts, strict=True):
-        mask = _within(window, length, query.device) if window is not None and window < length - 1 else None
-        found.append(
-            scaled_dot_product_attention(q[None], k[None], v[None], mask, dropout_p, scale=scale)[0]
-            if length
-            else q.new_zeros(q.shape)
-        )
-    return torch.cat(found, dim=1).transpose(0, 1) if found else query.new_zeros(query.shape)
+        mask = _within(window, length, q.device) if window is not None and window < length - 1 else None
+        found.append(attend(q[None], k[None], v[None], mask)[0] if length else q.new_zeros(q.shape))
+    return torch.cat(found, dim=1).transpose(0, 1) if found else torch.zeros_like(operands[0])
 
 
 def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scale: float | None,
-    window: int | None,
-    dropout_p: float,
+    operands: Operands, cu_seqlens: Tensor, max_seqlen: int, window: int | None, attend: Callable[..., Tensor]
 ) -> Tensor:
+    query = operands[0]
     count = cu_seqlens.numel() - 1
     if query.size(0) == 0 or count == 0:
         return query.new_zeros(query.shape)
@@ -120,8 +107,7 @@ def _padded(
     mask = (inside | (places == 0))[:, None, None]  # an empty sequence sees something, which nobody reads
     if window is not None:  # so do the queries of padding
         mask = mask & (_within(window, max_seqlen, query.device) | ~inside[:, None, :, None])
-    q, k, v = (tensor[rows].transpose(1, 2) for tensor in (query, key, value))  # [B, H, S, D]
-    out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale).transpose(1, 2)
+    out = attend(*(tensor[rows].transpose(1, 2) for tensor in operands), mask).transpose(1, 2)  # of [B, H, S, D]
     sequence, place = places_of_tokens(cu_seqlens, query.size(0))
     return out.flatten(0, 1)[sequence * max_seqlen + place]
 

@@ -31,14 +31,7 @@ ENTMAX = Operator(
 
 
 def chosen_impl(x: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``entmax(x, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or ``"triton"``.
-
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
-
-    Raises:
-        ValueError: for an unknown name.
-        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
-    """
+    """Implementation of ``entmax(x, ..., impl=impl)``; see :func:`tilefold.ops.lsr_head.chosen_impl`."""
     return ENTMAX.chosen_impl(x, impl)
 
 

@@ -39,14 +39,7 @@ ATTENTION = Operator(
 
 
 def chosen_impl(q: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``entmax_attention(q, ..., impl=impl)``: ``"reference"``, ``"tiled"`` or ``"triton"``.
-
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
-
-    Raises:
-        ValueError: for an unknown name.
-        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
-    """
+    """Implementation of ``entmax_attention(q, ..., impl=impl)``; see :func:`tilefold.ops.lsr_head.chosen_impl`."""
     return ATTENTION.chosen_impl(q, impl)
 
 
@@ -89,11 +82,11 @@ def entmax_attention(
             tensor's value outside [1, 2] makes its head NaN instead of raising.
         causal: a query attends to no key after its own position.
         window: a query attends to keys at most this far from its position; 2^30 and more is no window.
-        cu_seqlens_q: ``[B + 1]`` int32 offsets of packed queries. On the CPU, offsets that do not describe the rows
-            raise; in the kernels, where checking would cost a synchronisation, they make every output NaN.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64 offsets of packed queries. Offsets that do not describe the rows raise
+            on the CPU, and make every output NaN in the kernels, where checking would cost a synchronisation.
         cu_seqlens_k: the same of packed keys; both or neither.
-        max_seqlen_k: a bound of the length of packed key sequences, which spares work; by default all of k. A longer
-            sequence raises on the torch paths, and makes every output NaN in the kernels.
+        max_seqlen_k: a bound of the length of packed key sequences, which spares work; a longer one is as broken
+            offsets are. By default all of k.
         key_padding_mask: ``[B, Nk]``, nonzero = keep, in any pattern; not for packed input.
         scale: multiplies the products; by default ``D ** -0.5``.
         dropout_p: probability in [0, 1) that a weight is dropped; the others grow by ``1 / (1 - dropout_p)``.
@@ -160,11 +153,11 @@ def live_blocks(
     once more in fp32; it is visible if any of its pairs may attend. Nothing synchronises with the device.
 
     Args:
-        q, k: as they were given to :func:`entmax_attention`.
         tau: ``[B, H, Nq]`` (packed ``[1, H, Tq]``), from :class:`EntmaxStats`.
-        alpha, causal, window, cu_seqlens_q, cu_seqlens_k, key_padding_mask, scale: as they were given there.
         query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero = count this row.
         block: side of a block.
+
+    The other arguments are those of :func:`entmax_attention`.
 
     Returns:
         int32 ``[B, H]`` (packed ``[1, H]``): live blocks, and visible ones.

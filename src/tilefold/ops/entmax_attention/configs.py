@@ -35,11 +35,10 @@ RESIDENT, SHORT, LISTS = "resident", "short", "lists"
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tiles of the attention kernels.
+    """Tiles of the attention kernels; registers are the most of a thread, ``None`` as many as the assembler gives it.
 
-    Of :data:`LISTS`, ``rows`` and ``keys`` are the granularity of the map of live blocks, the same in every kernel and
-    in backward: they depend on the dtype, the head dimension and the device, on nothing that may change between the
-    two.
+    Of :data:`LISTS`, ``rows`` and ``keys`` are the granularity of the map of live blocks: they depend on the dtype, the
+    head dimension and the device, on nothing that may change between forward and backward.
     """
 
     rows: int  # queries of a tile
@@ -57,13 +56,9 @@ class AttentionConfig:
     dkv_warps: int  # its warps
     dkv_stages: int  # its stages
     programs: int  # of the persistent kernel, for each multiprocessor
-    # the most a thread may take in the kernels with one accumulator or none: four programs of 4 warps then share a
-    # multiprocessor; None leaves it to the assembler
-    registers: int | None
-    # the same of the kernel of the output with two accumulators, and of that of dq with the sums of alpha, for three
-    # programs
-    wide_registers: int | None
-    dkv_registers: int | None  # the same of the kernel of dk and dv
+    registers: int | None  # with one accumulator or none: four programs of 4 warps then share a multiprocessor
+    wide_registers: int | None  # of the output with two accumulators and dq with the sums of alpha: three programs do
+    dkv_registers: int | None  # of the kernel of dk and dv
 
 
 FP32 = {"dtype": torch.float32}

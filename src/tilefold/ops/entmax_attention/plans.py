@@ -230,7 +230,7 @@ def _operands(tensors: AttentionTensors, **others: Tensor | None) -> tuple[dict[
 
 
 def _result(like: Tensor) -> Tensor:
-    """What kernels write for a result laid out as ``torch.empty_like(like)``."""
+    """Layout in which kernels write a result laid out as ``torch.empty_like(like)``."""
     return _dense(torch.empty_like(like))
 
 

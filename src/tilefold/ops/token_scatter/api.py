@@ -45,14 +45,7 @@ SCATTER = Operator(
 
 
 def chosen_impl(weights: Tensor, impl: str = "auto") -> str:
-    """Implementation of ``token_scatter(weights, ..., impl=impl)``.
-
-    ``"auto"`` takes ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that has it, else ``"tiled"``.
-
-    Raises:
-        ValueError: for an unknown name.
-        RuntimeError, TypeError: for ``"triton"`` on a device, or with a dtype, that it does not support.
-    """
+    """Implementation of ``token_scatter(weights, ..., impl=impl)``; see :func:`tilefold.ops.lsr_head.chosen_impl`."""
     return SCATTER.chosen_impl(weights, impl)
 
 
@@ -81,12 +74,10 @@ def token_scatter(
     ``activation="none"`` has, give 0 without a gradient; ``"sum"`` keeps their sign. The winner is chosen on
     the weights as they come, not on rounded scores; among equal ones the lowest token wins and takes all the gradient.
     A masked or ignored token counts for nothing and its gradient is 0, whatever its weight and id hold. A NaN weight
-    makes its entry NaN. Sums do not depend on the order of execution: results and gradients have the same bits in every
-    run. On a GPU an entry's sum is taken in fixed point, in a unit that its own largest value has: what lies below
-    ``2^-47`` of that value at 8,192 tokens (``2^(k - 61)`` for fewer than ``2^k``) adds nothing, and no other entry
-    matters. So a sum of values of one sign is 0 only where all of them are, and may have its logarithm taken;
-    ``"softplus"`` is ``exp(weight)`` for very negative weights, down to fp32's smallest number (weights of about -87),
-    below which it is 0 and a logarithm infinite. There is no gradient for ``input_ids``.
+    makes its entry NaN. Results and gradients have the same bits in every run: on a GPU an entry's sum is taken in
+    fixed point, in a unit that its own largest value has. What lies below ``2^-47`` of that value at 8,192 tokens
+    (``2^(k - 61)`` for fewer than ``2^k``) adds nothing, so a sum of values of one sign is 0 only where all of them
+    are, and may have its logarithm taken, with ``"softplus"`` down to weights of about -87 (fp32's smallest number).
 
     Args:
         weights: ``[B, S]`` or ``[B, S, 1]`` (what a linear layer to one feature gives), or packed ``[T]`` or ``[T, 1]``
