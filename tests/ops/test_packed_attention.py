@@ -20,7 +20,8 @@ DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.
 
 def padded(*given: Any, scale: float | None = None, window: int | None = None, dropout_p: float = 0.0) -> Tensor:
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
-    return packed_attention._padded(given[:3], *given[3:], window, attend)
+    query, key, value, cu_seqlens, longest = given
+    return packed_attention._padded((query, key, value), cu_seqlens, longest, window, attend)
 
 
 def pack(dtype: torch.dtype, device: torch.device, dim: int = 8) -> tuple[list[Tensor], Tensor]:
