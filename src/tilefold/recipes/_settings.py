@@ -167,55 +167,36 @@ KINDS: Mapping[str, frozenset[str]] = {
 class EncoderSpec(Settings):
     """The encoder of queries, of documents, or of both; every field is checked on construction.
 
-    Fields that say nothing (None) have the value of the kind. One that the kind does not have is an error.
-
-    Attributes:
-        kind: ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"epic"``
-            (over all, weighted by learned importance and quality), ``"mlp"`` (a weight for each token: uniCOIL,
-            DeepImpact), ``"binary"`` (1 for each distinct token, times a number), ``"idf"`` (a number of its own for
-            each distinct token; these two need no network), ``"causal"``, ``"bidirectional"`` or ``"echo"`` (the LM
-            head of a causal language model, see :mod:`tilefold.recipes.decoders`), ``"prosper"``
-            (:class:`tilefold.modules.ProsperTransformer`), ``"bge_m3"`` (a weight for each token, with BGE-M3's own
-            where the base model has them) or ``"splate"`` (an adapter on a frozen ColBERT, the base model).
-        base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes the recipe's.
-        pooling: of the LM head, see :class:`tilefold.modules.HeadPooling`; ``"max"``, and ``"last"`` for ``"prosper"``.
-        activation: ``"log1p_relu"`` of heads, ``"relu"`` of ``"mlp"``.
-        logit_scale: factor on the logits: 1, but 1/16 for ModernBERT and Ettin (arXiv 2606.18811).
-        drop_special_tokens: whether positions of special tokens do not count; False for heads, as in SPLADE, True for
-            ``"mlp"`` and ``"epic"``.
-        top_k: keep the largest weights of a text that has more than this many. Of ``"epic"``, whose weights are all
-            positive: the ``max_active_dims`` of the model, 1,000.
-        normalize: ``"l2"`` for vectors of length 1.
-        scale: start of the learned factor on the weights of ``"mlp"`` (None: no such factor); the number of
-            ``"binary"``, 0.3.
-        saturation: of ``"mlp"``: the weight that counts half when texts are encoded, as BM25 counts frequencies; the
-            loss sees the weights as they are. All tokens start with this one. None counts weights as they are.
-        trainable: whether the numbers of ``"binary"`` (False) or ``"idf"`` (False), or the bias of the head of
-            ``"splate"`` (False), are learned.
-        idf: a JSON file of token -> weight; None counts document frequencies in the sample texts.
-        layers: keep only so many of the lowest layers of the base model.
-        shared_network: of the query side: runs the network of the document side, with a pooling of its own.
-        lora: rank of low-rank updates, which alone are trained; they are merged into the model that is saved.
-        literal_residual: of ``"prosper"``: False leaves the literal residual network out.
-        head_model: of ``"splate"``: the masked language model whose head decodes; ``"minilm"``.
+    Fields that say nothing (None) have the value of the kind. One that the kind does not have is an error. Kinds are
+    ``"mlm"`` (an LM head over all tokens: SPLADE), ``"cls_mlm"`` (over the first one: TILDE), ``"epic"`` (over all,
+    weighted by learned importance and quality), ``"mlp"`` (a weight for each token: uniCOIL, DeepImpact), ``"binary"``
+    (1 for each distinct token, times a number), ``"idf"`` (a number of its own for each distinct token; these two need
+    no network), ``"causal"``, ``"bidirectional"`` or ``"echo"`` (the LM head of a causal language model, see
+    :mod:`tilefold.recipes.decoders`), ``"prosper"`` (:class:`tilefold.modules.ProsperTransformer`), ``"bge_m3"`` (a
+    weight for each token, with BGE-M3's own where the base model has them) and ``"splate"`` (an adapter on a frozen
+    ColBERT, the base model).
     """
 
     kind: str = "mlm"
-    base_model: str | None = None
-    pooling: str | None = None
-    activation: str | None = None
-    logit_scale: float | None = checked(None, OPTIONAL_POSITIVE)
-    drop_special_tokens: bool | None = checked(None, optional_flag)
+    base_model: str | None = None  # of this side alone: "minilm", a folder or a Hugging Face name; None: the recipe's
+    pooling: str | None = None  # of the LM head (:class:`tilefold.modules.HeadPooling`); "max", of "prosper" "last"
+    activation: str | None = None  # "log1p_relu" of heads, "relu" of "mlp"
+    logit_scale: float | None = checked(None, OPTIONAL_POSITIVE)  # 1, but 1/16 for ModernBERT and Ettin (2606.18811)
+    drop_special_tokens: bool | None = checked(None, optional_flag)  # they do not count; True for "mlp" and "epic"
+    #: keep the largest weights of a text that has more than this many; of "epic", whose weights are all positive, the
+    #: ``max_active_dims`` of the model, 1,000
     top_k: int | None = checked(None, whole(optional=True))
-    normalize: str | None = None
-    scale: float | None = checked(None, OPTIONAL_POSITIVE)
-    trainable: bool | None = checked(None, optional_flag)
-    idf: str | None = None
-    layers: int | None = checked(None, whole(optional=True))
-    shared_network: bool = checked(False, flag)
-    lora: int | None = checked(None, whole(optional=True))
-    literal_residual: bool | None = checked(None, optional_flag)
-    head_model: str | None = None
+    normalize: str | None = None  # "l2" for vectors of length 1
+    scale: float | None = checked(None, OPTIONAL_POSITIVE)  # start of a learned factor ("mlp"); of "binary", 0.3
+    trainable: bool | None = checked(None, optional_flag)  # learn the numbers of "binary", "idf"; of "splate", the bias
+    idf: str | None = None  # a JSON file of token -> weight; None counts document frequencies in the sample texts
+    layers: int | None = checked(None, whole(optional=True))  # keep only so many of the lowest of the base model
+    shared_network: bool = checked(False, flag)  # queries run the network of documents, with a pooling of their own
+    lora: int | None = checked(None, whole(optional=True))  # rank of updates, trained alone, merged when it is saved
+    literal_residual: bool | None = checked(None, optional_flag)  # of "prosper": False leaves out that network
+    head_model: str | None = None  # of "splate": the masked language model whose head decodes; "minilm"
+    #: of "mlp": the weight that counts half when texts are encoded, as BM25 counts frequencies, and that all tokens
+    #: start with; the loss sees weights as they are
     saturation: float | None = checked(None, OPTIONAL_POSITIVE)
 
     def __post_init__(self) -> None:

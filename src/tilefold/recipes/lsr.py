@@ -45,21 +45,15 @@ RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
 
 @dataclass(frozen=True)
 class RegularizerSpec(Settings):
-    """The sparsity penalty of one side.
+    """The sparsity penalty of one side."""
 
-    Attributes:
-        kind: one of `REGULARIZERS`; ``"anti_zero"`` is added to FLOPS, as naver's trainer does.
-        weight: its factor once the warm-up is over.
-        warmup_ratio: share of the steps over which the factor rises quadratically.
-        threshold: rows with at most so many terms are not penalised (the l0 mask of arXiv 2504.14839).
-        per_position: of documents: the relevant ones, the first negatives and so on are penalised by themselves, and
-            the values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
-    """
-
+    #: ``"anti_zero"`` is added to FLOPS, as naver's trainer does
     kind: str = checked("flops", rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"))
-    weight: float = checked(0.1, NOT_NEGATIVE)
-    warmup_ratio: float = checked(1 / 3, RATIO)
-    threshold: int | None = checked(None, whole(optional=True))
+    weight: float = checked(0.1, NOT_NEGATIVE)  # once the warm-up is over
+    warmup_ratio: float = checked(1 / 3, RATIO)  # share of the steps over which the weight rises quadratically
+    threshold: int | None = checked(None, whole(optional=True))  # rows up to so many terms go free (arXiv 2504.14839)
+    #: of documents: relevant ones, first negatives and so on are penalised by themselves, and the values added
+    #: (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together
     per_position: bool = checked(False, flag)
 
     def __post_init__(self) -> None:
@@ -76,8 +70,7 @@ class SparseRecipe(Recipe):
 
     Attributes:
         start_percentile: initial decoder bias of ``"minilm"``, see :func:`tilefold.recipes.minilm_splade`.
-        start_deviations: the same bias with a value per term; ``None`` gives all terms the same, from
-            `start_percentile`.
+        start_deviations: the same bias with a value per term; ``None`` gives all terms that of `start_percentile`.
         group_by_length: batches of documents of similar length, with little padding.
     """
 
@@ -92,29 +85,21 @@ class SparseRecipe(Recipe):
 class LsrRecipe(SparseRecipe):
     """Configuration of a learned sparse model and its training; every field is checked on construction.
 
-    Attributes:
-        name: of the system, for messages; it changes nothing.
-        base_model: of encoders that name none: ``"minilm"``, a folder or a Hugging Face name.
-        query, document: the encoders; ``query=None`` shares the document's weights.
-        loss: weights by name, out of `LOSSES`. ``"infonce"`` has in-batch negatives beside mined ones.
-        query_regularizer, document_regularizer: penalties of both sides.
-        negatives: mined negatives per query and step; 0 for in-batch negatives alone.
-        idf_learning_rate: of the weights of an ``"idf"`` query encoder; ``None`` takes `learning_rate`.
-
     The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
     """
 
-    name: str = "custom"
-    base_model: str = checked("minilm", NAME)
-    query: EncoderSpec | None = None
+    name: str = "custom"  # of the system, for messages; it changes nothing
+    base_model: str = checked("minilm", NAME)  # of encoders that name none: "minilm", a folder or a Hugging Face name
+    query: EncoderSpec | None = None  # None shares the document's weights
     document: EncoderSpec = MASKED_LM
+    #: weights by name, out of `LOSSES`; "infonce" has in-batch negatives beside mined ones
     loss: Mapping[str, float] = field(default_factory=lambda: {"infonce": 1.0})
     query_regularizer: RegularizerSpec = RegularizerSpec()
     document_regularizer: RegularizerSpec = RegularizerSpec()
-    negatives: int = checked(0, whole(0))
+    negatives: int = checked(0, whole(0))  # mined, per query and step; 0 for in-batch negatives alone
     _: KW_ONLY
     batch_size: int = checked(32, whole(2))
-    idf_learning_rate: float | None = checked(None, OPTIONAL_POSITIVE)
+    idf_learning_rate: float | None = checked(None, OPTIONAL_POSITIVE)  # of the weights of "idf" queries
     max_length: int = checked(256, whole())
 
     reads_negatives: ClassVar[bool] = True
