@@ -7,9 +7,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._files import naming_full_disk
 from tilefold._typing import Model, Module
@@ -56,16 +56,6 @@ class TrainResult:
         return self.ranking_loss > EXPLODED * max(self.first_ranking_loss, 1.0)
 
 
-class Losses(NamedTuple):
-    """The part of a :class:`TrainResult` that the trainer tells."""
-
-    loss: float | None = None
-    first_ranking_loss: float | None = None
-    ranking_loss: float | None = None
-    warnings: tuple[str, ...] = ()
-    truncated: tuple[dict[str, int | None], ...] = ()
-
-
 @dataclass(frozen=True)
 class Examples:
     """Rows that a trainer reads."""
@@ -84,7 +74,7 @@ class TrainingJob:
     model: Model
     examples: Examples
     run: _run.TrainingRun
-    bf16: bool
+    result: TrainResult  # but for what the trainer tells
     progress: Progress | None
     verbose: bool
 
@@ -108,8 +98,8 @@ class Recipe(TrainingSettings):
         """The rows that training reads."""
         return pair_examples(collection)
 
-    def fit(self, job: TrainingJob) -> Losses:
-        """Train the job's model in place."""
+    def fit(self, job: TrainingJob) -> TrainResult:
+        """Train the job's model in place; its result with losses and warnings."""
         raise NotImplementedError
 
 
@@ -169,21 +159,21 @@ def train(
         except Exception:
             run.close()
             raise
-        said = (made.note, _lowered(recipe, model))
-        job = TrainingJob(recipe, model, made, run, bf16, progress, verbose)
+        result = TrainResult(
+            model_dir=str(output_dir),
+            steps=total_steps(recipe, made.pairs),
+            loss=None,
+            seconds=0.0,
+            resumed_from=run.resumed_from,
+            reused=False,
+            bf16=bf16,
+            fused=recipe.fused,
+            warnings=tuple(filter(None, (made.note, _lowered(recipe, model)))),
+        )
         with naming_full_disk(run.work_dir):
-            losses = Losses() if untrained else recipe.fit(job)
-            told = losses._replace(warnings=(*filter(None, said), *losses.warnings))
-            result = TrainResult(
-                model_dir=str(output_dir),
-                steps=total_steps(recipe, made.pairs),
-                seconds=time.monotonic() - started,
-                resumed_from=run.resumed_from,
-                reused=False,
-                bf16=bf16,
-                fused=recipe.fused,
-                **told._asdict(),
-            )
+            if not untrained:
+                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, verbose))
+            result = replace(result, seconds=time.monotonic() - started)
             run.finish(model, asdict(result))
     return result
 
@@ -216,7 +206,7 @@ def run_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     batch_sampler: object = "no_duplicates",
     **settings: object,
-) -> Losses:
+) -> TrainResult:
     """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
@@ -243,20 +233,27 @@ def run_trainer(
         trainer.remove_callback(PrinterCallback)
     with watcher.heeding_interrupts():
         trainer.train(resume_from_checkpoint=str(job.run.checkpoint) if job.run.checkpoint else None)
-    failed = recipe.graphs and trainer.model[0].forward.graphs.failed
-    said = ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",) if failed else ()
-    cut = tuple(
-        {"texts": found.texts, "count": found.count, "max_length": found.max_length}
-        for found in trainer.data_collator.cut.seen.values()
+    warnings = job.result.warnings
+    if recipe.graphs and trainer.model[0].forward.graphs.failed:
+        warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
+    return replace(
+        job.result,
+        loss=watcher.loss,
+        first_ranking_loss=watcher.first_ranking_loss,
+        ranking_loss=watcher.ranking_loss,
+        warnings=warnings,
+        truncated=tuple(
+            {"texts": found.texts, "count": found.count, "max_length": found.max_length}
+            for found in trainer.data_collator.cut.seen.values()
+        ),
     )
-    return Losses(watcher.loss, watcher.first_ranking_loss, watcher.ranking_loss, said, cut)
 
 
 def _settings(job: TrainingJob) -> dict[str, object]:
     """The trainer's arguments, without the sampler."""
     import torch
 
-    recipe, steps, on_gpu = job.recipe, total_steps(job.recipe, job.examples.pairs), torch.cuda.is_available()
+    recipe, steps, on_gpu = job.recipe, job.result.steps, torch.cuda.is_available()
     return {
         "output_dir": str(job.run.work_dir),
         "max_steps": steps,
@@ -265,7 +262,7 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "lr_scheduler_type": "linear",
         "warmup_steps": int(recipe.warmup_ratio * steps),
         "weight_decay": 0.0,
-        "bf16": job.bf16,
+        "bf16": job.result.bf16,
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
         "save_strategy": "steps",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tilefold._typing import Tokenizer
 from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
-from tilefold.recipes._training import Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
+from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 from tilefold.recipes.loading import (
     load_whole,
@@ -56,7 +56,7 @@ class ColbertRecipe(Recipe):
         """The stock MultiVectorEncoder that training starts from, whatever the texts."""
         return load_base_model(self)
 
-    def fit(self, job: TrainingJob) -> Losses:
+    def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place."""
         from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
         from sentence_transformers.multi_vector_encoder import losses

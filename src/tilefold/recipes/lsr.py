@@ -22,7 +22,7 @@ from tilefold.recipes._settings import (
     rule,
     whole,
 )  # fmt: skip
-from tilefold.recipes._training import Examples, Losses, Recipe, TrainingJob, TrainResult, run_trainer, train
+from tilefold.recipes._training import Examples, Recipe, TrainingJob, TrainResult, run_trainer, train
 from tilefold.recipes.encoders import Base, build_encoder
 from tilefold.recipes.training_data import length_grouped_batches, make_examples
 from tilefold.retrieval.provenance import texts_digest
@@ -159,7 +159,7 @@ class LsrRecipe(SparseRecipe):
         counted = [spec for spec in (self.query, self.document) if spec and spec.kind == "idf" and spec.idf is None]
         return replace(made, documents=texts_digest(collection.contents())) if counted else made
 
-    def fit(self, job: TrainingJob) -> Losses:
+    def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place."""
         from tilefold.modules import to_stock
 
@@ -171,7 +171,7 @@ class LsrRecipe(SparseRecipe):
 load_base_model = LsrRecipe.start
 
 
-def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> Losses:
+def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> TrainResult:
     """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
@@ -197,7 +197,7 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     model.max_seq_length = length
     if any(side is not None and side.lora is not None for side in (recipe.query, recipe.document)):
         merge_adapters(model)
-    return last._replace(warnings=last.warnings + watcher.warnings())
+    return replace(last, warnings=last.warnings + watcher.warnings())
 
 
 def _routes(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:

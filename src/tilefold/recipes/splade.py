@@ -16,7 +16,7 @@ from tilefold._typing import Model, Module
 from tilefold._version import __version__
 from tilefold.recipes import lsr
 from tilefold.recipes._settings import NAME, POSITIVE, checked, number, whole
-from tilefold.recipes._training import Losses, TrainingJob, TrainResult, train
+from tilefold.recipes._training import TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
 from tilefold.recipes.loading import (
     check_masked_lm,
@@ -99,7 +99,7 @@ class SpladeRecipe(SparseRecipe):
         model.max_seq_length = min(self.max_length, model.max_seq_length or self.max_length)
         return stay_offline(model)
 
-    def fit(self, job: TrainingJob) -> Losses:
+    def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place."""
         if self.frozen_layers:
             freeze_lower_layers(job.model, self.frozen_layers)
