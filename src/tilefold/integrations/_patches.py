@@ -84,7 +84,6 @@ class Acceleration:
             getattr(owner, last)
         except AttributeError as error:
             raise RuntimeError(
-                f"{self.library} must have {module}.{name}, got a version without it; use the functions themselves "
-                "where you call the scores."
+                f"{self.library} must have {module}.{name}, got a version without it; call the functions themselves."
             ) from error
         return owner, last

@@ -174,9 +174,7 @@ def _impl(backend: str | None) -> str:
     name = "reference" if backend == "torch" else backend
     if name not in IMPLS:
         listed = ", ".join(repr(impl) for impl in (*IMPLS, "torch"))
-        raise ValueError(
-            f"backend must be None or one of {listed}, got {backend!r}; PyLate's own functions have its other backends."
-        )
+        raise ValueError(f"backend must be None or one of {listed}, got {backend!r}; PyLate itself has others.")
     return name
 
 

@@ -72,8 +72,7 @@ class EchoTransformer(Transformer):
         room = None if limit is None else (limit - others) // 2
         if room is not None and room < 1:
             raise ValueError(
-                f"max_seq_length must leave room for two copies of a text beside {others} tokens of template and "
-                f"prompt, got {limit}; raise it to {others + 2} or more."
+                f"max_seq_length must leave room for two copies of a text, got {limit}; use {others + 2} or more."
             )
         texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
         rows, marks = [], []
@@ -96,8 +95,7 @@ class EchoTransformer(Transformer):
         """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new dictionary."""
         if "pooling_mask" not in features:
             raise ValueError(
-                f"features must hold pooling_mask, got {sorted(features)}; make them with preprocess(texts), since the "
-                "tokenizer alone does not write a text twice."
+                f"features must hold pooling_mask, got {sorted(features)}; make them with preprocess(texts)."
             )
         own = {key: value for key, value in features.items() if key != "pooling_mask"}
         out: Features = super().forward(own, **kwargs)

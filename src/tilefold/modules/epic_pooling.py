@@ -34,16 +34,15 @@ class EpicPooling(PoolingModule):
         m[b, s] = log1p(softplus(importance(h[b, s]))), 0 for ignored tokens
         w[b, v] = log1p(softplus(max(0, max_s m[b, s] * logit[b, s, v]))) * sigmoid(quality(h[b, first]))
 
-    The importance weighs logits *before* the activation. The framework multiplies masked tokens by 0 and lets them
-    take part in the maximum, so that every term of a text with a special token has at least the floor
-    ``log1p(softplus(0)) = 0.5265`` times the quality; here the floor is always there, whatever padding a batch has. All
-    V weights are positive, of a text without tokens 0: encode with ``max_active_dims`` (the paper keeps 1,000 terms).
+    The importance weighs logits *before* the activation. The framework lets masked tokens take part in the maximum, as
+    0, so that terms of a text with a special token have at least ``log1p(softplus(0)) = 0.5265`` times the quality;
+    here this floor is always there. All V weights are positive, of a text without tokens 0: encode with
+    ``max_active_dims`` (the paper keeps 1,000 terms).
 
     The Transformer before it must put out its hidden states: ``config_kwargs={"output_hidden_states": True}``.
 
-    :func:`tilefold.integrations.sentence_transformers.accelerate` fuses it exactly: ``m * (W t + b)`` is the product of
-    ``[m * t, m]`` with ``[W, b]``. That costs a copy of the head's weight, ``V (D + 8)`` numbers, per forward, and one
-    of its gradient.
+    ``accelerate`` fuses it exactly: ``m * (W t + b)`` is the product of ``[m * t, m]`` with ``[W, b]``, for a copy of
+    the head's weight, ``V (D + 8)`` numbers, per forward, and one of its gradient.
 
     Args:
         hidden_size: D.
@@ -134,7 +133,5 @@ def _weighted(head: Head, importance: Tensor) -> Head:
     if bias is None:
         return Head(hidden * factor, weight, None)
     more = hidden.new_zeros(*hidden.shape[:-1], _ALIGNMENT - 1)
-    columns = torch.cat(
-        [weight, bias.to(weight.dtype)[:, None], weight.new_zeros(weight.size(0), _ALIGNMENT - 1)], dim=1
-    )
-    return Head(torch.cat([hidden * factor, factor, more], dim=-1), columns, None)
+    columns = [weight, bias.to(weight.dtype)[:, None], weight.new_zeros(weight.size(0), _ALIGNMENT - 1)]
+    return Head(torch.cat([hidden * factor, factor, more], dim=-1), torch.cat(columns, dim=1), None)

@@ -167,6 +167,4 @@ class HeadPooling(PoolingModule):
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
             raise ValueError(f"top_k must be a whole number of at least 1, or None, got {top_k!r}.")
         if self.ignore_ids and self.pooling == "cls":
-            raise ValueError(
-                f"ignore_ids must be empty with pooling 'cls', which reads a special token, got {self.ignore_ids}."
-            )
+            raise ValueError(f"ignore_ids must be empty with pooling 'cls', which reads one, got {self.ignore_ids}.")

@@ -79,8 +79,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         tokens = len(self.tokenizer.get_vocab())
         if tokens != self.vocab_size:
             raise ValueError(
-                f"vocab_size must be the number of tokens ({tokens}) for a stock SparseStaticEmbedding, got "
-                f"{self.vocab_size}; keep the StaticQuery."
+                f"vocab_size must be {tokens}, the tokens, for stock, got {self.vocab_size}; keep the StaticQuery."
             )
         weight = self.weight.detach().relu().expand(self.vocab_size).clone()
         return SparseStaticEmbedding(self.tokenizer, weight, frozen=True)

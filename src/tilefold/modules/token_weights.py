@@ -38,9 +38,8 @@ class TokenWeights(PoolingModule):
     With ``"none"`` weights may be negative. In training mode the ``max(0, ..)`` is then left out, so that a loss of the
     weights themselves, as DeepCT's, still reaches terms that fell below 0.
 
-    With a ``saturation`` c, ``t`` is ``u / (u + c)``, where ``u = max(0, scale * act(linear(h)))``, in evaluation mode
-    alone. That is how BM25 counts a term frequency: DeepCT indexes ``100 * weight`` as frequencies, of which BM25 with
-    ``k1`` and no length normalisation makes ``u / (u + k1 / 100)`` (times ``k1 + 1``, which orders nothing).
+    With a ``saturation`` c, ``t`` is ``u / (u + c)``, ``u = max(0, scale * act(linear(h)))``, in evaluation mode alone:
+    DeepCT indexes ``100 * weight`` as frequencies, of which BM25 without length normalisation makes ``c = k1 / 100``.
 
     The encoder of uniCOIL (arXiv 2106.14807, ``"relu"``), DeepImpact (arXiv 2104.12016, ``"relu"``), DeepCT (arXiv
     1910.10687, ``"none"``), the query side of EPIC (arXiv 2004.14245, ``"log1p_softplus"``), and the "MLP" of the

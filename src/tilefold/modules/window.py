@@ -13,9 +13,9 @@ __all__ = ["LexicalWindow", "keep_heaviest"]
 class LexicalWindow(PoolingModule):
     """Keeps the ``top_k`` heaviest terms of rows that have more, and divides by the Euclidean norm if asked.
 
-    ``out = TopK_k(w) / ||TopK_k(w)||_2``, where ``TopK_k`` leaves a row with at most ``k`` nonzero terms as it is. Both
-    are differentiable through the terms that stay; dropped terms get no gradient. A row of zeros stays zero. Put it
-    after the module that writes ``sentence_embedding`` ``[B, V]``; sparse (CSR) rows come out dense.
+    ``out = TopK_k(w) / ||TopK_k(w)||_2``, differentiable through the terms that stay; a row with at most ``k`` nonzero
+    terms keeps them, and a row of zeros stays zero. Put it after the module that writes ``sentence_embedding``
+    ``[B, V]``; sparse (CSR) rows come out dense.
 
     Args:
         top_k: terms that are kept, at least 1; ``None`` keeps all.
@@ -61,10 +61,7 @@ class LexicalWindow(PoolingModule):
 
 
 def keep_heaviest(rows: Tensor, count: int) -> Tensor:
-    """Rows ``[B, V]``, none negative, with all but their `count` largest entries set to zero.
-
-    Rows with fewer nonzero entries do not change. Of equal weights at the border, which ones stay is not defined.
-    """
+    """Rows ``[B, V]``, none negative, with all but their `count` largest entries set to zero; of ties any may stay."""
     if count >= rows.size(1):
         return rows
     best = rows.topk(count, dim=1, sorted=False)

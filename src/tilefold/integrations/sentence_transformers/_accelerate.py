@@ -156,8 +156,7 @@ def accelerate(
     if is_multi_vector(model):
         if quantize is not None:
             raise ValueError(
-                f"quantize must be None for a MultiVectorEncoder, which has no LM head, got {quantize!r}; see "
-                "tilefold.ops.quantize_tokens for documents in int8."
+                f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see tilefold.ops.quantize_tokens."
             )
         _fuse_similarity(model, impl, check)
         _carry(model, encode_token_batch=TokenBatchEncoder(model), encode=FusedEncode(model))
@@ -165,7 +164,7 @@ def accelerate(
     if not isinstance(model, SparseEncoder):
         raise TypeError(
             f"model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; "
-            "other models write no big score matrix."
+            "others write no big score matrix."
         )
     pairs = find_pairs(model)
     with_head = [pair for pair in pairs if pair.head is not None]
@@ -215,8 +214,8 @@ def restore(model: Model) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model must be a SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; pass the model, "
-            "not its path."
+            f"model must be a SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; pass the model, not "
+            "its path."
         )
     for module, name, found in list(replacements(model)):
         delattr(module, name)
@@ -256,8 +255,7 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
     for name in _METHODS:
         if name in vars(model) or getattr(type(model), name) is not getattr(stock, name):
             raise ValueError(
-                f"model must score with MultiVectorEncoder.{name}, got a {type(model).__name__} with another one; call "
-                "tilefold.ops.maxsim in it."
+                f"model must score with MultiVectorEncoder.{name}, got a {type(model).__name__}; use maxsim in it."
             )
     fused = [FusedSimilarity(model, name, impl) for name in _METHODS]
     for function in fused if check else []:
@@ -282,8 +280,7 @@ def _check_similarity(model: Model, function: FusedSimilarity) -> None:
     if not difference <= allowed:
         raise ValueError(
             f"fused scores must equal those of model.{function.name} within {allowed:.3g} on four short sequences, got "
-            f"a difference of {difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); a changed "
-            "model._similarity does this: leave such a model stock."
+            f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); leave such a model stock."
         )
 
 

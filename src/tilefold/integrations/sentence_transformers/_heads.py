@@ -78,16 +78,14 @@ def _pair_at(pipeline: list[nn.Module], poolings: list[int]) -> SpladePair:
     names = " -> ".join(type(module).__name__ for module in pipeline)
     if len(poolings) > 1 or not isinstance(before, Transformer):
         raise ValueError(
-            f"one pooling of logits must directly follow a Transformer, got {names}; a module between them would "
-            "read logits that a fused head never computes."
+            f"one pooling of logits must directly follow a Transformer, got {names}; put nothing between them."
         )
     pooling = pipeline[position]
     if isinstance(pooling, FusedPooling):
         pooling.check_fusable()
     elif type(pooling).forward is not SpladePooling.forward or "forward" in vars(pooling):
         raise ValueError(
-            f"SpladePooling must run its own forward, got {type(pooling).__name__} with another one; use the stock "
-            "SpladePooling, or call tilefold.ops.lsr_head in your forward."
+            f"SpladePooling must run its own forward, got {type(pooling).__name__} with another one; use the stock one."
         )
     return SpladePair(before, _find_head(before.model), pooling, position == len(pipeline) - 1)
 
@@ -99,16 +97,12 @@ def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> No
         getter = getattr(transformer.model, "get_output_embeddings", None)
         if callable(getter) and id(getter()) in heads:
             raise ValueError(
-                "an LM head must feed SpladePooling on every route, got a route that uses the same model without it; "
-                "give that route its own Transformer."
+                "an LM head must feed SpladePooling on every route, got one without it; give it its own Transformer."
             )
     for pair in pairs:
         kind = type(pair.pooling).__name__
         if any(other.pooling is pair.pooling and other.head is not pair.head for other in pairs):
-            raise ValueError(
-                f"a {kind} must belong to one LM head, got one that several models share; give each route its own "
-                f"{kind}."
-            )
+            raise ValueError(f"a {kind} must belong to one LM head, got several; give each route its own {kind}.")
 
 
 def _pools_logits(module: object) -> bool:
@@ -122,9 +116,8 @@ def _find_head(network: object) -> nn.Module:
     if isinstance(head, nn.Module):
         return head
     raise ValueError(
-        f"model must have an LM head before its SpladePooling, got {type(network).__name__} without output "
-        'embeddings; load it with Transformer(..., transformer_task="fill-mask") (or "text-generation") and the '
-        'backend "torch".'
+        f"model must have an LM head before its SpladePooling, got {type(network).__name__} without one; load it with "
+        'Transformer(..., transformer_task="fill-mask") (or "text-generation"), backend "torch".'
     )
 
 
@@ -138,13 +131,12 @@ def check_head(head: Any) -> None:
     for layer in [head, *inside]:
         if "forward" in vars(layer):
             raise ValueError(
-                f"the LM head must run the forward of its class, got a {type(layer).__name__} whose forward was "
-                "replaced on the instance (device_map and offloading do this); load the model without device_map."
+                f"the LM head must run the forward of its class, got a {type(layer).__name__} with another one on the "
+                "instance (device_map and offloading do this); load the model without device_map."
             )
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise ValueError(
-                f"the LM head must have no hooks, got a {type(layer).__name__} with forward hooks, which would see "
-                "hidden states in place of logits; remove them first."
+                f"the LM head must have no hooks, got a {type(layer).__name__} with some; remove them first."
             )
     base_linear(head)
 
@@ -191,8 +183,7 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
         else:
             raise ValueError(
                 f"the LM head must be a torch.nn.Linear, plain or in a LoRA or modules_to_save wrapper of peft, got "
-                f"{type(layer).__module__}.{type(layer).__qualname__}; keep the LM head out of quantisation, and merge "
-                "other adapters into it first."
+                f"{type(layer).__module__}.{type(layer).__qualname__}; keep the LM head out of quantisation; merge it."
             )
     yield layer
 
@@ -236,12 +227,11 @@ def _check_whole(weight: Tensor, head: nn.Linear, hidden: Tensor) -> None:
     if type(weight).__name__ == "DTensor" or weight.numel() < head.out_features * head.in_features:
         raise RuntimeError(
             "the weight of the LM head must be whole when the pooling reads it, got a shard of it; apply FSDP to the "
-            "whole SparseEncoder, and to the LM head by itself only with reshard_after_forward=False (ZeRO-3: exclude "
-            "it from sharding)."
+            "whole SparseEncoder, and to the head only with reshard_after_forward=False (ZeRO-3: exclude it)."
         )
     if weight.device != hidden.device:
         raise RuntimeError(
             f"the weight of the LM head must be on the device of the hidden states ({hidden.device}), got "
-            f"{weight.device}; torch.nn.DataParallel replicates modules without their parameters: start the training "
-            "with torchrun (DistributedDataParallel), or show it one GPU (CUDA_VISIBLE_DEVICES=0)."
+            f"{weight.device}; torch.nn.DataParallel replicates modules without parameters: start the training with "
+            "torchrun (DistributedDataParallel), or show it one GPU (CUDA_VISIBLE_DEVICES=0)."
         )

@@ -204,8 +204,8 @@ def check_pair(pair: SpladePair, impl: str) -> None:
     """Run the stock and the fused pair on two short texts; parameters, modes and random state do not change."""
     if any(type(parameter).__name__ == "DTensor" for parameter in pair.transformer.parameters()):
         raise RuntimeError(
-            "model must be whole for the check of accelerate(), got one whose parameters are sharded; call "
-            "accelerate(model) before fully_shard(model), or pass check=False."
+            "model must be whole for the check of accelerate(), got a sharded one; call it before "
+            "fully_shard(model), or pass check=False."
         )
     with as_evaluated((pair.transformer, pair.pooling)):
         try:
@@ -226,8 +226,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
         if not difference <= allowed:
             raise ValueError(
                 f"fused scores must equal stock scores within {allowed:.3g} on two short texts, got a difference of "
-                f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); please report the model, and "
-                "leave it stock."
+                f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); leave it stock; report it."
             )
 
 
@@ -244,8 +243,7 @@ def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, 
     name = type(pair.transformer.model).__name__
     if len(probe.logits) != 1:
         raise ValueError(
-            f"the LM head must run once per forward, got {len(probe.logits)} calls in {name}; this architecture "
-            "applies its vocabulary matrix elsewhere and cannot be accelerated."
+            f"the LM head must run once per forward, got {len(probe.logits)} calls in {name}; leave it stock."
         )
     logits, tokens = probe.logits[0], features["input_ids"].shape
     if logits.shape[:-1] != tokens:
@@ -263,8 +261,7 @@ def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, 
             return  # a constant factor on the hidden states is the same factor on the logits
     raise ValueError(
         f"logits must reach SpladePooling as the LM head computes them, got changed ones in {name} (soft-capping, a "
-        "scale on a biased head or a cut of the vocabulary); call tilefold.ops.lsr_head where such logits are not "
-        "wanted, or leave the model stock."
+        "scale on a biased head or a cut of the vocabulary); leave the model stock, or call tilefold.ops.lsr_head."
     )
 
 

@@ -1,9 +1,8 @@
 """CUDA graphs of an encoder's forward and backward for packs of one size, and which batch of a training takes which.
 
-An encoder of 12 layers takes some 1,500 launches forward and backward, and on many machines the host needs longer for
-them than the GPU for the work. A graph repeats all of them at once, but only with tensors of the sizes and addresses
-that it was captured with. So packed tokens are copied into tensors of a few sizes, whose rest is filled by sequences
-that nobody reads: their gradients are zero.
+A graph repeats the some 1,500 launches of an encoder of 12 layers at once, but only with tensors of the sizes and
+addresses that it was captured with. So packed tokens are copied into tensors of a few sizes, whose rest is filled by
+sequences that nobody reads: their gradients are zero.
 """
 
 from __future__ import annotations
@@ -180,9 +179,9 @@ class StepGraphs:
 
     A batch runs without a graph if its size is new, if an output of a graph still waits for its backward pass, without
     gradients, with gradient checkpointing, with hooks on the network's modules, on a CPU, and with sharded parameters.
-    Other parameters, buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms are noticed, and new
-    graphs captured. Gradients are for ``backward()``, which copies them into ``grad``: those that
-    ``torch.autograd.grad`` returns are overwritten by the next step. ``compiled``: see :func:`collate_ahead`.
+    Where parameters, buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms change, new graphs are
+    captured. Gradients are for ``backward()``: those that ``torch.autograd.grad`` returns are overwritten by the next
+    step. ``compiled``: see :func:`collate_ahead`.
     """
 
     def __init__(
@@ -355,8 +354,8 @@ class _Replay(torch.autograd.Function):
         owner: StepGraphs = ctx.owner
         if ctx.serial != owner.serial:
             raise RuntimeError(
-                "backward must come before the next batch with collate_ahead(graphs=True), got a second backward of a "
-                "batch after another one ran; use graphs=False for a loss that needs it."
+                "backward must come before the next batch with collate_ahead(graphs=True), got it after another batch; "
+                "use graphs=False for a loss that needs it."
             )
         ctx.graph.backward(gradient)
         ctx.waits = None

@@ -1,10 +1,9 @@
 """Fused scores for sentence-transformers' ``MultiVectorEncoder`` (ColBERT): losses, evaluators, similarity.
 
-Each function has the name, arguments and results of the one that it replaces. The ``colbert_*`` and ``xtr_*`` ones are
-those of ``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of a loss; the
-``maxsim`` ones are those of ``sentence_transformers.util``, which take lists of any lengths, and which a model uses
-after :func:`tilefold.integrations.sentence_transformers.accelerate`. :func:`tilefold.ops.maxsim` and ``xtr_scores``
-avoid the similarities ``[Nq, Nd, Lq, Ld]`` that the stock functions write and keep for backward.
+Each function has the name, arguments and results of the one that it replaces, without the similarities
+``[Nq, Nd, Lq, Ld]`` that the stock one writes. The ``colbert_*`` and ``xtr_*`` ones are those of
+``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of a loss; the ``maxsim`` ones are
+those of ``sentence_transformers.util``, which take lists of any lengths, and which an accelerated model uses.
 """
 
 from __future__ import annotations

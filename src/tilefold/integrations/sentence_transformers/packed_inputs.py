@@ -64,9 +64,9 @@ class _Plan(NamedTuple):
 class PackedInputs(Replacement):
     """Replaces ``preprocess`` of one Transformer of sentence-transformers: within :func:`packed_inputs`, packed tokens.
 
-    Texts then go through a copy of the Rust tokenizer, and their ids into one tensor, if that gives what the stock
-    ``preprocess`` gives for a few probes; else the stock one tokenises, and its padding is taken out. What is no list
-    of texts, and ColBERT's query expansion, which scores padding, stay padded.
+    Texts then go through a copy of the Rust tokenizer if that gives what the stock ``preprocess`` gives for a few
+    probes; else the stock one tokenises, and its padding is taken out. What is no list of texts, and ColBERT's query
+    expansion, which scores padding, stay padded.
     """
 
     def __init__(self, transformer: Transformer) -> None:

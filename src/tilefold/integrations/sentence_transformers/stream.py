@@ -1,8 +1,7 @@
 """Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
 
-A thread gives windows of texts to the tokenizer; another makes batches of what comes out, while the next window is
-tokenised; the caller's thread, which alone touches the model, launches batches and collects rows that have arrived.
-The GPU always has the next batches before the host looks at the last one.
+A thread gives windows of texts to the tokenizer; another makes batches of what comes out; the caller's thread, which
+alone touches the model, launches the next batches before it collects the rows of the last one.
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ class AlphaSchedule(TrainerCallback):
         (self.start,) = check_alphas(start, 1)
         share = isinstance(until, float) and 0 < until <= 1
         if not share and (isinstance(until, bool) or not isinstance(until, int) or until < 1):
-            raise ValueError(
-                f"until must be a share of the steps in (0, 1] or a number of steps of at least 1, got {until!r}."
-            )
+            raise ValueError(f"until must be a share of the steps in (0, 1] or a whole number of them, got {until!r}.")
         if shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(map(repr, SHAPES))}, got {shape!r}.")
         self.until, self.shape = until, shape
@@ -101,9 +99,7 @@ def one_gpu(arguments_class: Any) -> Any:
     from transformers import TrainingArguments
 
     if not (isinstance(arguments_class, type) and issubclass(arguments_class, TrainingArguments)):
-        raise TypeError(
-            f"arguments_class must be transformers.TrainingArguments or derived from it, got {arguments_class!r}."
-        )
+        raise TypeError(f"arguments_class must be transformers.TrainingArguments or derived, got {arguments_class!r}.")
 
     class OneGpu(arguments_class):
         @property

@@ -33,11 +33,8 @@ _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
 def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     """Set the alpha of every attention layer of ``model``: one number, or one per layer.
 
-    The alphas are stored in the model's configuration, and with it in checkpoints; learned ones are removed.
-
-    Args:
-        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
-        alpha: in [1, 2]; 1 is softmax.
+    The alphas, in [1, 2] (1 is softmax), are stored in the model's configuration, and with it in checkpoints; learned
+    ones are removed. ``model`` is a transformers model, or any module with one inside, as sentence-transformers has.
 
     Raises:
         ValueError: for a list of another length, a number outside [1, 2], or a model without attention layers.
@@ -172,8 +169,7 @@ def runs_entmax(model: nn.Module) -> bool:
     if meant:
         raise ValueError(
             f"model must run entmax attention where its configuration has entmax_alpha, got {len(meant)} layers with "
-            f"attn_implementation={_implementation(meant[0])!r}; call use_entmax(model, alpha), or "
-            "use_softmax(model) if softmax is meant."
+            f"attn_implementation={_implementation(meant[0])!r}; call use_entmax(model, alpha), or use_softmax(model)."
         )
     return any(runs.values())
 

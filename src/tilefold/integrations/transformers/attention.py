@@ -84,8 +84,7 @@ def entmax_mask(
     mask = attention_mask[:, -kv_length:]
     if mask.size(1) != kv_length:
         raise ValueError(
-            f"attention_mask must cover the {kv_length} keys of the cache, got {list(attention_mask.shape)}; use a "
-            "dynamic cache."
+            f"attention_mask must cover the {kv_length} keys, got {list(attention_mask.shape)}; use a dynamic cache."
         )
     return mask
 
@@ -149,8 +148,7 @@ def entmax_attention_forward(
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     elif attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask must be a padding mask [B, Nk] for entmax attention, got shape "
-            f"{list(attention_mask.shape)}; pass a 2D mask to the model."
+            f"attention_mask must be a padding mask [B, Nk] for entmax, got {list(attention_mask.shape)}; pass 2D."
         )
     else:
         options["key_padding_mask"] = attention_mask
@@ -178,16 +176,15 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
         given = given()
     elif own is None and given == LEARNED:
         raise ValueError(
-            f"entmax_alpha of {type(module).__name__} must have been loaded, got a model whose configuration says that "
-            "it is learned; call load_alpha(model, folder) from tilefold.integrations.transformers after "
-            "from_pretrained(folder), or set_alpha(model, 1.5) for another one."
+            f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; call "
+            "load_alpha(model, folder) after from_pretrained(folder), or set_alpha(model, 1.5) for another one."
         )
     elif own is None and isinstance(given, (list, tuple)):
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer >= len(given):
             raise ValueError(
-                f"config.entmax_alpha must be one number or one for every layer, got {len(given)} for layer {layer} of "
-                f"{type(module).__name__}; use set_alpha(model, [...]) instead."
+                f"config.entmax_alpha must be one number or one for every layer, got {len(given)} for layer {layer}; "
+                "use set_alpha(model, [...]) instead."
             )
         given = float(given[layer])
     alpha: float | Tensor = given
@@ -204,7 +201,7 @@ def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
     """:func:`attention_modules`, at least one."""
     if not (modules := attention_modules(model)):
         raise ValueError(
-            f"model must have attention layers that call transformers' attention interface, got {type(model).__name__}."
+            f"model must have attention layers of transformers' attention interface, got {type(model).__name__}."
         )
     return modules
 
@@ -280,8 +277,8 @@ class SparsityRecord:
         ran = [(names[module], counts.cpu()) for module, counts in self._counts.items() if counts is not None]
         if not ran:
             raise RuntimeError(
-                "no attention layer of the model ran entmax attention while sparsity was recorded; load the model with "
-                "attn_implementation='entmax' or call use_entmax(model), and run it inside the with block."
+                "no attention layer of the model ran entmax attention while sparsity was recorded; call "
+                "use_entmax(model), and run the model inside the with block."
             )
         return ran
 
@@ -315,7 +312,7 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
     not counted. With gradient checkpointing a layer that runs twice is counted twice, which leaves shares as they are.
 
     Args:
-        model: a transformers model, or any module with one inside, such as a sentence-transformers model.
+        model: as for :func:`set_alpha`.
         blocks: also count live blocks, which computes the scores a second time, in fp32.
 
     Raises:

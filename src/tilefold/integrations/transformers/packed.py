@@ -114,10 +114,10 @@ def padding_position(model: nn.Module) -> int | None:
 
 
 def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None = None) -> Tensor:
-    """``[T]`` int64 positions of packed tokens within their sequences, ``cu_seqlens`` being ``[B + 1]``.
+    """``[T]`` int64 positions of packed tokens within their sequences.
 
-    With a ``padding`` (see :func:`padding_position`) they begin behind it, and a token with this id keeps it as its
-    position and is not counted, as in the padded model.
+    With a ``padding`` (see :func:`padding_position`) they begin behind it; a token with this id keeps it as its
+    position and is not counted.
     """
     sequence, place = places_of_tokens(cu_seqlens, input_ids.numel())
     if padding is None:
