@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests import programs
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.retrieval import (
@@ -178,7 +176,14 @@ def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path
     # a whole shard counts in full once it is written
     assert again[1] >= calls[-1], "what was reported is not encoded again"
     assert all(file.stat().st_mtime_ns == written for file, written in done.items())
-    way.encode(MANY, tmp_path / "whole", **options)
+
+    def on_disk(done: int, total: int) -> None:
+        there = way.manifest(tmp_path / "whole") if done else None
+        assert there is None or there.n_documents >= done // 8 * 8, "reported before it is listed"
+        part = at == 1 and there is not None and done % 8 != 0
+        assert not part or there.n_documents > done or there.partial, "reported before it is kept"
+
+    way.encode(MANY, tmp_path / "whole", progress=on_disk, save_minutes=float(at > 1), **options)
     assert contents(tmp_path / "v") == contents(tmp_path / "whole") and len(contents(tmp_path / "v", "part-*")) == 5
 
 
@@ -376,59 +381,3 @@ def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
     assert all(len(found) == 2 and max(found.values()) <= 1.0 + 1e-6 for found in run.values())
     assert len(dense_run(model, documents, {"q": "cat"}, 100)["q"]) == len(documents)
     refused(ValueError, "documents: expected at least one, got an empty mapping", dense_run, model, {}, queries, 2)
-
-
-KILLED = """
-import os, random, signal, sys, time
-import torch
-from sentence_transformers import SparseEncoder
-from tilefold.integrations.sentence_transformers import accelerate
-from tilefold.retrieval import encode_collection
-torch.set_num_threads(1)
-model = SparseEncoder(sys.argv[1], device="cpu")
-accelerate(model)
-texts = {f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(160)}
-chance = random.Random(0)
-for run in range(4):
-    folder = f"{sys.argv[2]}/{run}"
-    seen, said = os.pipe()
-    child = os.fork()
-    if child == 0:
-        encode_collection(
-            model, texts, folder, shard_size=8, top_k=20, batch_tokens=60, save_minutes=0.0 if run % 2 else 1.0,
-            progress=lambda done, total: os.write(said, f"{done} ".encode()),
-        )
-        os._exit(0)
-    os.close(said)
-    first = os.read(seen, 1)
-    time.sleep(chance.uniform(0.02, 0.4))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    told = first
-    while part := os.read(seen, 65536):
-        told += part
-    os.close(seen)
-    print(run, told.split(b" ")[-2].decode(), flush=True)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, so that one import serves all")
-def test_a_kill_at_any_moment_loses_nothing_that_was_reported(splade: Any, tmp_path: Path) -> None:
-    splade.save_pretrained(str(tmp_path / "model"), create_model_card=False)
-    texts = {f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(160)}
-    given = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    done = programs.run("-c", KILLED, tmp_path / "model", tmp_path, env=given)
-    assert done.returncode == 0, done.stderr
-    stopped = []
-    with accelerate(splade):
-        whole = encode_collection(splade, texts, tmp_path / "whole", **OPTIONS)
-        for line in done.stdout.splitlines():
-            run, reported = line.split()
-            manifest = read_manifest(tmp_path / run)
-            assert manifest.n_documents >= int(reported) // 8 * 8
-            if int(run) % 2:  # with save_minutes=0.0 also a part of a shard
-                kept = int(reported) % 8 == 0 or manifest.n_documents > int(reported) or manifest.partial
-                assert kept, (reported, manifest.n_documents)
-            stopped.append(manifest.n_documents)
-            assert encode_collection(splade, texts, tmp_path / run, **OPTIONS).shards == whole.shards
-    assert len(stopped) == 4 and min(stopped) < 160

@@ -95,12 +95,6 @@ class Meeting:
         if gone is not None and not self.said("over"):
             raise _ended(gone)
 
-    def wait_until_all_left(self) -> None:
-        """So that they hear why."""
-        until = time.monotonic() + _LEAVE_SECONDS
-        while time.monotonic() < until and not all(map(_has_left, self.watched.values())):
-            time.sleep(POLL_SECONDS / 4)
-
 
 def _ended(rank: int) -> RankError:
     return RankError(f"rank {rank} ended before the work was done. {KEPT}")
@@ -124,8 +118,9 @@ def meeting(group: dist.ProcessGroup) -> Iterator[Meeting]:
         try:
             yield ranks
         finally:
-            if rank == 0:
-                ranks.wait_until_all_left()
+            until = time.monotonic() + (0 if rank else _LEAVE_SECONDS)
+            while time.monotonic() < until and not all(map(_has_left, ranks.watched.values())):
+                time.sleep(POLL_SECONDS / 4)
 
 
 def _homes(group: dist.ProcessGroup, home: Path) -> list[Path]:

@@ -76,7 +76,10 @@ def evaluate_per_query(
         if run.get(query_id):
             check_scores("run", query_id, run[query_id], finite=False)
             found[number] = {name: float(score) for name, score in run[query_id].items()}  # Python's numbers
-    grades = {number: _countable(judged[query_id], found.get(number, {})) for number, query_id in numbered.items()}
+    grades = {number: judged[query_id] for number, query_id in numbered.items()}
+    for number, own in grades.items():  # without a grade of 0 or more, trec_eval writes outside of its table of grades
+        if max(own.values()) < 0:
+            grades[number] = own | {max((*own, *found.get(number, {})), key=len) + "+": 0}
     if found:
         for metric in _computed(parsed, grades, found):
             for name, measure in zip(measures, parsed, strict=True):  # two names may denote one measure
@@ -147,16 +150,6 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
         most = f"grades of at most {MAX_GRADE:,} for query {query_id!r}"
         raise ValueError(f"qrels: expected {most}, got {worst}. Map them.")
     return found
-
-
-def _countable(grades: dict[str, int], scores: dict[str, float]) -> dict[str, int]:
-    """Grades of which one is not negative, if need be of a document that nothing retrieved.
-
-    trec_eval writes outside of its table of grades otherwise.
-    """
-    if max(grades.values()) >= 0:
-        return grades
-    return grades | {max((*grades, *scores), key=len) + "+": 0}
 
 
 def check_measures(measures: Sequence[str]) -> int:

@@ -128,14 +128,11 @@ def export_opensearch(
 
     remedy = _REMEDY + ("" if dots == "keep" else " (or dots=keep, for neural_sparse on OpenSearch)")
     names = _name_terms(documents, tokens, bad_name, remedy)
-    actions = (
-        _line({"index": {"_id": name}}) + _line({**fields, field: weights})
-        for name, fields, weights in documents.fields(names, texts)
-    )
+    sources = ((name, {**fields, field: weights}) for name, fields, weights in documents.fields(names, texts))
+    actions = (_line({"index": {"_id": name}}) + _line(source) for name, source in sources)
     with _export_folder(Path(output)) as folder:
-        write_json(
-            folder / MAPPING, _mapping(documents, field, field_type, _origin(documents, tokens), texts is not None)
-        )
+        origin = _origin(documents, tokens)
+        write_json(folder / MAPPING, _mapping(documents, field, field_type, origin, texts is not None))
         files = [MAPPING, *_write_parts(folder, actions, part_bytes)]
         return _record(folder, documents, files, tokens, field=field, field_type=field_type, dots=dots)
 

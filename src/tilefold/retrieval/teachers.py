@@ -110,13 +110,10 @@ def score_rows(
 ) -> Floats:
     """The score of `teacher` for each row: float32 ``[N]``, as it comes, a cross-encoder's before any activation.
 
-    Each distinct text is encoded once. `work` keeps what is done: 2,048 pairs at a time of a cross-encoder, the vectors
-    of a sparse or multi-vector model shard by shard, and every finished column; the same call goes on from there. The
-    vectors of a dense model are not kept until its column is done.
-
-    What the folder holds of other models, texts or rows is not touched. `batch_size` are texts or pairs at a time;
-    ``progress(done, total)`` counts pairs or documents, first what was done before. A text that cannot be encoded, or a
-    score that is not finite, is a ``DataError`` that names it.
+    Each distinct text is encoded once. The folder `work` keeps what is done, from which the same call goes on: 2,048
+    pairs at a time of a cross-encoder, the vectors of a sparse or multi-vector model shard by shard, and every finished
+    column. `batch_size` are texts or pairs at a time; ``progress(done, total)`` counts pairs or documents, first what
+    was done before. A text that cannot be encoded, or a score that is not finite, is a ``DataError`` that names it.
     """
     rows.check_collection(collection)
     task = _Task(teacher, rows, collection, Path(work), batch_size, progress or (lambda done, total: None))

@@ -86,7 +86,7 @@ class StoredTexts:
         self.path = path.resolve()
 
     def survey(self, shard_size: int, sample: int = 0) -> Survey:
-        """As of :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing or repeated id."""
+        """See :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing or repeated id."""
         keys = array("Q")  # of ids: the texts are not kept
         found = _survey(self._rows(keys), shard_size, sample)
         self._check_unique(keys)
@@ -113,10 +113,10 @@ class StoredTexts:
 Texts = HeldTexts | StoredTexts  # that can be given to other processes
 
 
-def _survey(rows: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
+def _survey(given: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
     """Ranges of texts; every n-th text is kept, n doubling when there are more than twice as many as wanted."""
     found, digest, every = Survey(), TextsDigest(), 1
-    while part := list(islice(rows, shard_size)):
+    while part := list(islice(given, shard_size)):
         own = TextsDigest()
         for _, name, text in part:
             digest.add(name, text)
@@ -128,14 +128,10 @@ def _survey(rows: Iterator[_Row], shard_size: int, wanted: int) -> Survey:
             found.count += 1
         held = {name: text for place, name, text in part if place is None}
         places = (place for place, _, _ in part if place is not None)
-        found.ranges.append(Range(len(found.ranges), len(part), own.hexdigest(), _spans(places), held or None))
+        grouped = ((file, [at for _, at in group]) for file, group in groupby(places, itemgetter(0)))
+        spans = tuple(Rows(file, rows[0], rows[-1] + 1) for file, rows in grouped)  # consecutive rows of each file
+        found.ranges.append(Range(len(found.ranges), len(part), own.hexdigest(), spans, held or None))
     found.sha256 = digest.hexdigest()
     if not found.count:
         raise ValueError("texts: expected at least one, got an empty collection.")
     return found
-
-
-def _spans(places: Iterator[tuple[Path, int]]) -> tuple[Rows, ...]:
-    """Consecutive rows of each file."""
-    grouped = ((file, [at for _, at in group]) for file, group in groupby(places, itemgetter(0)))
-    return tuple(Rows(file, rows[0], rows[-1] + 1) for file, rows in grouped)

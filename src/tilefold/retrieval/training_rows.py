@@ -239,6 +239,9 @@ def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
         raise DataError(f"expected the columns {', '.join(needed)}, got {got}. {_REMEDY}")
     queries, query = _ids(pa, table, "query_id")
     documents, document = _ids(pa, table, "document_id")
+    flags = table.column("relevant")
+    if not pa.types.is_boolean(flags.type) or flags.null_count:
+        raise DataError(f"relevant: expected true or false in every row, got {flags.type} with nulls or numbers.")
     order = np.argsort(query, kind="stable")  # rows of a query together, in their order
     retriever = "retriever_score" if names else "score"
     rank = _numbers(pa, table, "rank", 0.0) if "rank" in table.column_names else np.zeros(len(query), np.float32)
@@ -248,7 +251,7 @@ def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
         documents,
         offsets_of(np.bincount(query, minlength=len(queries))),
         document[order].astype(np.int32),
-        _flags(pa, table)[order],
+        np.asarray(flags.to_numpy(), bool)[order],
         rank[order].astype(np.int32),
         found[order].astype(np.float32),
         {name.removeprefix(TEACHER): _numbers(pa, table, name, None)[order] for name in names},
@@ -279,13 +282,6 @@ def _numbers(pa: ModuleType, table: Any, name: str, null: float | None) -> Float
     filled = numbers if null is None else numbers.fill_null(null)
     values: Floats = filled.to_numpy().astype(np.float32)
     return values
-
-
-def _flags(pa: ModuleType, table: Any) -> npt.NDArray[np.bool_]:
-    column = table.column("relevant")
-    if not pa.types.is_boolean(column.type) or column.null_count:
-        raise DataError(f"relevant: expected true or false in every row, got {column.type} with nulls or numbers.")
-    return np.asarray(column.to_numpy(), bool)
 
 
 def _made_by(table: Any) -> Json:

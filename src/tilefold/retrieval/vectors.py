@@ -147,8 +147,10 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
     for shard in manifest.shards:
         if not wanted:
             break
-        names_there = _read_ids(shard_file(folder, shard, verify=False))
-        rows = [row for row, name in enumerate(names_there) if name in wanted]
+        file = shard_file(folder, shard, verify=False)
+        with _as_data_error(file):
+            there = _arrow()[1].read_table(file, columns=["id"]).column("id").to_pylist()
+        rows = [row for row, name in enumerate(there) if name in wanted]
         if rows:
             parts.append(_read_shard(folder, shard, manifest).take(rows))
             wanted -= set(parts[-1].ids)
@@ -241,13 +243,6 @@ def _as_data_error(path: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: expected Parquet with id, indices and weights, got ({error}). {REMEDY}") from error
-
-
-def _read_ids(path: Path) -> list[str]:
-    _, pq = _arrow()
-    with _as_data_error(path):
-        ids: list[str] = pq.read_table(path, columns=["id"]).column("id").to_pylist()
-    return ids
 
 
 def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:

@@ -90,7 +90,7 @@ class Postings:
         for term in terms.tolist():
             span = slice(self.offsets[term], self.offsets[term + 1])
             try:
-                if self.checksums is not None and self._checksum(term) != self.checksums[term]:
+                if self.checksums is not None and self.checksum(term) != self.checksums[term]:
                     raise DataError("Their checksum is another.")
                 check_arrays(("documents", self.documents[span], self.n_documents), ("weights", self.weights[span]))
             except DataError as error:
@@ -98,12 +98,9 @@ class Postings:
                 raise DataError(f"documents.npy, weights.npy: {said} {REMEDY}") from error
             self.trusted[term] = True
 
-    def _checksum(self, term: int) -> int:
+    def checksum(self, term: int) -> int:
         span = slice(self.offsets[term], self.offsets[term + 1])
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
-
-    def all_checksums(self) -> npt.NDArray[np.uint32]:
-        return np.fromiter((self._checksum(term) for term in range(self.n_terms)), np.uint32, self.n_terms)
 
 
 def _pieces(vectors: SparseVectors) -> Iterator[tuple[int, int]]:
@@ -293,7 +290,8 @@ class ExactIndex:
             np.save(folder / _OFFSETS, self._postings.offsets)
             np.save(folder / _DOCUMENTS, self._postings.documents)
             np.save(folder / _WEIGHTS, self._postings.weights)
-            np.save(folder / _CHECKSUMS, self._postings.all_checksums())
+            sums = map(self._postings.checksum, range(self.vocab_size))
+            np.save(folder / _CHECKSUMS, np.fromiter(sums, np.uint32, self.vocab_size))
             save_ids(self._ids, folder)
 
     @classmethod
