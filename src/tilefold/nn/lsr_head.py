@@ -16,6 +16,7 @@ class LinearParameters(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    shown: tuple[str, ...]  # options that are printed
 
     def __init__(
         self, hidden_size: int, rows: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -39,6 +40,10 @@ class LinearParameters(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
+    def extra_repr(self) -> str:
+        shown = "".join(f", {name}={getattr(self, name)!r}" for name in self.shown)
+        return f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}{shown}"
+
 
 class LSRHead(LinearParameters):
     """Scores of a sequence over the vocabulary, without the ``[B, S, V]`` logits.
@@ -61,6 +66,8 @@ class LSRHead(LinearParameters):
         weight: ``[V, D]``.
         bias: ``[V]`` or ``None``.
     """
+
+    shown = ("pooling", "activation", "logit_scale", "impl")
 
     def __init__(
         self,
@@ -125,13 +132,6 @@ class LSRHead(LinearParameters):
             activation=self.activation,
             logit_scale=self.logit_scale,
             impl=self.impl,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}, "
-            f"pooling={self.pooling!r}, activation={self.activation!r}, logit_scale={self.logit_scale}, "
-            f"impl={self.impl!r}"
         )
 
 

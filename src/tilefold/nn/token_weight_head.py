@@ -37,6 +37,8 @@ class TokenWeightHead(LinearParameters):
         bias: ``[1]`` or ``None``.
     """
 
+    shown = ("reduce", "activation", "ignore_ids", "impl")
+
     def __init__(
         self,
         hidden_size: int,
@@ -116,9 +118,3 @@ class TokenWeightHead(LinearParameters):
         options: dict[str, Any] = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "reduce": self.reduce}
         options |= {"activation": self.activation, "ignore_ids": self.ignore_ids}
         return (linear(hidden, self.weight, self.bias), input_ids, self.vocab_size), options
-
-    def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}, "
-            f"reduce={self.reduce!r}, activation={self.activation!r}, ignore_ids={self.ignore_ids}, impl={self.impl!r}"
-        )

@@ -60,15 +60,16 @@ def packed_softmax_attention(
         )
     if window is not None and window >= max_seqlen - 1:
         window = None
+    operands = query, key, value
     if query.is_cuda and torch.version.cuda is not None:
         if query.dtype in _HALF and query.size(2) % 8 == 0 and _flash_runs_on(query):
-            return flash_attention_varlen(query, key, value, cu_seqlens, max_seqlen, dropout_p, scale, window)
+            return flash_attention_varlen(operands, cu_seqlens, max_seqlen, dropout_p, scale, window)
         if window is None and query.dtype in (*_HALF, torch.float32) and query.size(2) % 8 == 0:
-            return efficient_attention_varlen(query, key, value, cu_seqlens, max_seqlen, dropout_p, scale)
+            return efficient_attention_varlen(operands, cu_seqlens, max_seqlen, dropout_p, scale)
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     if query.device.type == "cpu":
-        return _one_by_one((query, key, value), cu_seqlens, window, attend)
-    return _padded((query, key, value), cu_seqlens, max_seqlen, window, attend)
+        return _one_by_one(operands, cu_seqlens, window, attend)
+    return _padded(operands, cu_seqlens, max_seqlen, window, attend)
 
 
 def places_of_tokens(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 Addresses = tuple["int | None", ...]
 LaunchAt = Callable[[Addresses], None]
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 Encode = Callable[[int], tuple[int, object]]  # from a matrix's address to that of its TMA map, and what owns the map
 Grid = tuple[int, int, int]
 TMA_MAP_BYTES = 128
@@ -156,37 +157,23 @@ def tma_encoder(descriptor: Any, description: dict[str, Any] | None) -> Encode |
 
 
 def flash_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float,
-    scale: float | None,
-    window: int | None,
+    qkv: Heads, cu_seqlens: Tensor, longest: int, dropout_p: float, scale: float | None, window: int | None
 ) -> Tensor:
     """Torch's flash attention of packed 16-bit ``[T, H, D]``, differentiable, with ``|i - j| <= window``."""
     side = -1 if window is None else window
-    packing = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    out: Tensor = torch.ops.aten._flash_attention_forward.default(
-        query, key, value, *packing, dropout_p, False, False, scale=scale, window_size_left=side, window_size_right=side
-    )[0]
+    packing = cu_seqlens, cu_seqlens, longest, longest, dropout_p, False, False
+    sides = {"window_size_left": side, "window_size_right": side}
+    out: Tensor = torch.ops.aten._flash_attention_forward.default(*qkv, *packing, scale=scale, **sides)[0]
     return out
 
 
 def efficient_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float,
-    scale: float | None,
+    qkv: Heads, cu_seqlens: Tensor, longest: int, dropout_p: float, scale: float | None
 ) -> Tensor:
     """Torch's memory-efficient attention of packed ``[T, H, D]``, differentiable, in fp32 too."""
-    tensors, packing = (query[None], key[None], value[None]), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    tensors, packing = (each[None] for each in qkv), (cu_seqlens, cu_seqlens, longest, longest, dropout_p)
     out: Tensor = torch.ops.aten._efficient_attention_forward.default(
-        *tensors, None, *packing, dropout_p, 0, torch.is_grad_enabled(), scale=scale
+        *tensors, None, *packing, 0, torch.is_grad_enabled(), scale=scale
     )[0]
     return out[0]
 
