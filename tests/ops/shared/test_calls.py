@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 import tilefold
 from tilefold.ops._shared import calls, fallback, internals
@@ -36,43 +35,6 @@ PRIVATE = (
 def test_one_file_names_what_is_private_the_switches_of_tf32_and_the_release_of_triton(names: str, file: str) -> None:
     naming = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if re.search(names, path.read_text())}
     assert naming == {file}
-
-
-def test_modes_and_transforms_are_seen() -> None:
-    assert internals.is_eager() and not internals.in_function_transform() and not internals.in_forward_mode()
-    with torch.utils._python_dispatch.TorchDispatchMode():
-        assert not internals.is_eager()
-    seen = []
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append((internals.is_eager(), internals.in_function_transform()))
-        return x.sum()
-
-    torch.func.grad(look)(torch.ones(2))
-    torch.func.vmap(look)(torch.ones(2, 2))
-    assert seen == [(False, True), (False, False)]
-    with forward_ad.dual_level():
-        assert internals.in_forward_mode() and not internals.is_eager()
-
-
-def test_several_gradients_at_once_are_seen() -> None:
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            seen.append(internals.is_eager(grad))
-            return grad.clone()
-
-    x = torch.ones(2, requires_grad=True)
-    y = Look.apply(x)
-    torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
-    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
-    assert seen == [True, False]
 
 
 def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,14 +120,6 @@ def test_a_failed_build_is_named_and_not_tried_again_and_no_launch_that_goes_wro
     assert len(kernel.launches) == (1 if fault in BUILD_FAULTS else 2)
 
 
-def test_launchers_are_made_once_and_the_table_of_them_is_bounded() -> None:
-    kernel = Kernel()
-    made = launch.launcher(kernel, {"BLOCK": 16, "num_warps": 4})
-    assert launch.launcher(kernel, {"BLOCK": 16, "num_warps": 4}) is made
-    assert launch.launcher(kernel, {"BLOCK": 16, "num_warps": 8}) is not made
-    assert launch._launcher.cache_info().maxsize == launch.MAX_LAUNCHERS
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["first", "warm"])
 def test_every_operator_is_captured_with_the_allocator_of_the_driver(when: str) -> None:

@@ -237,22 +237,6 @@ def test_calls_with_other_options_are_not_mixed_up(operator: Operator) -> None:
 
 @kernels
 @an_operator
-def test_a_gradient_is_planned_for_the_precision_that_is_allowed_when_it_runs(operator: Operator) -> None:
-    leaves = operator.leaves()
-    scores, plans = operator(leaves), []
-    try:
-        for allowed in (True, False, True, False):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            torch.autograd.grad(scores, leaves, dout(scores), retain_graph=True)
-            plans.append(len(operator.passes))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
-    first = plans[0]
-    assert plans == [first, first + 1, first + 1, first + 1]
-
-
-@kernels
-@an_operator
 @pytest.mark.parametrize("strides", ["expanded", "transposed", "unaligned"])
 def test_gradients_of_any_strides_are_those_of_contiguous_ones(operator: Operator, strides: str) -> None:
     leaves, _ = warmed(operator)

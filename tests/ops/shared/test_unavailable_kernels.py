@@ -297,15 +297,6 @@ def assert_gives_way(case: Sample, name: str, compiled: bool, warned: str, expec
         torch.testing.assert_close(found, expected)
 
 
-@kernels
-@pytest.mark.parametrize("name", ["entmax_attention/forward.resident_kernel", "maxsim/forward.all_pairs_kernel"])
-def test_an_explicit_name_raises(name: str, broken: set[str]) -> None:
-    broken.add(name)
-    with warnings.catch_warnings(), pytest.raises(KernelUnavailableError, match="no such instruction"):
-        warnings.simplefilter("ignore", FallbackWarning)  # of kernels with TMA, behind which are others
-        results(case_of(name), "triton")
-
-
 @pytest.mark.gpu
 @every_kernel
 def test_a_graph_cannot_take_the_tiled_path(name: str, broken: set[str]) -> None:
