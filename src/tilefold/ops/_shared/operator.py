@@ -19,7 +19,7 @@ from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, gradient_key,
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
 from tilefold.ops._shared.internals import is_eager, tf32_allowed
-from tilefold.ops._shared.plan import Buffer, Setting, Take, taker
+from tilefold.ops._shared.plan import Buffer, Setting, Take, Values, taker
 
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
@@ -29,7 +29,7 @@ OptionsT = TypeVar("OptionsT", bound=tuple[Any, ...])
 Results = Sequence["Tensor | None"]
 Needs = tuple[bool, ...]  # which gradients are wanted
 KERNELS = ("auto", "triton")
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 MAX_CALLS = 4096  # that are remembered of an operator; what is forgotten is worked out again
 
 
@@ -115,11 +115,11 @@ class Operator(Generic[TensorsT, OptionsT]):
     def __call__(
         self,
         tensors: TensorsT,
-        asked: tuple[Any, ...],
+        asked: Values,
         impl: str,
         check: Callable[..., Checked],
         into: Mapping[str, Tensor] = NOTHING,
-    ) -> tuple[Any, ...]:
+    ) -> Values:
         """The results; ``check(tensors, *asked, *into's)`` runs if no call like this one was made before.
 
         Backward adds the gradient of a tensor that ``into`` names to the buffer there, and returns none for it. The
@@ -184,7 +184,7 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     # One pass
 
-    def compute(self, first: Tensor, call: Pass, given: tuple[Any, ...]) -> Results:
+    def compute(self, first: Tensor, call: Pass, given: Values) -> Results:
         """Results or gradients; ``first`` is on the current device, and autocast is off."""
         if call.program is not None and call.program.bound:
             return call.program(*given)
@@ -210,7 +210,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         fallback.refuse_capture(call.name, device)
         return self._tiled(call, first, given)
 
-    def _tiled(self, call: Pass, first: Tensor, given: tuple[Any, ...]) -> Results:
+    def _tiled(self, call: Pass, first: Tensor, given: Values) -> Results:
         found: Results
         if call.backward:
             count = 1 + len(self.saved._fields)
@@ -220,13 +220,13 @@ class Operator(Generic[TensorsT, OptionsT]):
             found = self.tiled.forward(self.tensors(*given), call.options, call.wanted)
         return found
 
-    def _launched(self, call: Pass, given: tuple[Any, ...]) -> Results | None:
+    def _launched(self, call: Pass, given: Values) -> Results | None:
         """Run the kernels, and return what they make; ``None`` where they have no plan."""
         if call.program is None:
             call.program = self._program(call, given)
         return None if call.program is None else call.program(*given)
 
-    def _program(self, call: Pass, given: tuple[Any, ...]) -> Program | None:
+    def _program(self, call: Pass, given: Values) -> Program | None:
         """Program of the kernels for such a pass; ``plans.py`` sees layouts and no values."""
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
@@ -305,7 +305,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         )
         self._by_torch, self._gradients_by_torch = (getattr(torch.ops.tilefold, name) for name in (self.name, back))
 
-    def _split(self, backward: bool, args: tuple[Any, ...]) -> tuple[Any, OptionsT, Any, str]:
+    def _split(self, backward: bool, args: Values) -> tuple[Any, OptionsT, Any, str]:
         values: list[Any] = [tuple(each) if isinstance(each, list) else each for each in args]  # as keys can have them
         *values, wanted, impl = values
         count = 1 + len(self.saved._fields) if backward else len(self._inputs)
@@ -344,7 +344,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         found = calls.as_tuple(self._gradients_by_torch(dfirst, *saved, *options, needs, impl))
         return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
 
-    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _setup_context(self, ctx: Any, inputs: Values, output: Any) -> None:
         tensors, ctx.options, ctx.training, ctx.impl = self._split(False, inputs)
         results = calls.as_tuple(output)
         ctx.mark_non_differentiable(*results[1:])

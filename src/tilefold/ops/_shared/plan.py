@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tilefold.ops._shared.internals import Grid, Tma
 
-Take = Callable[[Any], tuple[Any, ...]]  # selects values of a sequence
+Values = tuple[Any, ...]  # tensors, addresses or numbers, of which each place has its own kind
+Take = Callable[[Any], Values]  # selects values of a sequence
+Constants = dict[str, Any]  # ``constexpr`` parameters, warps and stages
 
 
 class Setting(NamedTuple):
@@ -65,7 +67,7 @@ class Launch(NamedTuple):
     grid: Grid
     tensors: str
     numbers: tuple[int | float, ...]
-    constants: dict[str, Any]  # ``constexpr`` parameters, warps and stages
+    constants: Constants
     tma: Mapping[str, Tma] = {}  # by name: its first argument is a TMA descriptor, others are plain
     instead: Instead | None = None  # besides the tiled path
 
@@ -114,7 +116,7 @@ def taker(places: list[int]) -> Take:
 
 def arguments_of(
     kernel: Any, places: Mapping[str, str], values: Mapping[str, Any]
-) -> tuple[list[str], tuple[int | float, ...], dict[str, Any]]:
+) -> tuple[list[str], tuple[int | float, ...], Constants]:
     """Tensors by name, numbers and constants of a launch, by the names that the kernel has for them.
 
     ``places`` are the tensors by the kernel's names; one ``<name>_ptr`` that is not there is ``name``. ``values`` may

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from tilefold.ops._shared._triton import releases
 
 
+Facts = Mapping[str, Any]  # by name
+
+
 class Between(NamedTuple):
     """From ``least`` to ``most``, both included; ``None`` is no bound."""
 
@@ -27,11 +30,11 @@ class Row(NamedTuple):
         source: the device and release that the fields were timed or compiled with, and what was seen.
     """
 
-    where: Mapping[str, Any]
-    fields: Mapping[str, Any]
+    where: Facts
+    fields: Facts
     source: str
 
-    def holds(self, facts: Mapping[str, Any]) -> bool:
+    def holds(self, facts: Facts) -> bool:
         return all(_meets(facts[name], condition) for name, condition in self.where.items())
 
 

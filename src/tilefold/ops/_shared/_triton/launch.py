@@ -19,11 +19,11 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_row
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import Grid, LaunchAt, specialized
-from tilefold.ops._shared.plan import Launch
+from tilefold.ops._shared.plan import Constants, Launch, Values
 
 MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
-Compiled = tuple[Any, tuple[Any, ...]]  # a kernel, and the constants to append to its arguments
+Compiled = tuple[Any, Values]  # a kernel, and the constants to append to its arguments
 _COUNT_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
 
 
@@ -35,14 +35,14 @@ class Launcher:
     first launched.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+    def __init__(self, kernel: Any, constants: Constants) -> None:
         self._kernel, self._constants, self.name = kernel, constants, str(getattr(kernel, "__name__", kernel))
         self._specialized: list[bool] = []
         # by what Triton specialises on: the compiled kernel, and the constants in the kernel's order
-        self._compiled: dict[tuple[Any, ...], Compiled] = {}
-        self._unavailable: dict[tuple[Any, ...], str] = {}  # why it cannot be built: trying again takes seconds
+        self._compiled: dict[Values, Compiled] = {}
+        self._unavailable: dict[Values, str] = {}  # why it cannot be built: trying again takes seconds
 
-    def __call__(self, grid: Grid, arguments: tuple[Any, ...]) -> Compiled | None:
+    def __call__(self, grid: Grid, arguments: Values) -> Compiled | None:
         if _LISTED:
             compiles = isinstance(self._kernel, JITFunction)
             _LISTED[-1].setdefault((self, self._kind(arguments) if compiles else None), (grid, arguments))
@@ -61,12 +61,12 @@ class Launcher:
             raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind])
         return self._build(kind, grid, arguments, not graph_owns_memory())
 
-    def build(self, grid: Grid, arguments: tuple[Any, ...]) -> Compiled:
+    def build(self, grid: Grid, arguments: Values) -> Compiled:
         """Compile for arguments like these, on any thread, and launch nothing; Triton keeps the result on the disk."""
         kind = self._kind(arguments)
         return self._compiled.get(kind) or self._build(kind, grid, arguments, None)
 
-    def _build(self, kind: tuple[Any, ...], grid: Grid, arguments: tuple[Any, ...], run: bool | None) -> Compiled:
+    def _build(self, kind: Values, grid: Grid, arguments: Values, run: bool | None) -> Compiled:
         """Compile, and launch: with tensors (``run``), with their addresses (``False``), or not at all (``None``)."""
         try:
             if run:
@@ -87,7 +87,7 @@ class Launcher:
         found = self._compiled[kind] = compiled, tail
         return found
 
-    def _kind(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _kind(self, arguments: Values) -> Values:
         if not self._specialized:
             self._specialized = specialized(self._kernel)
         kind: list[Any] = [torch.cuda.current_device()]  # must come first
@@ -109,7 +109,7 @@ class Launcher:
 
 
 # by launcher and kind of arguments, which is None for kernels that are interpreted
-Listed = dict[tuple[Launcher, Hashable], tuple[Grid, tuple[Any, ...]]]
+Listed = dict[tuple[Launcher, Hashable], tuple[Grid, Values]]
 _LISTED: list[Listed] = []
 
 
@@ -139,7 +139,7 @@ def graph_owns_memory() -> bool:
     return _allocates_in_stream_order() and torch.cuda.is_current_stream_capturing()
 
 
-def addresses(arguments: tuple[Any, ...]) -> list[Any]:
+def addresses(arguments: Values) -> list[Any]:
     """``arguments`` with addresses for tensors, which Triton takes on trust."""
     return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
 
@@ -167,12 +167,12 @@ def _launcher(kernel: Any, *constants: tuple[str, Any]) -> Launcher:
     return Launcher(kernel, dict(constants))
 
 
-def launcher(kernel: Any, constants: dict[str, Any]) -> Launcher:
+def launcher(kernel: Any, constants: Constants) -> Launcher:
     """The launcher of ``kernel`` with ``constants``, made once."""
     return _launcher(kernel, *constants.items())
 
 
-def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> None:
     """``kernel[grid](*arguments, **constants)``; see :class:`Launcher`."""
     launcher(kernel, constants)(grid, arguments)
 
