@@ -65,7 +65,7 @@ def without_a_gpu() -> None:
     implementations.INTERPRETER_FAULTS = {}
     keys.triton_interpreted = lambda: True
     private.torch._C._cuda_getCurrentRawStream = abs
-    driver.tma_encoder = lambda descriptor, description: lambda address: (address, None)  # its matrix's
+    private.tma_encoder = lambda descriptor, description: lambda address: (address, None)  # its matrix's
     torch.cuda.current_device = lambda: 0
     memory.sm_count = lambda device: 132
     operators.may_look = lambda first: False  # the host looks at values on the CPU only

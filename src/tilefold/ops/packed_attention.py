@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilefold.ops._shared.internals import efficient_attention_varlen, flash_attention_varlen
+from tilefold.ops._shared.internals import Heads, efficient_attention_varlen, flash_attention_varlen
 
 __all__ = ["packed_softmax_attention", "places_of_tokens"]
 
 _HALF = (torch.float16, torch.bfloat16)
-Operands = tuple[Tensor, Tensor, Tensor]  # query, key, value
 _FLASH_HEAD_DIM = 256  # largest head of torch's flash kernels
 
 
@@ -83,7 +82,7 @@ def _flash_runs_on(query: Tensor) -> bool:
     return query.size(2) <= _FLASH_HEAD_DIM and torch.cuda.get_device_capability(query.get_device()) >= (8, 0)
 
 
-def _one_by_one(operands: Operands, cu_seqlens: Tensor, window: int | None, attend: Callable[..., Tensor]) -> Tensor:
+def _one_by_one(operands: Heads, cu_seqlens: Tensor, window: int | None, attend: Callable[..., Tensor]) -> Tensor:
     """Each sequence by itself: no padding, and one cut of the pack forward and backward."""
     lengths = cu_seqlens.diff().tolist()
     parts = [torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in operands]  # [H, L, D] each
@@ -95,7 +94,7 @@ def _one_by_one(operands: Operands, cu_seqlens: Tensor, window: int | None, atte
 
 
 def _padded(
-    operands: Operands, cu_seqlens: Tensor, max_seqlen: int, window: int | None, attend: Callable[..., Tensor]
+    operands: Heads, cu_seqlens: Tensor, max_seqlen: int, window: int | None, attend: Callable[..., Tensor]
 ) -> Tensor:
     query = operands[0]
     count = cu_seqlens.numel() - 1

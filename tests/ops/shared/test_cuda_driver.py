@@ -125,7 +125,7 @@ def test_a_map_is_encoded_once_for_each_address_and_followed_by_shape_and_stride
         encoded.append(address)
         return 1000 + address, None
 
-    monkeypatch.setattr(cuda_driver, "tma_encoder", lambda descriptor, description: encode)
+    monkeypatch.setattr(internals, "tma_encoder", lambda descriptor, description: encode)
     matrix = SimpleNamespace(shape=(64, 48), strides=(48, 1))
     out = torch.ones(64)
     tma = (internals.Tma(64, 48, lambda matrix: matrix),)

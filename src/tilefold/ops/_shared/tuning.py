@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from tilefold.ops._shared._triton import releases
 
-
 Facts = Mapping[str, Any]  # by name
 
 

@@ -13,18 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilefold.ops._shared import internals
 from tilefold.ops._shared.fallback import give_up
-from tilefold.ops._shared.internals import (
-    TMA_MAP_BYTES,
-    Addresses,
-    Encode,
-    Grid,
-    LaunchAt,
-    Tma,
-    launch_facts,
-    stream_reader,
-    tma_encoder,
-)
+from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Encode, Grid, LaunchAt, Tma
 from tilefold.ops._shared.plan import taker
 
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^\[,\n]*(?:\[(\d+)\])?")
@@ -73,7 +64,7 @@ def bind(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | N
     those after the last one are plain pointers.
     """
     try:
-        facts = launch_facts(compiled)
+        facts = internals.launch_facts(compiled)
         arguments = None if facts is None else _arguments(facts[1], values, tma, facts[2])
         return None if facts is None or arguments is None else driver_launch(compiled, facts[0], grid, arguments)
     except Exception as error:  # the next release may have changed what this reads
@@ -93,7 +84,7 @@ def _arguments(
         if by is None:
             found.append(Pointer(place) if kind.startswith("*") else value)
             continue
-        encode = tma_encoder(value, next(descriptions, None))
+        encode = internals.tma_encoder(value, next(descriptions, None))
         if encode is None:
             return None
         found += (Map(place, encode), *value.shape, *value.strides)
@@ -129,7 +120,7 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Point
             numbers.append(_number(argument, letter, size))
             table[number] = ctypes.addressof(numbers[-1])
     config = _Config(*grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared, None, None, 0)
-    stream, handle = stream_reader(), ctypes.c_void_p(compiled.function)
+    stream, handle = internals.stream_reader(), ctypes.c_void_p(compiled.function)
     try:
         call = _launch_function()
     except (OSError, AttributeError):

@@ -162,9 +162,7 @@ def what_failed(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1][:300] if lines else 'no message'}".rstrip(".")
 
 
-@functools.lru_cache(MAX_LAUNCHERS)
-def _launcher(kernel: Any, *constants: tuple[str, Any]) -> Launcher:
-    return Launcher(kernel, dict(constants))
+_launcher = functools.lru_cache(MAX_LAUNCHERS)(lambda kernel, *constants: Launcher(kernel, dict(constants)))
 
 
 def launcher(kernel: Any, constants: Constants) -> Launcher:
