@@ -44,6 +44,10 @@ VALUES = [
     ),
     ({"pairing": torch.zeros(3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3]."),
     ({"pairing": torch.zeros(3, 3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3, 3]."),
+    (
+        {"document_mask": torch.ones(2, 5, device="meta")},
+        "document_mask must be on the device of queries (cpu), got meta; move it with .to(queries.device).",
+    ),
     ({"reduction": "max"}, "reduction must be one of 'sum', 'mean', got 'max'."),
     ({"mask_mode": "keep"}, "mask_mode must be one of 'exclude', 'zero', got 'keep'."),
     ({"temperature": 0.0}, "temperature must be a positive Python number or None, got 0.0."),
@@ -100,22 +104,13 @@ TYPES = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "message"), VALUES)
-def test_values_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"), [(ValueError, *each) for each in VALUES] + [(TypeError, *each) for each in TYPES]
+)
+def test_values_and_types_that_do_not_fit(kind: type[Exception], changed: dict[str, Any], message: str) -> None:
     for impl in ({},) if "impl" in changed else ({"impl": "reference"}, {"impl": "tiled"}):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        with pytest.raises(kind, match=f"^{re.escape(message)}$"):
             maxsim(**{"queries": QUERIES, "documents": DOCUMENTS} | changed | impl)
-
-
-@pytest.mark.parametrize(("changed", "message"), TYPES)
-def test_types_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        maxsim(**{"queries": QUERIES, "documents": DOCUMENTS} | changed)
-
-
-def test_tensors_of_another_device_are_named() -> None:
-    with pytest.raises(ValueError, match=r"document_mask must be on the device of queries \(cpu\), got meta"):
-        maxsim(QUERIES, DOCUMENTS, document_mask=torch.ones(2, 5, device="meta"))
 
 
 @pytest.mark.skipif(triton_interpreted(), reason="the kernels can run here")

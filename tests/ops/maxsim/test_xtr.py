@@ -160,12 +160,10 @@ def test_the_operator_passes_opcheck_and_compiles_whole() -> None:
     rest = (inputs.query_mask, inputs.document_mask, None, None, None, None, 7, False, True, True, "tiled")
     torch.library.opcheck(torch.ops.tilefold.xtr_scores.default, (*leaves, *rest))
     compiled = torch.compile(xtr_scores, fullgraph=True, backend="aot_eager")
-    mine, theirs = (tuple(t.clone().requires_grad_() for t in (inputs.queries, inputs.documents)) for _ in range(2))
     masks = {"query_mask": inputs.query_mask, "document_mask": inputs.document_mask, "top_k": 7}
-    found, expected = compiled(*mine, **masks), xtr_scores(*theirs, **masks)
+    found, expected = (function(*leaves, **masks) for function in (compiled, xtr_scores))
     torch.testing.assert_close(found, expected)
-    for a, b in zip(torch.autograd.grad(found.sum(), mine), torch.autograd.grad(expected.sum(), theirs), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)))
     torch._dynamo.reset()
 
 

@@ -153,23 +153,16 @@ class Problem:
         query_length = 0 if cu_queries is not None else queries.size(-2)
         n_queries, n_documents = sequences(tensors)
         longest = query_length if pairs is not None and cu_queries is None else options.longest_query
-        return cls(
-            queries.reshape(-1, queries.size(-1)),
-            documents.reshape(-1, documents.size(-1)),
-            None if query_mask is None else query_mask.reshape(-1),
-            None if document_mask is None else document_mask.reshape(-1),
-            cu_queries,
-            cu_documents,
-            query_length,
-            0 if cu_documents is not None else documents.size(-2),
-            n_queries,
-            n_documents,
-            documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1),
-            pairs,
-            *options[:5],
-            longest,
-            None if scale is None else scale.reshape(-1),
+        document_length = 0 if cu_documents is not None else documents.size(-2)
+        group = documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1)
+        query_mask, document_mask, scale = (
+            None if x is None else x.reshape(-1) for x in (query_mask, document_mask, scale)
         )
+        return cls(
+            queries.reshape(-1, queries.size(-1)), documents.reshape(-1, documents.size(-1)), query_mask, document_mask,
+            cu_queries, cu_documents, query_length, document_length, n_queries, n_documents, group, pairs, *options[:5],
+            longest, scale,
+        )  # fmt: skip
 
     @property
     def score_shape(self) -> tuple[int, ...]:

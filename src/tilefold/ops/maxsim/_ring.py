@@ -24,6 +24,8 @@ from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors, Problem, 
 from tilefold.ops.maxsim.api import MAXSIM, by_reference, kept_tokens
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
+Asked = tuple[str, str, float | None, bool]  # reduction, mask mode, temperature, whether to normalize
+
 
 class Part(NamedTuple):
     """Part held by a rank; each rank knows that of all."""
@@ -134,17 +136,11 @@ def meet(group: dist.ProcessGroup, mine: Part | Exception) -> Ring:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def loss_over_ranks(
-    tensors: MaxSimTensors,
-    labels: Tensor | None,
-    scale: float,
-    group: object,
-    asked: tuple[str, str, float | None, bool],
-    impl: str,
+    tensors: MaxSimTensors, labels: Tensor | None, scale: float, group: object, asked: Asked, impl: str
 ) -> Tensor | None:
     """:func:`tilefold.ops.maxsim_contrastive_loss` over the ranks of ``group``; ``None`` where this rank is alone.
 
-    Compilers leave it out: what the ranks exchange depends on what they hold. ``asked`` are the reduction, mask mode,
-    temperature and whether to normalize.
+    Compilers leave it out: what the ranks exchange depends on what they hold.
     """
     ranks = ranks_of(group)
     if ranks is None:

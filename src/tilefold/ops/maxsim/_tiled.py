@@ -124,12 +124,7 @@ def _add_zeros_alone(problem: Problem, queries: Side, documents: Side, scores: T
 
 
 def _maximum(
-    problem: Problem,
-    documents: Side,
-    meeting: Meeting,
-    saving: bool,
-    masked: Tensor | None,
-    first_masked: Tensor | None,
+    problem: Problem, documents: Side, meeting: Meeting, saving: bool, masked: Tensor | None, masked_from: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """``[n, C]`` maxima of a meeting over its documents' tokens, and their winners where ``saving``."""
     best, winner = _maxima(meeting, saving)
@@ -137,9 +132,9 @@ def _maximum(
         return (best if masked is None else torch.where((masked > 0) & (best < 0), 0, best)), None
     position = winner - documents.starts[meeting.documents][:, None]
     state = winner_bits(position, problem.saved_dtype)
-    if masked is None or first_masked is None:
+    if masked is None or masked_from is None:
         return best, state
-    earlier = first_masked[meeting.documents] < position
+    earlier = masked_from[meeting.documents] < position
     lost = (masked > 0) & ((best < 0) | ((best == 0) & earlier))
     return best.masked_fill(lost, 0), state.masked_fill_(lost, -1)
 

@@ -111,12 +111,11 @@ def maxsim(
         score = sum_i max_j q_i . d_j                                   (reduction="mean": divided by the count of i)
         score = sum_i temperature * log sum_j exp(q_i . d_j / temperature)              (with a temperature)
 
-    Products accumulate in fp32 (fp64 for fp64 input), maxima and sums are taken on those values, and the scores are
-    fp32 (fp64). Among equal similarities the lowest document token wins and takes the whole gradient. A document
-    without a token that takes part scores 0 with every query, with no gradient, and so does an empty query. NaN in a
-    kept token gives NaN; what a masked token holds is never read into a result. Backward is bitwise deterministic and
-    keeps 2 bytes (4 from 65,536 document tokens on, and with a temperature) per query token and pair, and in kernels 4
-    per normalised token and per packed query token.
+    Products accumulate in fp32 (fp64 for fp64 input), and the scores are fp32 (fp64). Among equal similarities the
+    lowest document token takes the whole gradient. A document without a token that takes part, and an empty query,
+    score 0 with no gradient. NaN in a kept token gives NaN; what a masked token holds is never read into a result.
+    Backward is bitwise deterministic and keeps 2 bytes (4 from 65,536 document tokens on, and with a temperature) per
+    query token and pair, and in kernels 4 per normalised token and per packed query token.
 
     Args:
         queries: ``[Nq, Lq, D]``, or ``[T, D]`` packed with ``cu_seqlens_q``; fp16, bf16, fp32 or fp64.
@@ -132,16 +131,14 @@ def maxsim(
             tensor of (query, document) pairs, which are scored in place, without a gathered copy.
         reduction: ``"sum"``, or ``"mean"`` over the query's kept tokens.
         mask_mode: for masked document tokens: ``"exclude"`` leaves them out; ``"zero"`` gives them a similarity of 0,
-            as libraries do that multiply similarities by the mask. A masked query token
-            counts 0 in both.
+            as libraries do that multiply by the mask. A masked query token counts 0 in both.
         temperature: positive number for the smooth maximum, ``None`` for the maximum.
         normalize: divide every token vector by its Euclidean norm; a zero vector stays zero and has no gradient.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Returns:
         Scores: ``[Nq, Nd]`` for ``"all"``, ``[B]`` for ``"aligned"``, ``[B, N]`` for ``"grouped"``, ``[P]`` for pairs.
-
-    With packed queries, an index and a gradient asked for, the longest query is read from the device once.
+        With packed queries, pairs and a gradient asked for, the longest query is read from the device once.
 
     Raises:
         TypeError: for arguments that are not tensors, or of a dtype that is not supported.

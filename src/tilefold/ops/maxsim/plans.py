@@ -53,6 +53,9 @@ TENSORS = {  # by their kernels' names
 }  # fmt: skip
 
 
+Names = Mapping[str, str]
+
+
 class Steps:
     """The steps of a plan in the making. Names that no tensor and no buffer has stand for ``None``.
 
@@ -115,7 +118,7 @@ class Steps:
         kernel: object,
         grid: Grid,
         own: Mapping[str, object],
-        tensors: Mapping[str, str] = {},
+        tensors: Names = TENSORS,
         tma: Mapping[str, Tma] = {},
     ) -> None:
         """A launch, its arguments by the kernel's names: ``tensors`` and values of its ``own``, and the problem's."""
@@ -123,7 +126,7 @@ class Steps:
         named, numbers, constants = arguments_of(kernel, places, {**self.values, **own})
         self._steps.append(Launch(kernel, grid, " ".join(named), numbers, constants, tma, BY_POINTERS if tma else None))
 
-    def over_rows(self, kernel: object, count: int, tensors: Mapping[str, str] = {}, others: int = 0) -> None:
+    def over_rows(self, kernel: object, count: int, tensors: Names = TENSORS, others: int = 0) -> None:
         """A launch that goes over ``count`` rows once, and over ``others``."""
         grid = (cdiv(count, BLOCK_ROWS) + cdiv(others, BLOCK_ROWS), 1, 1)
         own = {"T": count, "BLOCK_R": BLOCK_ROWS, "BLOCK_D": BLOCK_COLUMNS, "num_warps": 4, "num_stages": 3}
