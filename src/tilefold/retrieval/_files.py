@@ -68,10 +68,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_text_ids(what: str, ids: Collection[object]) -> None:
-    """Raise an error for the first of `ids` that is not text, or that files and C libraries would read as another one.
-
-    `what` is the argument that holds them. They are looked at as one string, since a run has millions.
-    """
+    """Raise an error for the first of the `ids` of `what` that is no text, or that C would read as another one."""
     try:
         whole = "".join(ids)  # type: ignore[arg-type]
     except TypeError:

@@ -36,8 +36,8 @@ _STORE_SECONDS = 1.0
 class Meeting:
     """Values that all ranks see, and whether the others live; all methods may be called from any thread.
 
-    The first rank watches all others and says when one has died; they watch the first. Each has a home, a folder that
-    is locked as long as its process takes part.
+    The first rank watches all others, which watch the first. Each has a folder that is locked while its process lives.
+
     """
 
     def __init__(self, rank: int, homes: Sequence[Path]) -> None:
@@ -170,10 +170,7 @@ def _machine() -> str:
 
 
 class RankShards(Generic[M, V]):
-    """Shards of one rank of a process group, which takes the next one when it is ready, and leaves it with a receipt.
-
-    The first rank holds the folder, lists shards in their order, and reports; only whole shards are kept.
-    """
+    """Shards of one rank, which takes the next when it is ready; the first rank lists what all leave, and reports."""
 
     def __init__(self, job: Job[M, V], ranks: Meeting) -> None:
         self.job, self.ranks = job, ranks

@@ -36,10 +36,7 @@ _OF_TOKENS = ("n_tokens", "layout")
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The manifest of a folder of vectors, with the fields that all kinds have, in the order of the file.
-
-    Those of a kind stand before them.
-    """
+    """The manifest of a folder of vectors: the fields of all kinds, which in the file are behind those of a kind."""
 
     LAYOUT: ClassVar[str]
     WHAT: ClassVar[str]  # is in a folder of this kind
@@ -248,10 +245,7 @@ class ShardWriter(ABC, Generic[M, V]):
         return hashlib.sha256(json.dumps(self.identified(self.manifest), sort_keys=True).encode()).hexdigest()
 
     def receive(self, numbers: Iterable[int]) -> set[int]:
-        """Take shards whose receipts are there, but what :func:`check_some` refuses anywhere; those that were found.
-
-        They are listed as far as none before them is missing.
-        """
+        """Take and list shards whose receipts are there, as far as none is missing before; those that were found."""
         found = ((number, Receipt.read(self.path, number, self.key)) for number in numbers)
         taken = {n: each for n, each in found if each and (each.shard["rows"] or len(each.failed) < TOO_MANY)}
         self._received |= taken

@@ -112,9 +112,8 @@ class SparseVectors:
     ) -> SparseVectors:
         """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
 
-        Without a `fingerprint`, that of a result of ``encode_sparse`` is taken, its ``vocabulary_fingerprint``.
-        Entries that are 0, or positive and not above `min_weight`, are dropped; NaN and negative entries are
-        kept so that they are reported.
+        Without a `fingerprint`, that of a result of ``encode_sparse`` is taken. Entries that are 0, or positive and not
+        above `min_weight`, are dropped; NaN and negative entries are kept so that they are reported.
         """
         import torch
 

@@ -92,10 +92,7 @@ def table_files(path: Path) -> list[Path]:
 
 
 def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
-    """``(where, row)`` of each row of a file, a folder of files or a saved dataset, with `where` for messages.
-
-    The first `skip` rows of each file are passed over without being looked at.
-    """
+    """``(where, row)`` of each row, but the first `skip` of each file, of a file, folder of files or saved dataset."""
     if path.is_dir():
         if is_saved_dataset(path):
             yield from _dataset_rows(path, skip)
@@ -115,10 +112,7 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
 
 
 def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = False) -> Iterator[Row]:
-    """Rows of numbered lines of an id, a tab and a text; or of the columns that the first of them names.
-
-    A `bare` line, without a tab, is a text whose id is the line's number, and not an error.
-    """
+    """Rows of lines: an id, a tab and a text; a `bare` text, by its number; or the columns that the first names."""
     columns: list[str | None] | None = None
     filled = ((number, line) for number, line in lines if line.strip())
     for place, (number, line) in enumerate(filled):
@@ -242,10 +236,7 @@ def query_of_line(line: str, number: int) -> tuple[str, str]:
 def read_splits(
     folder: Path, known: tuple[Container[str], Container[str]], drop: bool, wanted: Sequence[str] | None
 ) -> dict[str, Qrels]:
-    """Split -> judgements in `folder`: the `wanted` splits, or all where one of those is missing.
-
-    Judgements of others than the `known` queries and documents are errors, unless they are to `drop`.
-    """
+    """Split -> judgements in `folder` of `known` ids, others are errors or to `drop`: the `wanted` splits, or all."""
     splits: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         suffix = max((end for end in _SUFFIXES if file.name.endswith(end)), key=len, default=None)

@@ -68,8 +68,8 @@ class BM25Options:
 class Tokenizer:
     """Lower-cased words of at least two characters, without stop words, stemmed.
 
-    Scripts that are written without spaces give overlapping pairs of characters. A language that Snowball does not stem
-    is a ``ValueError``.
+    Scripts without spaces give overlapping pairs of characters. A language that Snowball does not stem is a
+    ``ValueError``.
     """
 
     def __init__(self, options: BM25Options) -> None:

@@ -101,10 +101,7 @@ class Collection:
         return [(query, document) for query, grades in judged for document, grade in grades.items() if grade > 0]
 
     def save_beir(self, path: str | Path) -> None:
-        """Write a BEIR folder atomically; only an earlier BEIR folder is replaced.
-
-        An empty id, or a judged one with a tab or a line break, which the layout cannot hold, is a ``DataError``.
-        """
+        """Write a BEIR folder atomically, over an earlier one only; ``DataError`` for an id that it cannot hold."""
         self._check_savable()
         with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
             documents = ({"_id": one.id, "title": one.title, "text": one.text} for one in self.documents.values())
@@ -204,7 +201,8 @@ def document_of_row(row: Json, where: str, seen: Mapping[str, object]) -> Docume
 def load_queries(path: str | Path) -> dict[str, str]:
     """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a text (id: its number).
 
-    A first line that names columns is no query. Errors as of :func:`load_documents`.
+    Names of columns and errors are as in :func:`load_documents`.
+
     """
     file = Path(path)
     if not file.exists():

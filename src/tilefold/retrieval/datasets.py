@@ -78,11 +78,7 @@ def _cached_pydocs(cache_dir: Path) -> Collection:
 
 
 class StoredDocuments(Mapping[str, Document]):
-    """Document id -> :class:`Document`, each read from its line of JSON when it is asked for.
-
-    Ascending `keys` of ids and `offsets` of their lines are those of a `state` of the file; in another one, reading is
-    a ``DataError``.
-    """
+    """Document id -> :class:`Document`, read from its line when asked for; ``DataError`` once the file has changed."""
 
     def __init__(
         self, file: Path, state: list[int], keys: npt.NDArray[np.uint64], offsets: npt.NDArray[np.int64]

@@ -227,10 +227,7 @@ def _vocab_size(model: Model, kind: Kind) -> int:
 def encode_batch(
     model: Model, texts: Sequence[str], kind: Kind, top_k: int | None = None, min_weight: float = 0.0
 ) -> Tensor:
-    """The texts of one forward pass, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one.
-
-    `top_k` and, with an accelerated model, `min_weight` are as in :func:`encode_collection`.
-    """
+    """The texts of one forward pass, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one."""
     batch, made = cut_texts(model, texts), {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
     encode: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
     if encode is not None:

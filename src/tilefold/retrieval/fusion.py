@@ -63,8 +63,8 @@ def interpolate(
 def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
     """Sum of ``1 / (k + rank)`` over the runs, ranks from 1 (Cormack, Clarke and Büttcher, SIGIR 2009).
 
-    A document that a run did not return gets nothing from that run. Equal scores within a run are ranked in
-    the order in which the run holds them.
+    A run without a document adds nothing. Equal scores within a run are ranked in the order in which the run holds
+    them.
     """
     _check(runs, None, k)
     fused: Run = {}

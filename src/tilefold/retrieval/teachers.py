@@ -300,7 +300,8 @@ def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray
 def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> TrainingRows:
     """The rows with those relevant documents of `split` that their queries lack, before the others.
 
-    ValueError for rows that are scored already, where the added ones would have no scores, and an unknown split.
+    ``ValueError`` for rows that are scored already, where the added ones would have no scores.
+
     """
     qrels = collection.split_qrels(split)
     documents = dict(zip(rows.documents, range(len(rows.documents)), strict=True))

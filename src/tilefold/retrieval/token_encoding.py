@@ -121,10 +121,7 @@ def encode_texts(
 
 
 def token_model_fingerprint(model: Model) -> str:
-    """:func:`tilefold.retrieval.encoding.model_fingerprint` with the settings of every module of the model.
-
-    Lengths, query expansion and skipped words are included; paths are not.
-    """
+    """:func:`tilefold.retrieval.encoding.model_fingerprint` with the settings of every module, without paths."""
     digest = hashlib.sha256(model_fingerprint(model).encode())
     for module in model.children():
         settings: Json = getattr(module, "get_config_dict", dict)()

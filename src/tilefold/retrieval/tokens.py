@@ -62,7 +62,7 @@ class TokenVectors:
 
     @classmethod
     def pack(cls, ids: Sequence[str], vectors: Sequence[Tensor], dimension: int, storage: str) -> TokenVectors:
-        """From one ``[n_i, D]`` tensor per text, on any device; the result is on the CPU.
+        """From one ``[n_i, D]`` tensor per text, on any device, to the CPU.
 
         ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite in `storage`.
         """
@@ -214,9 +214,10 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
 
 
 class TokenStore:
-    """A memory-mapped folder of token vectors: a shard is read when it is scored, and its checksum compared once.
+    """A memory-mapped folder of token vectors, of :func:`open_tokens`; a shard is read and checked when it is scored.
 
-    Created by :func:`open_tokens`. ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
+    ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
+
     """
 
     def __init__(self, folder: Path, manifest: TokenManifest, *, verify: bool = True) -> None:
@@ -272,6 +273,7 @@ def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
     """Open a folder of token vectors without loading it; `verify` compares a shard's checksum when it is first used.
 
     Errors are those of :func:`tilefold.retrieval.read_vectors`.
+
     """
     folder = Path(path)
     manifest = TokenManifest.read(folder)

@@ -22,10 +22,9 @@ def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
     """`texts`, of which enormous ones lose the end that `model` would tokenize only to truncate it.
 
     A text is cut where its beginning is shown to have the first tokens of the whole, as many as the model reads
-    (:class:`Beginnings`), with white space or without. Where that cannot be shown (a tokenizer without a
-    fast backend, one word that never ends, special tokens in the text), it is cut at white space, where tokenizers
-    begin a new word, and is left whole if there is none. Texts of models that truncate on the left or not at all are
-    left whole.
+    (:class:`Beginnings`). Where that cannot be shown (a tokenizer without a fast backend, one word that never ends,
+    special tokens in the text), it is cut at white space, where tokenizers begin a new word, if there is some. Texts of
+    models that truncate on the left or not at all are left whole.
     """
     limit = _limit(model)
     tokenizer = getattr(model, "tokenizer", None)

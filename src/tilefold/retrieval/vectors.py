@@ -71,11 +71,10 @@ class VectorManifest(Manifest):
 class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """Write vectors shard by shard into the folder `path`; one process at a time may use it.
 
-    Shards and manifest are replaced atomically and a shard counts only once the manifest lists it, so that an
-    interrupted writer can be resumed: `resume` keeps the shards of an earlier one, else they are discarded. With
-    ``lists=False``, shards are made for a writer in another process, which lists them. The others are fields of
-    :class:`VectorManifest`. ``FileExistsError`` for a folder with other files, ``DataError`` where it goes on with
-    other settings.
+    Shards and manifest are replaced atomically and a shard counts only once the manifest lists it: `resume` keeps those
+    of an earlier writer, else they are discarded. With ``lists=False``, shards are made for a writer in another
+    process. The others are fields of :class:`VectorManifest`. ``FileExistsError`` for a folder with other files,
+    ``DataError`` where it goes on with other settings.
     """
 
     suffix = "parquet"

@@ -183,10 +183,7 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
 
 
 def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """Positions, ascending, that hold the `k` highest positive scores: in large arrays, few more.
-
-    The `k`-th best is not below the `k`-th best of the largest of each block: only blocks that reach it are read.
-    """
+    """Positions, rising, of the `k` highest positive scores and few more: blocks that reach the `k`-th best of all."""
     for width in _BLOCKS:
         blocks = scores.size // width
         if blocks < 4 * k:

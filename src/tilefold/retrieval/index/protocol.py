@@ -125,10 +125,7 @@ def saved_index(
     options: Mapping[str, object],
     ids: list[str] | None = None,
 ) -> Iterator[Path]:
-    """An empty folder for the files of an index, which replaces the earlier one at `path` when its manifest is there.
-
-    `own_names` are the files of the backend beside the manifest and the ids, and `package` decides what is in them.
-    """
+    """A folder for an index, its `own_names` and what `package` writes, which then replaces the one at `path`."""
     own_names = [MANIFEST_NAME, *own_names, *([] if ids is None else [IDS_NAME])]
     with atomic_directory(Path(path), own_names=own_names) as folder:
         yield folder

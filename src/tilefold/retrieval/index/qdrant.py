@@ -172,10 +172,7 @@ class QdrantIndex:
 
     @classmethod
     def load(cls, path: str | Path) -> QdrantIndex:
-        """Open an index that :meth:`save` or :meth:`build` wrote; errors as of :class:`QdrantCollection`.
-
-        One that is damaged, or whose build is not finished, is a ``DataError``.
-        """
+        """Open a finished index that :meth:`save` or :meth:`build` wrote; errors as of :class:`QdrantCollection`."""
         folder = Path(path)
         manifest = read_manifest(folder, cls.backend)
         address = {name: manifest["options"].get(name) for name in ("url", "collection")}

@@ -160,10 +160,7 @@ class SeismicIndex:
     def search(
         self, queries: SparseVectors, k: int, *, query_cut: int | None = None, heap_factor: float | None = None
     ) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; `query_cut` and `heap_factor` default to those of the build.
-
-        Fewer than `k` documents may come back although more share a term with the query.
-        """
+        """See :class:`SparseIndex`; may find fewer. `query_cut` and `heap_factor` default to those of the build."""
         check_search(self, queries, k)
         changed: Json = {"query_cut": query_cut, "heap_factor": heap_factor}
         chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})

@@ -45,8 +45,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 class EdgeEngine(Engine):
     """The collection in `folder`, open in this process alone until it is closed.
 
-    Its files are compared with their checksums before the engine opens them, unless ``verify=False``. Where there are
-    none, which is warned of, they are made when it is closed.
+    Its files are compared with their checksums first, unless ``verify=False``; closing makes those that are missing.
+
     """
 
     prefetch, at_once = "prefetches", 64
@@ -235,9 +235,9 @@ def allocated(folder: Path) -> int:
 class Checksums:
     """Sizes and SHA-256 of all files of a shard, in a file beside it, which is there while the shard is as it says.
 
-    The file is removed before the shard is changed, and written when that is over: a process that is killed in between
-    leaves none. Opening and closing a shard changes no bytes but the order of members in its JSON files, of which the
-    sorted text counts. What another version of the engine makes of a shard when it opens it is not known.
+    It is removed before the shard is changed, and written when that is over: a process that is killed in between leaves
+    none. Opening and closing a shard changes only the order of members in its JSON files, of which the sorted text
+    counts. What another version of the engine makes of a shard is not known.
     """
 
     def __init__(self, shard: Path, engine: str) -> None:

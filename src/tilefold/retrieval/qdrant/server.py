@@ -37,9 +37,8 @@ class _ExistsError(RuntimeError):
 class ServerEngine(Engine):
     """The collection `name` of a server; arguments and errors as of :meth:`QdrantCollection.server`.
 
-    A request has `timeout` seconds. Where the server cannot be reached, or says that it is busy, it is asked again with
-    growing pauses, and given up `patience` seconds after the first attempt began: a request takes
-    ``timeout + patience`` at most. All of them may be repeated, as points have ids of their own. The key is never part
+    Where the server cannot be reached, or says that it is busy, it is asked again with growing pauses: a request takes
+    ``timeout + patience`` seconds at most. All may be repeated, as points have ids of their own. The key is never part
     of a message or of a file.
     """
 
