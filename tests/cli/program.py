@@ -41,10 +41,15 @@ def run_steps(*steps: tuple[str | Path, ...]) -> None:
             assert run_cli(*step) == 0, step
 
 
+def done(outcome: Outcome) -> Outcome:
+    """The outcome of a command, which must have succeeded."""
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
 def measured(outcome: Outcome) -> Any:
     """The JSON that a command printed."""
-    assert outcome.code == 0, outcome.err
-    return json.loads(outcome.out)
+    return json.loads(done(outcome).out)
 
 
 def fails(outcome: Outcome, code: int, *messages: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import programs
-from tests.cli.program import Call, fails, measured
+from tests.cli.program import Call, done, fails, measured
 from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold import cli
@@ -26,8 +26,7 @@ VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "benc
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_the_program_a_version(verb: str, call: Call) -> None:
-    outcome = call(verb, "--help")
-    assert outcome.code == 0, outcome.err
+    outcome = done(call(verb, "--help"))
     assert f"tilefold {verb}" in outcome.out
     version = call("--version")
     assert (version.code, version.out) == (0, f"tilefold {__version__}\n")
@@ -65,8 +64,7 @@ def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Pat
         assert all(term["share"] == pytest.approx(term["contribution"] / hit["score"]) for term in hit["terms"])
         assert not {"[CLS]", "[SEP]"} & {term["term"] for term in hit["terms"]}
         assert hit["title"].startswith("module")
-    table = call("search", "how do I work with csv files", *places, *explained)
-    assert table.code == 0
+    table = done(call("search", "how do I work with csv files", *places, *explained))
     first = hits[0]["terms"][0]
     assert hits[0]["title"] in table.out and f"{first['term']} {first['share']:.0%}" in table.out
     assert hits[0]["id"] in table.out and hits[0]["id"] in call("search", "csv files", *places).out
@@ -82,7 +80,7 @@ def test_search_agrees_with_evaluate(call: Call, work: Path, tmp_path: Path, mon
     for bf16 in (False, True):
         monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda bf16=bf16: bf16)
         assert call("evaluate", "--data", tmp_path / "data", *places, "--k", "3", "--save-run", run).code == 0
-        hits = json.loads(call("search", query, *places, "--k", "3", "--json").out)["hits"]
+        hits = measured(call("search", query, *places, "--k", "3", "--json"))["hits"]
         scores[bf16] = {hit["id"]: hit["score"] for hit in hits}
         assert scores[bf16] == read_trec_run(run)["q13"]
     assert scores[True] != scores[False]
@@ -93,7 +91,7 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
     write_vectors(stored, tmp_path / "vectors", shard_size=4)
     places = ("--model", work / "model", "--index", work / "index", "--vectors", tmp_path / "vectors")
     query = "how do I work with csv files"
-    whole = json.loads(call("search", query, *places, "--k", "2", "--json").out)["hits"]
+    whole = measured(call("search", query, *places, "--k", "2", "--json"))["hits"]
     hit = {hit["id"] for hit in whole}
     shards = [tmp_path / "vectors" / f"part-{number:05d}.parquet" for number in range(4)]
     held = [set(stored.ids[4 * number : 4 * number + 4]) for number in range(4)]
@@ -107,7 +105,7 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
         if not ids & hit:
             damage(shard)
     refused(DataError, "damaged", read_vectors, tmp_path / "vectors")
-    assert json.loads(call("search", query, *places, "--k", "2", "--json").out)["hits"] == whole
+    assert measured(call("search", query, *places, "--k", "2", "--json"))["hits"] == whole
     damage(next(shard for shard, ids in zip(shards, held, strict=True) if ids & hit))
     fails(call("search", query, *places, "--k", "2", "--json"), 1, "its checksum is not the one")
 
@@ -120,8 +118,7 @@ def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, mon
     monkeypatch.setattr(datasets, "SETTLED_SECONDS", 0.0)
     assert call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code == 0
     search = ("search", "csv files", "--index", work / "words", "--data", work / "data", "--json")
-    first = call(*search)
-    assert first.code == 0, first.err
+    first = done(call(*search))
     monkeypatch.setattr(datasets, "load_documents", lambda file: pytest.fail("the whole file was read"))
     again = call(*search)
     assert (again.code, again.out) == (0, first.out)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.cli.program import Call, fails, run_steps
+from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.manifests import edit
 from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
 from tilefold.retrieval import Document, read_trec_run, write_trec_run
@@ -48,8 +48,7 @@ def test_an_index_answers_only_to_the_model_that_made_it(call: Call, work: Path,
         refused = call(*verb, "--index", work / "index", "--model", work / "other")
         fails(refused, 1, said, f"tilefold encode --model {work / 'other'}")
         assert call(*verb, "--index", work / "index", "--model", masked_lm).err == ""
-    asked = call("search", "csv files", "--index", work / "index", "--model", work / "other", "--other-model")
-    assert asked.code == 0
+    asked = done(call("search", "csv files", "--index", work / "index", "--model", work / "other", "--other-model"))
     assert "is not the model that made the index" in asked.err
 
 
@@ -134,7 +133,7 @@ def test_wrong_measures_and_places_are_found_first(call: Call, work: Path, optio
 def test_a_cut_off_deeper_than_k_is_searched_as_deep(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     places = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--measure", "R@16", "--json")
     shallow = call("evaluate", *places, "--k", "1", "--save-run", tmp_path / "one.trec")
-    assert json.loads(shallow.out)["measures"] == json.loads(call("evaluate", *places, "--k", "16").out)["measures"]
+    assert json.loads(shallow.out)["measures"] == measured(call("evaluate", *places, "--k", "16"))["measures"]
     assert len((tmp_path / "one.trec").read_text().splitlines()) == 4  # and as many are saved as were asked for
 
 
@@ -227,7 +226,7 @@ def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
         fails(call(*tuned, split), 2, *messages)
         shown = call(*tuned, split, "--in-sample")
         assert f"in sample: the weights were chosen on {count} of the 4 queries of test" in shown.out
-        found = json.loads(call(*tuned, split, "--in-sample", "--json").out)
+        found = measured(call(*tuned, split, "--in-sample", "--json"))
         assert (found["tuned_on"], found["in_sample"]) == (split, {"test": count})
     clean = call(*tuned, "train", "--json")
     assert (json.loads(clean.out)["tuned_on"], json.loads(clean.out)["in_sample"]) == ("train", {})
@@ -254,8 +253,7 @@ def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: C
         (runs, 3 / 3 / 4),
         ((*runs, "--method", "interpolation", "--tune", "train"), 3 / 4),
     ):
-        found = call(*verb, "--measure", "RR", "--json")
-        assert found.code == 0
+        found = done(call(*verb, "--measure", "RR", "--json"))
         assert "1 of the 4 queries of test have no relevant document and count as 0" in found.err
         assert json.loads(found.out)["measures"]["RR"] == pytest.approx(value)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import Call, fails, measured, run_steps
+from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.recipes.small import small_collection
 from tilefold import retrieval as r
 from tilefold.cli._models import load_encoder, load_model
@@ -122,8 +122,7 @@ def test_interpolated_reranking_is_that_of_python(call: Call, work: Path, masked
 
 def test_seismic_takes_options_and_is_advised_against(call: Call, work: Path, masked_lm: str, tmp_path: Path) -> None:
     build = ("index", "--vectors", work / "vectors", "--output", tmp_path / "s", "--backend", "seismic")
-    built = call(*build, "--n-postings", "50", "--doc-cut", "8", "--threads", "1", "--json")
-    assert built.code == 0, built.err
+    built = done(call(*build, "--n-postings", "50", "--doc-cut", "8", "--threads", "1", "--json"))
     assert "16 documents are few for seismic" in built.err
     options = json.loads((tmp_path / "s" / "index.json").read_text())["options"]
     assert (options["n_postings"], options["doc_cut"], options["num_threads"]) == (50, 8, 1)

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from tests import programs
-from tests.cli.program import Call, fails, measured, run_steps
+from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import held
 from tilefold._files import write_json
 from tilefold.cli import _common, _models
-from tilefold.recipes import _run
 from tilefold.retrieval import _streamed, encoding, read_manifest, read_vectors
 from tilefold.retrieval._streamed import Shard
 from tilefold.retrieval.collection import Collection, Document
@@ -70,12 +69,11 @@ def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], mo
 def test_what_is_in_the_way_is_named_with_its_option(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
     assert call(*asked, "--top-k", "8").code == 0
-    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", "with --fresh")
+    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", "resume=False (--fresh)")
     assert call(*asked, "--top-k", "9", "--fresh").code == 0
     start = ("train", "--data", work / "data", "--model", masked_lm, "--output", work / "model", "--steps", "0")
     fails(call(*start, "--seed", "1"), 1, "replace it with --overwrite")
-    other = call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size")
-    assert other.code == 0
+    other = done(call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size"))
     other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size")
     assert f"{tmp_path}/batch_size holds" in other.err and "differs in --lr, --steps" in other.err
 
@@ -159,8 +157,7 @@ def test_many_queries_load_once(
     (tmp_path / "queries.txt").write_text(QUERIES)
     monkeypatch.setattr("sys.stdin", io.StringIO("" if way == "file" else QUERIES))
     asked = {"-": ("-",), "file": ("--queries", tmp_path / "queries.txt"), "shell": ()}[way]
-    outcome = call("search", *asked, "--index", work / "index", "--model", work / "model", "--k", "2", "--json")
-    assert outcome.code == 0, outcome.err
+    outcome = done(call("search", *asked, "--index", work / "index", "--model", work / "model", "--k", "2", "--json"))
     answers = [json.loads(line) for line in outcome.out.splitlines()]
     assert [answer["id"] for answer in answers] == ["1", "q2"]
     assert [len(answer["hits"]) for answer in answers] == [2, 2]
@@ -177,8 +174,7 @@ def test_a_prompt_reads_queries_until_its_end(call: Call, work: Path, monkeypatc
             return True
 
     monkeypatch.setattr("sys.stdin", Terminal("csv files\nsockets\n"))
-    outcome = call("search", "--index", work / "index", "--model", work / "model")
-    assert outcome.code == 0, outcome.err
+    outcome = done(call("search", "--index", work / "index", "--model", work / "model"))
     assert outcome.out.count("search> ") == 3 and "a query per line; Ctrl-D ends" in outcome.err
 
 
@@ -219,8 +215,8 @@ def test_of_a_setting_that_was_given_twice_the_last_one_counts_and_it_is_said(ca
 
 def test_options_that_are_lists_are_repeated(call: Call, cut: Path, tmp_path: Path) -> None:
     searched = ("--index", cut / "index", "--model", cut / "model", "--data", cut / "data")
-    outcome = call("evaluate", *searched, "--split", "test", "--split", "train", "--json")
-    assert outcome.code == 0 and set(json.loads(outcome.out)["splits"]) == {"test", "train"}
+    outcome = done(call("evaluate", *searched, "--split", "test", "--split", "train", "--json"))
+    assert set(json.loads(outcome.out)["splits"]) == {"test", "train"}
 
 
 def test_encode_says_how_many_texts_were_cut_alone_and_with_others(call: Call, cut: Path, tmp_path: Path) -> None:
@@ -232,15 +228,14 @@ def test_encode_says_how_many_texts_were_cut_alone_and_with_others(call: Call, c
     many = programs.run("-m", "tilefold.cli", *args)
     assert many.returncode == 0 and many.stderr == outcome.err
     assert read_manifest(tmp_path / "two").shards == read_manifest(tmp_path / "one").shards
-    queries = call(*asked, tmp_path / "q", "--queries")
-    assert queries.code == 0 and queries.err == ""
+    queries = done(call(*asked, tmp_path / "q", "--queries"))
+    assert queries.err == ""
 
 
 def test_training_says_how_many_texts_were_cut(call: Call, cut: Path, masked_lm: str, tmp_path: Path) -> None:
     trained = ("train", "--data", cut / "data", "--model", masked_lm, "--batch-size", "4", "--epochs", "2")
     asked = (*trained, "--lr", "1e-5", "--max-length", LENGTH, "--output", tmp_path / "m")
-    outcome = call(*asked, "--json")
-    assert outcome.code == 0, outcome.err
+    outcome = done(call(*asked, "--json"))
     told = json.loads(outcome.out)["truncated"]
     assert told == [{"texts": 48, "count": 6, "max_length": LENGTH}]  # 12 pairs twice
     assert outcome.err.splitlines()[-1] == "6 of 48 training texts were cut at 24 tokens"
@@ -287,17 +282,19 @@ def test_train_says_that_it_resumes_and_what_it_starts_from(
 
     def interrupted(path: Path, value: Any) -> None:
         write_json(path, value)
-        if path.name == _run.WHOLE:
+        if path.name == "tilefold_whole.json":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(_run, "write_json", interrupted)
+        patched.setattr("tilefold.recipes._watch.write_json", interrupted)
         assert call(*asked).code == 130
-    again = call(*asked)
-    assert again.code == 0 and "training resumes: 2 of 4 were done before (--fresh does them again)" in again.err
+    again = done(call(*asked))
+    assert "training resumes: 2 of 4 were done before (--fresh does them again)" in again.err
     assert re.match(r"trained 4 steps, those after step 2 in \d+ s, loss ", again.out)
-    start = call("train", "--data", cut / "data", "--model", tmp_path / "m", "--steps", "0", "--output", tmp_path / "s")
-    assert start.code == 0 and start.out.startswith("no step of training, ") and "untrained" not in start.out
+    start = done(
+        call("train", "--data", cut / "data", "--model", tmp_path / "m", "--steps", "0", "--output", tmp_path / "s")
+    )
+    assert start.out.startswith("no step of training, ") and "untrained" not in start.out
 
 
 def test_what_changes_nothing_or_less_is_said(call: Call, cut: Path, masked_lm: str, tmp_path: Path) -> None:

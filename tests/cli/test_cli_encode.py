@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import programs
-from tests.cli.program import Call, fails, run_cli
+from tests.cli.program import Call, done, fails, measured, run_cli
 from tests.recipes.small import small_collection
 from tilefold import _ranks
 from tilefold.retrieval import SparseVectors, read_vectors, write_vectors
@@ -68,7 +68,7 @@ def test_a_dry_run_says_all_and_writes_nothing(call: Call, masked_lm: str, share
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu with"
     assert printed.code == 0 and "16 texts in 4 shards of 5" in printed.out
     assert "with 1 worker (" in printed.out and f"measured here on {where}" in printed.out and "assumed:" in printed.out
-    found = json.loads(call(*asked, "--json", "--engine", "ray", "--workers", "8", "--rate", "2").out)
+    found = measured(call(*asked, "--json", "--engine", "ray", "--workers", "8", "--rate", "2"))
     assert (found["texts"], found["shards"], found["workers"]) == (16, 4, 8)
     assert found["hours"] == pytest.approx(16 / (2 * 8) / 3600) and found["rate_from"] == "given with --rate"
     assert found["tokens"] == round(found["tokens_per_text"] * 16) and 8 < found["tokens_per_text"] < 30
@@ -89,9 +89,9 @@ def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(call: Call, maske
     rows.insert(1, {"_id": "half", "title": "", "text": "half a character \ud800"})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     asked = ("encode", "--model", masked_lm, "--data", tmp_path / "rows.jsonl", "--output", "v", "--dry-run")
-    printed = call(*asked)
-    assert printed.code == 0 and "4 texts in 1 shards" in printed.out and "in 3 texts; 1 others are none" in printed.out
-    assert json.loads(call(*asked, "--json").out)["refused_texts"] == 1
+    printed = done(call(*asked))
+    assert "4 texts in 1 shards" in printed.out and "in 3 texts; 1 others are none" in printed.out
+    assert measured(call(*asked, "--json"))["refused_texts"] == 1
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[1]))
     refused = call(*asked)
     assert (
@@ -102,7 +102,7 @@ def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(call: Call, maske
 def test_the_rows_add_up_in_what_is_printed(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
     asked = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
     assert "16 texts = 16 encoded + 0 not encoded" in call(*asked).out
-    assert json.loads(call(*asked, "--json").out)["texts"] == 16
+    assert measured(call(*asked, "--json"))["texts"] == 16
     assert json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16
 
 
@@ -119,17 +119,18 @@ def test_a_cluster_that_is_not_there_is_an_error_of_one_line(
 
 def test_documents_are_exported_with_tokens_and_texts(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
     places = ("--vectors", shared / "vectors", "--model", masked_lm, "--data", shared / "data")
-    done = call("export", "--to", "vespa", *places, "--output", tmp_path / "vespa", "--document", "article", "--json")
-    assert done.code == 0, done.err
+    made = done(
+        call("export", "--to", "vespa", *places, "--output", tmp_path / "vespa", "--document", "article", "--json")
+    )
     vectors = read_vectors(shared / "vectors")
-    report = json.loads(done.out)
+    report = json.loads(made.out)
     assert (report["n_documents"], report["n_weights"]) == (len(vectors), len(vectors.data))
     assert report["files"] == ["article.sd", "feed.jsonl"]
     puts = [json.loads(line) for line in (tmp_path / "vespa" / "feed.jsonl").read_bytes().splitlines()]
     assert [put["put"] for put in puts] == [f"id:tilefold:article::{name}" for name in vectors.ids]
     assert puts[0]["fields"]["text"] == small_collection().contents()[vectors.ids[0]]
-    done = call("export", "--to", "opensearch", *places, "--output", tmp_path / "bulk", "--dots", "keep")
-    assert done.code == 0 and f"{len(vectors)} documents written for opensearch" in done.out
+    made = done(call("export", "--to", "opensearch", *places, "--output", tmp_path / "bulk", "--dots", "keep"))
+    assert f"{len(vectors)} documents written for opensearch" in made.out
     source = json.loads((tmp_path / "bulk" / "bulk-00000.ndjson").read_bytes().splitlines()[1])
     assert {"id": vectors.ids[0], "sparse": puts[0]["fields"]["sparse"]["cells"]}.items() <= source.items()
 
@@ -162,5 +163,4 @@ def test_export_refuses_what_does_not_belong_together(call: Call, shared: Path, 
     refused = call("export", "--to", "vespa", "--vectors", tmp_path / "foreign", *out, "--model", masked_lm)
     assert (refused.code, "(fingerprint 000000000000), got that of" in refused.err) == (1, True)
     assert not (tmp_path / "out").exists()
-    done = call("export", "--to", "opensearch", "--field-type", "sparse_vector", *here)
-    assert done.code == 0, done.err
+    done(call("export", "--to", "opensearch", "--field-type", "sparse_vector", *here))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import Call, fails, measured
+from tests.cli.program import Call, done, fails, measured
 from tests.manifests import edit
 from tests.recipes.small import small_collection
 from tests.retrieval.qdrant_over_http import OverHttp
@@ -41,8 +41,9 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared:
     from sentence_transformers import MultiVectorEncoder
 
     query = "how do I work with csv files"
-    outcome = call("search", query, *places, "--vectors", shared / "vectors", "--rerank", shared / "tokens", "--json")
-    assert outcome.code == 0, outcome.err
+    outcome = done(
+        call("search", query, *places, "--vectors", shared / "vectors", "--rerank", shared / "tokens", "--json")
+    )
     hits = json.loads(outcome.out)["hits"]
     assert [hit["rank"] for hit in hits] == list(range(1, len(hits) + 1))
     assert len(hits) == 10
@@ -53,10 +54,10 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared:
     # the program encodes in bf16 where the hardware has it: 8 bits a similarity, over at most 32 query tokens
     assert [hit["score"] for hit in hits] == pytest.approx(expected, abs=32 * 2**-8)
     assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
-    live = json.loads(call("search", query, *places, "--rerank", shared / "late", "--json").out)["hits"]
+    live = measured(call("search", query, *places, "--rerank", shared / "late", "--json"))["hits"]
     scores = {hit["id"]: hit["score"] for hit in hits}
     assert {hit["id"]: hit["score"] for hit in live} == pytest.approx(scores, abs=32 * 2**-8)
-    plain = json.loads(call("search", query, *places, "--k", "16", "--json").out)["hits"]
+    plain = measured(call("search", query, *places, "--k", "16", "--json"))["hits"]
     before = {hit["id"]: {"rank": hit["rank"], "score": hit["score"]} for hit in plain}
     assert all(hit["first"] == before[hit["id"]] for hit in hits)
     table = call("search", query, *places, "--rerank", shared / "tokens")
@@ -77,7 +78,7 @@ def test_a_reranked_index_and_run_have_the_same_numbers(call: Call, shared: Path
     again = call("evaluate", "--data", shared / "data", "--run", second, "--json")
     assert json.loads(again.out)["measures"] == found["measures"]
     shallow = call("evaluate", *places, *late, "--rerank-depth", "1")
-    untouched = json.loads(call("evaluate", "--data", shared / "data", "--run", first, "--json").out)["measures"]
+    untouched = measured(call("evaluate", "--data", shared / "data", "--run", first, "--json"))["measures"]
     assert json.loads(shallow.out)["measures"] == untouched  # the best candidate stays the best
 
 
@@ -118,8 +119,7 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
     assert "of an unfinished run" in searched("--rerank", broken)
     edit(broken / "manifest.json", complete=True, model_source="/no/such/model")
     fails(call("search", "queues", *places, "--rerank", broken), 2, "name it with --rerank-model")
-    named = call("search", "queues", *places, "--rerank", broken, "--rerank-model", shared / "late")
-    assert named.code == 0, named.err
+    done(call("search", "queues", *places, "--rerank", broken, "--rerank-model", shared / "late"))
 
 
 def test_evaluate_and_search_give_the_figures_of_an_exact_index(
@@ -130,16 +130,15 @@ def test_evaluate_and_search_give_the_figures_of_an_exact_index(
     monkeypatch.setenv("QDRANT_API_KEY", http.key)
     index = ("index", "--backend", "qdrant", "--vectors", shared / "vectors", "--output")
     places = ("--data", shared / "data", "--model", masked_lm)
-    exact = json.loads(call("evaluate", *places, "--index", shared / "index", "--json").out)
+    exact = measured(call("evaluate", *places, "--index", shared / "index", "--json"))
     for name, options in (("folder", ()), ("server", ("--url", http.url))):
-        made = call(*index, tmp_path / name, *options, "--json")
-        assert made.code == 0, made.err
+        made = done(call(*index, tmp_path / name, *options, "--json"))
         assert json.loads(made.out)["n_documents"] == len(small_collection().documents)
         found = call("evaluate", *places, "--index", tmp_path / name, "--json")
         assert (found.code, json.loads(found.out)) == (0, exact), found.err
         vectors = ("--vectors", shared / "vectors")
-        hits = call("search", "csv files", *places, *vectors, "--index", tmp_path / name, "--json")
-        assert hits.code == 0 and json.loads(hits.out)["hits"][0]["terms"], hits.err
+        hits = done(call("search", "csv files", *places, *vectors, "--index", tmp_path / name, "--json"))
+        assert json.loads(hits.out)["hits"][0]["terms"], hits.err
         assert http.key not in made.err + found.err + hits.err
     assert http.client.collection_exists("server")
     with QdrantCollection.embedded(tmp_path / "folder"):
@@ -179,8 +178,7 @@ def test_an_index_is_added_to_and_deleted_from(call: Call, shared: Path, masked_
     for name, options in (("folder", ()), ("server", ("--url", http.url))):
         place = tmp_path / name
         assert call(*index, place, *options, "--vectors", shared / "vectors").code == 0
-        made = call(*index, place, *update)
-        assert made.code == 0, made.err
+        made = done(call(*index, place, *update))
         expected = {"n_documents": len(small_collection().documents) - 1, "written": 2, "deleted": 2}
         assert json.loads(made.out).items() >= expected.items()
         found = call("search", "csv files", "--model", masked_lm, "--index", place, "--k", "50", "--json")

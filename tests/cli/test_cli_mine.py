@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cli.program import Call, fails, measured, run_steps
+from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.recipes.small import small_collection
 from tests.recipes.tiny import tiny_masked_lm
 from tests.retrieval.test_retrieval_teachers import reranker
@@ -97,8 +97,8 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(call: Cal
     assert rows.made_by["teachers"].keys() == {"bm25", "reranker"} and rows.made_by["split"] == "train"
     rows.check_collection(small_collection())
     more = ("--teacher", "minilm", "--like", "minilm", "--max-score-share", "0.7", "--output", work / "more.parquet")
-    added = call("score", output, *data, *more)
-    assert added.code == 0 and "rows were left out" in added.err and "scored by bm25, reranker, minilm" in added.out
+    added = done(call("score", output, *data, *more))
+    assert "rows were left out" in added.err and "scored by bm25, reranker, minilm" in added.out
     three = r.read_training_rows(work / "more.parquet")
     assert list(three.teachers) == ["bm25", "reranker", "minilm"]
     whole = r.TrainingRows(**vars(rows) | {"teachers": rows.teachers | {"minilm": mined.retrieved}})
@@ -152,12 +152,12 @@ def test_rows_of_another_collection_and_no_rows_are_refused(call: Call, work: Pa
 
 
 def test_recipes_are_listed_with_what_they_need_and_what_their_papers_report(call: Call) -> None:
-    table = call("recipes")
-    assert table.code == 0 and all(name in table.out for name in RECIPES)
-    listed = json.loads(call("recipes", "--json").out)
+    table = done(call("recipes"))
+    assert all(name in table.out for name in RECIPES)
+    listed = measured(call("recipes", "--json"))
     assert [entry["name"] for entry in listed] == list(RECIPES)
     assert all(entry["publishes"] and entry["summary"] and entry["published"] for entry in listed)
-    one = json.loads(call("recipes", "splade-v3", "--json").out)
+    one = measured(call("recipes", "splade-v3", "--json"))
     assert one["needs"] == ["pairs", "negatives", "scores"] and one["recipe"]["negatives"] == 8
     assert "document_regularizer = " in call("recipes", "splade-doc").out
 
@@ -167,13 +167,12 @@ def test_options_and_fields_reach_the_recipe(call: Call, shared: Path, tmp_path:
     given = ("--steps", "1", "--batch-size", "4", "--max-length", "24", "--regularizer", "0.5", "--fp32")
     place = ("--data", shared / "data", "--model", model, "--output", tmp_path / "m")
     asked = ("train", "--recipe", "splade-doc", *place, *given)
-    done = call(*asked, "--set", "document.pooling=sum", "--set", "document_regularizer.threshold=3", "--json")
-    assert done.code == 0, done.err
+    made = done(call(*asked, "--set", "document.pooling=sum", "--set", "document_regularizer.threshold=3", "--json"))
     recipe = json.loads((tmp_path / "m/tilefold_training.json").read_text())["settings"]["recipe"]
     assert (recipe["query"]["kind"], recipe["document"]["pooling"]) == ("binary", "sum")
     assert recipe["query_regularizer"]["weight"] == 0.0  # there is none, and no weight makes one
     assert recipe["document_regularizer"]["weight"] == 0.5 and recipe["document_regularizer"]["threshold"] == 3
-    assert "warning: document vectors have" in done.err
+    assert "warning: document vectors have" in made.err
 
 
 def test_what_mine_and_score_write_is_what_training_reads(call: Call, shared: Path, tmp_path: Path) -> None:
@@ -183,7 +182,6 @@ def test_what_mine_and_score_write_is_what_training_reads(call: Call, shared: Pa
     given = ("--steps", "1", "--batch-size", "4", "--max-length", "24", "--fp32", "--model", model, "--json")
     asked = ("train", "--recipe", "splade-v3", "--data", shared / "data", "--set", "negatives=3", *given)
     fails(call(*asked, "--negatives", mined, "--output", tmp_path / "m"), 1, "has no teachers' scores")
-    done = call(*asked, "--negatives", scored, "--output", tmp_path / "m")
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["steps"] == 1
-    assert "of 12 training pairs were left out" in done.err  # BM25 found no other document for them
+    made = done(call(*asked, "--negatives", scored, "--output", tmp_path / "m"))
+    assert json.loads(made.out)["steps"] == 1
+    assert "of 12 training pairs were left out" in made.err  # BM25 found no other document for them

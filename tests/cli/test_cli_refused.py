@@ -140,7 +140,7 @@ USAGE = [
     ("evaluate --run r --rerank-weight 1", "--rerank-weight goes together with --rerank"),
     ("evaluate --run r --rerank t --rerank-depth 0", "--rerank-depth: expected at least 1"),
     ("evaluate --run r --rerank t --rerank-weight 2", "--rerank-weight: expected a number in [0, 1], got 2"),
-    ("evaluate --run r --rerank t --rerank-tail cut", "--rerank-tail: expected keep or drop, got 'cut'"),
+    ("evaluate --run r --rerank t --rerank-tail cut", "--rerank-tail: expected one of keep, drop, got 'cut'"),
     ("evaluate --run r --rerank t --rerank-tail drop --rerank-weight 0", "--rerank-tail goes without --rerank-weight"),
     ("fuse --run a --data d", "--run: expected two runs or more"),
     (FUSED, "give --data to measure the fusion, or --save-run"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.program import Call, fails, measured
+from tests.cli.program import Call, done, fails, measured
 from tests.recipes.small import small_collection
 from tilefold.cli import _common, _demo_steps, demo
 from tilefold.cli._demo_steps import Size
@@ -49,8 +49,7 @@ def small_demo(masked_lm: str, few: None, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("small_demo")
 def test_the_demo_makes_everything_once_and_search_finds_it(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    first = call("demo", "--minutes", "0.01")
-    assert first.code == 0, first.err
+    first = done(call("demo", "--minutes", "0.01"))
     systems = ("BM25", "dense zero-shot", "SPLADE (trained here)", "fusion", "late interaction")
     for expected in (*systems, 'tilefold search "', "standard error over the same 6 queries"):
         assert expected in first.out
@@ -90,10 +89,9 @@ def test_an_interrupted_demo_repeats_no_stage_and_its_commands_repeat_its_rows(
         during.setattr(_demo_steps, "encode_documents", interrupted)
         stopped = call("demo", "--full", "--output", tmp_path)
     assert stopped.code == 130 and "run the same command again to resume" in stopped.err
-    done = call("demo", "--full", "--output", tmp_path)
-    assert done.code == 0, done.err
-    assert re.search(r"2 steps, \w+, reused", done.err) and "token vectors in int8, reused" in done.err
-    shown = [line.strip() for line in done.out.splitlines() if line.strip().startswith(("cd ", "tilefold "))]
+    made = done(call("demo", "--full", "--output", tmp_path))
+    assert re.search(r"2 steps, \w+, reused", made.err) and "token vectors in int8, reused" in made.err
+    shown = [line.strip() for line in made.out.splitlines() if line.strip().startswith(("cd ", "tilefold "))]
     first, *commands = [shlex.split(line) for line in shown if "tilefold search" not in line]
     assert len(commands) == 11
     monkeypatch.chdir(first[1])

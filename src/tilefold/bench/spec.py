@@ -231,7 +231,7 @@ def _replay(run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-Build = Callable[[Any], Runnable]  # of an implementation, from its inputs
+Build = Callable[[Inputs], Runnable]  # of an implementation, from its inputs
 
 
 @dataclass(frozen=True)
@@ -324,10 +324,10 @@ class BenchSpec:
     cases: Sequence[BenchCase]
     implementations: Sequence[Implementation]  # in the order of the table
     baseline: str  # the implementation that ratios are taken against
-    make_inputs: Callable[[BenchCase, torch.device, int], Any]  # from a seed
-    make_gate: Callable[[BenchCase, Any], Any]
+    make_inputs: Callable[[BenchCase, torch.device, int], Inputs]  # from a seed
+    make_gate: Callable[[BenchCase, Inputs], Gate]
     probe_dims: Mapping[str, int]  # too small to matter: they load libraries and thread pools before memory is read
-    work: Callable[[BenchCase, Any, Phase], Work]  # the least of that phase
+    work: Callable[[BenchCase, Inputs, Phase], Work]  # the least of that phase
     needs_bytes: Callable[[BenchCase, str], int]  # a low estimate of an implementation's, to skip what cannot fit
     requirements: Sequence[Requirement] = ()  # checked after the run
 

@@ -52,7 +52,7 @@ class TimeBudget:
     warmup: int = 2
 
 
-def _cuda_samples(run: Callable[[], Any], reps: int, flush: torch.Tensor) -> list[float]:
+def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> list[float]:
     new_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
     events = [(new_event(), new_event()) for _ in range(reps)]
     for start, end in events:
@@ -64,7 +64,7 @@ def _cuda_samples(run: Callable[[], Any], reps: int, flush: torch.Tensor) -> lis
     return [start.elapsed_time(end) for start, end in events]
 
 
-def time_cuda(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[str, Timing]:
+def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
     """Time every call of ``runs`` with CUDA events, L2 flushed before each, in rounds that share a clock's drift."""
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -79,7 +79,7 @@ def time_cuda(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def time_cpu(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[str, Timing]:
+def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
     """Time every call of ``runs`` by wall clock, one of each in turn, as many as the slowest one allows."""
     for run in runs.values() if budget.warmup else ():
         run()
@@ -97,12 +97,12 @@ def time_cpu(runs: Mapping[str, Callable[[], Any]], budget: TimeBudget) -> dict[
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def time_all(runs: Mapping[str, Callable[[], Any]], device: torch.device, budget: TimeBudget) -> dict[str, Timing]:
+def time_all(runs: Mapping[str, Callable[[], object]], device: torch.device, budget: TimeBudget) -> dict[str, Timing]:
     """``time_cuda`` or ``time_cpu``, whichever fits ``device``."""
     return time_cuda(runs, budget) if device.type == "cuda" else time_cpu(runs, budget)
 
 
-def cuda_extra_peak_mib(run: Callable[[], Any]) -> float:
+def cuda_extra_peak_mib(run: Callable[[], object]) -> float:
     """MiB that one call of ``run`` allocates at its peak above what is held before it, its results included."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -149,7 +149,7 @@ def resident_mib() -> float:
     return (_max_rss_kib() if now is None else now) / 1024
 
 
-def resident_peak_mib(run: Callable[[], Any]) -> float:
+def resident_peak_mib(run: Callable[[], object]) -> float:
     """MiB of resident memory that one call of ``run`` adds at its peak, in a process that did nothing bigger before."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
+Values: TypeAlias = dict[str, Any]  # what a command prints as JSON, or options by name
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
@@ -58,7 +59,7 @@ def note(text: str) -> None:
     stderr().print(text, markup=False, highlight=False)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print the result of a ``--json`` call on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -79,7 +80,7 @@ def print_table(
     stdout().print(table)
 
 
-def print_result(result: Any, as_json: bool, *lines: str) -> None:
+def print_result(result: object, as_json: bool, *lines: str) -> None:
     """Print a result as JSON, or its lines for people."""
     if as_json:
         print_json(result)
@@ -191,7 +192,7 @@ def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
     return None if data is None else lambda: load_data(data, documents_only=True).contents()
 
 
-def known(values: Mapping[str, Any]) -> dict[str, Any]:
+def known(values: Asked) -> Values:
     """Values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 

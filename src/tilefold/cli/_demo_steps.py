@@ -18,6 +18,8 @@ from tilefold.retrieval.errors import DataError, MissingPackageError
 from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tilefold.recipes.splade import SpladeRecipe, TrainResult
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
@@ -211,7 +213,7 @@ def _late_interaction(model: Model) -> Any:
     return MultiVectorEncoder(modules=modules, device=str(model.device))
 
 
-def _encode_documents_once(model: Model, collection: Collection, folder: Path, tick: Tick) -> tuple[Any, TokenStore]:
+def _encode_documents_once(model: Model, collection: Collection, folder: Path, tick: Tick) -> tuple[Tensor, TokenStore]:
     """Dense vectors ``[N, D]`` in memory, token vectors in ``<folder>/tokens``."""
     import torch
 
@@ -227,7 +229,7 @@ def _encode_documents_once(model: Model, collection: Collection, folder: Path, t
     manifest = retrieval.TokenManifest(dimension, "int8", None, token_model_fingerprint(late), source)
     manifest.settings["texts_sha256"] = texts_digest(texts)
     writer = retrieval.TokenVectorWriter(folder / "tokens", manifest, resume=False)
-    dense: list[Any] = []
+    dense: list[Tensor] = []
     tick(0, len(texts), "")
     for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
         ids = list(texts)[start : start + TOKEN_SHARD]
@@ -239,7 +241,7 @@ def _encode_documents_once(model: Model, collection: Collection, folder: Path, t
     return torch.cat(dense), retrieval.open_tokens(folder / "tokens")
 
 
-def _encode_once(model: Model, texts: dict[str, str], kind: str, storage: str) -> tuple[Any, TokenVectors]:
+def _encode_once(model: Model, texts: dict[str, str], kind: str, storage: str) -> tuple[Tensor, TokenVectors]:
     """Dense vectors ``[N, D]`` and normalised token vectors of id -> text, from one pass."""
     import torch
 
@@ -250,12 +252,13 @@ def _encode_once(model: Model, texts: dict[str, str], kind: str, storage: str) -
     return torch.stack([_pooled(model, row) for row in states]), tokens
 
 
-def _pooled(model: Model, states: Any) -> Any:
+def _pooled(model: Model, states: Tensor) -> Tensor:
     """The vector ``[D]`` that the modules after the transformer compute from one text's token states ``[L, D]``."""
     features = {"token_embeddings": states[None], "attention_mask": states.new_ones(1, len(states)).long()}
     for module in list(model)[1:]:
         features = module(features)
-    return features["sentence_embedding"][0].float()
+    vectors: Tensor = features["sentence_embedding"]
+    return vectors[0].float()
 
 
 def rerank_candidates(

@@ -215,7 +215,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _holds(condition: str, values: Mapping[str, Any]) -> bool:
+def _holds(condition: str, values: Mapping[str, object]) -> bool:
     name, equals, value = condition.lstrip("!").partition("=")
     if equals:
         return (str(values[name.removesuffix("!")]) == value) is not name.endswith("!")

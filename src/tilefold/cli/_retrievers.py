@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import flag, option
 from tilefold.retrieval.provenance import Provenance
 
@@ -55,9 +55,7 @@ PRF_WEIGHT = option("Weight of --prf-with in [0, 1], beside the other one (0.5).
 PRF_NORMALIZATION = option("Before interpolation: min_max (default), z_score or none.")
 
 
-def load_index(
-    asked: Asked, texts: Texts | None
-) -> tuple[SparseIndex | BM25Index, SparseEncoder | None, dict[str, Any]]:
+def load_index(asked: Asked, texts: Texts | None) -> tuple[SparseIndex | BM25Index, SparseEncoder | None, Values]:
     """The index of --index or --vectors, the model of --model (BM25 has none), and options of the search.
 
     `texts` are the documents of --data, from which the untrained start is made again where it is not in the cache.
@@ -96,7 +94,7 @@ def load_index(
     return index, encoder, options
 
 
-def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance], dict[str, Any]]) -> Searcher:
+def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance], Values]) -> Searcher:
     """A searcher of what :func:`load_index` loads, with the parts that `load` then loads for its provenance."""
     from tilefold.retrieval.searcher import Searcher
 
@@ -184,9 +182,9 @@ def rerank_request(asked: Asked, depth: int | None = None) -> Reranking | None:
         return None
     from tilefold.retrieval.reranking import Reranking
 
-    values = {name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")}
+    given: Values = _common.known({name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")})
     with _options.as_options(depth="--rerank-depth", tail="--rerank-tail", weight="--rerank-weight"):
-        return Reranking(**({"depth": depth} | _common.known(values)))
+        return Reranking(**{"depth": depth, **given})
 
 
 def load_late(source: str, model: str | None, texts: bool, option: str = "--rerank") -> tuple[Any, TokenStore | None]:

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilefold import retrieval
 from tilefold.cli import _common
-from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def score(
     return {split: evaluation.evaluate(named.run, collection.qrels[split], measures) for split in splits}
 
 
-def facts(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def facts(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> Values:
     """The scores as ``--json`` prints them: of the first split, and of each."""
     first = next(iter(scores))
     return {"collection": collection.name, "split": first, "measures": scores[first], "splits": scores}

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilefold import retrieval
 from tilefold._files import write_json
 from tilefold.cli import _common, _demo_steps, _models
-from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.cli._demo_steps import EXAMPLE, EXAMPLE_ID, NDCG, RECALL, Size
 from tilefold.cli._options import Number, flag, option, preset
 from tilefold.retrieval.errors import MissingPackageError
@@ -79,7 +79,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.started = time.monotonic()
-        self.record: dict[str, dict[str, Any]] = {}
+        self.record: dict[str, Values] = {}
 
     @contextmanager
     def step(self, name: str, text: str) -> Iterator[Callable[..., None]]:
@@ -105,7 +105,7 @@ def _answers(system: str, collection: Collection, run: Run) -> None:
     note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
 
 
-def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str, Any], Path]:
+def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[Values, Path]:
     """All stages; the results, and the folder of this demo."""
     _common.kept.append(lambda: any(output.glob("*/data")))
     with stages.step("collection", "collection: the documentation of this Python") as done:
@@ -141,7 +141,7 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[dict[str,
     return results, folder
 
 
-def _splade(folder: Path, part: Collection, queries: dict[str, str], stages: Stages) -> tuple[Run, dict[str, Any]]:
+def _splade(folder: Path, part: Collection, queries: dict[str, str], stages: Stages) -> tuple[Run, Values]:
     """The run of the trained model over the exact index, and what is known of its vectors and indexes."""
     encoder = _models.load_encoder(str(folder / "model"))
     title = f"encoding the documents: {len(part.documents)} documents"
@@ -158,15 +158,13 @@ def _splade(folder: Path, part: Collection, queries: dict[str, str], stages: Sta
             for name, index in indexes.items()
         }
     active = {"queries": retrieval.active_terms(encoded), "documents": retrieval.active_terms(vectors)}
-    results: dict[str, Any] = {"active_terms": active}
+    results: Values = {"active_terms": active}
     if "seismic" in found:
         results["seismic_overlap_at_10"] = _demo_steps.overlap(found["exact"], found["seismic"])
     return found["exact"], results
 
 
-def _evaluate(
-    part: Collection, runs: tuple[Run, Run, Run], first: _demo_steps.ZeroShot, stages: Stages
-) -> dict[str, Any]:
+def _evaluate(part: Collection, runs: tuple[Run, Run, Run], first: _demo_steps.ZeroShot, stages: Stages) -> Values:
     """Fusion and reranking, with weights chosen on held-out queries, and the figures of all five systems."""
     from tilefold.retrieval.evaluation import choose_weights
 
@@ -190,7 +188,7 @@ def _evaluate(
     }
 
 
-def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
+def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> Values:
     """Means with standard errors of every system, and the paired differences that the demo reports."""
     tables = {name: retrieval.evaluate_per_query(run, qrels, (NDCG, RECALL)) for name, run in runs.items()}
     systems = {}
@@ -215,7 +213,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), error
 
 
-def difference_line(row: dict[str, Any]) -> str:
+def difference_line(row: Values) -> str:
     """The line that the user reads about a paired difference."""
     difference, error = row["difference"], row["standard_error"]
     line = f"{row['system']} over {row['over']}: {difference:+.3f} ± {error:.3f}"
@@ -224,7 +222,7 @@ def difference_line(row: dict[str, Any]) -> str:
     return f"{line} ({abs(difference) / error:.1f} standard errors)" if error else line
 
 
-def print_report(results: dict[str, Any]) -> None:
+def print_report(results: Values) -> None:
     """Print the tables, and commands to try next, on stdout."""
     console = _common.stdout()
     _print_systems(results)
@@ -240,7 +238,7 @@ def print_report(results: dict[str, Any]) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_systems(results: dict[str, Any]) -> None:
+def _print_systems(results: Values) -> None:
     fusion = ", ".join(f"{weight:.1f}" for weight in results["fusion_weights"].values())
     late = results["late_interaction"]
     weights = ", ".join(f"{weight:.1f}" for weight in late["weights"].values())

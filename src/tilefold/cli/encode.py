@@ -19,7 +19,7 @@ from tilefold._files import read_json
 from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options
-from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, flag, option, preset, required
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def encode(
             return
         _common.kept.append(lambda: _has_vectors(output))
         with nullcontext() if rank else _common.progress_bar("encoding", resumes=_common.FRESH) as update:
-            options: dict[str, Any] = {"shard_size": shard_size, "resume": resume, "progress": update}
+            options: Values = {"shard_size": shard_size, "resume": resume, "progress": update}
             if engine == "ray":
                 from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
 
@@ -172,7 +172,7 @@ def _encoding(made: str, asked: Asked) -> Encoding:
         if asked[value] is not None:
             other = "sparse" if late else "multi-vector"
             raise UsageError(f"{name} is for {other} models, and {model} is a {made} one: leave it out.")
-    shared: dict[str, Any] = {name: asked[name] for name in ("batch_size", "batch_tokens")}
+    shared: Values = {name: asked[name] for name in ("batch_size", "batch_tokens")}
     shared["kind"] = "query" if asked["queries"] else "document"
     if late:
         from tilefold.retrieval.token_encoding import TokenEncoding
@@ -212,7 +212,7 @@ def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
 
 def _dry_run(
     model: Model, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None
-) -> dict[str, Any]:
+) -> Values:
     """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a temporary folder."""
     import torch
 
@@ -264,7 +264,7 @@ def _encoded(model: Model, encoding: Encoding, sample: list[str]) -> tuple[float
     return len(texts) / min(seconds), size / max(1, manifest.n_documents)
 
 
-def _said_of_dry_run(found: Mapping[str, Any]) -> str:
+def _said_of_dry_run(found: Values) -> str:
     refused = f"; {found['refused_texts']} others are none that the tokenizer takes" if found["refused_texts"] else ""
     one = "1 worker" if found["workers"] == 1 else f"{found['workers']} workers"
     return (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import CommandError, UsageError
+from tilefold.cli._common import CommandError, UsageError, Values
 from tilefold.cli._options import Count, Number, Place, Text, Words, flag, option, preset, required
 from tilefold.retrieval.provenance import Provenance
 
@@ -152,7 +152,7 @@ def fuse(
 
     weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
     chosen = cast("Normalization", normalization or NORMALIZATIONS[0])
-    result: dict[str, Any] = {"method": method, "runs": [str(path) for path in run], "weights": weights}
+    result: Values = {"method": method, "runs": [str(path) for path in run], "weights": weights}
     shared: dict[str, int] = {}
     if tune is not None and collection is not None:
         shared = _in_sample(collection, tune, splits, in_sample)

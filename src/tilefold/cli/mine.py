@@ -7,11 +7,11 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 from tilefold.retrieval.provenance import texts_digest
 
@@ -80,7 +80,7 @@ def mine(
     source, rankings = _open(asked, collection, split, depth)
 
     mined = retrieval.mine_negatives(rankings, collection, split, windows, seed=seed, false_negatives=false_negatives)
-    made_by: dict[str, Any] = {"kind": "mined", "collection": collection.name, "retriever": source.name}
+    made_by: Values = {"kind": "mined", "collection": collection.name, "retriever": source.name}
     made_by |= {name: asked[name] for name in ("split", "seed", "margin", "max_score_share")}
     made_by["model_fingerprint"] = source.provenance.model_fingerprint
     made_by["windows"] = [[window.first, window.last, window.count] for window in windows]
@@ -147,7 +147,7 @@ def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Ite
             update(done, len(queries), "")
 
 
-def _write(mined: Mined, made_by: dict[str, Any], collection: Collection, asked: Asked) -> None:
+def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) -> None:
     if not mined.queries:
         raise CommandError(
             f"no negative was found for any query ({mined.filtered} candidates were left out as possible false "

@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, preset
 from tilefold.retrieval.provenance import Provenance
 
@@ -96,7 +96,7 @@ def _open(asked: Asked) -> Searcher:
     """The index, with the documents, vectors, second ranking and reranker that the options name."""
     data, rerank = asked["data"], asked["rerank"]
 
-    def load(made_by: Provenance) -> dict[str, Any]:
+    def load(made_by: Provenance) -> Values:
         parts = {"vectors": asked["vectors"], "second": _retrievers.second_ranking(asked, {}, Provenance())}
         if data is not None:
             parts["documents"] = _scores.open_documents(data, asked["index"], made_by)
@@ -128,7 +128,7 @@ def _typed() -> str:
         return ""
 
 
-def _demo_paths(folder: Path) -> dict[str, Any]:
+def _demo_paths(folder: Path) -> Values:
     """The options that search what the demo left."""
     record = folder / "demo.json"
     if not record.is_file():
@@ -145,7 +145,7 @@ def _demo_paths(folder: Path) -> dict[str, Any]:
     return paths | {"query_top_k": query_top_k}
 
 
-def _print(query: str, hits: list[dict[str, Any]]) -> None:
+def _print(query: str, hits: list[Values]) -> None:
     late, titled, explained = "first" in hits[0], any(hit["title"] for hit in hits), any(hit["terms"] for hit in hits)
     shown = {"#>": True, "id": True, "document": titled, "score>": True, "before: #, score>": late}
     shown["matched terms, share of the score" + (" before" if late else "")] = explained

@@ -9,11 +9,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import Asked, CommandError, UsageError, note
+from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, option, preset
 from tilefold.serve.settings import Limits, check_origins
 
@@ -166,7 +166,7 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
     from tilefold.serve.searchable import Searchable
 
     index, encoder, options = _retrievers.load_index(asked, _common.texts_of(asked["data"]))
-    parts: dict[str, Any] = {"query_top_k": asked["query_top_k"], "options": options}
+    parts: Values = {"query_top_k": asked["query_top_k"], "options": options}
     if asked["data"] is not None:
         parts["documents"] = _scores.open_documents(asked["data"], asked["index"], index.provenance)
     if encoder is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import typer
 
 from tilefold.cli import _common, _models, _options
-from tilefold.cli._common import Asked, UsageError, note
+from tilefold.cli._common import Asked, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 
 _OWN = "by default the recipe's"
@@ -137,7 +136,7 @@ def _configure(name: str, asked: Asked) -> Any:
         raise UsageError(str(error)) from error
 
 
-def _changed(recipe: dict[str, Any], own: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
+def _changed(recipe: Values, own: Asked, fields: list[str]) -> Values:
     for name, value in own.items():
         if name == "regularizer":
             put = [_put_weight(recipe, side, value) for side in ("query_regularizer", "document_regularizer")]
@@ -158,7 +157,7 @@ def _changed(recipe: dict[str, Any], own: Mapping[str, Any], fields: list[str]) 
     return recipe
 
 
-def _put_weight(recipe: dict[str, Any], side: str, weight: float) -> bool:
+def _put_weight(recipe: Values, side: str, weight: float) -> bool:
     """Whether the side has a penalty that now has this weight."""
     if not isinstance(recipe[side], dict):
         recipe[side] = weight
@@ -169,7 +168,7 @@ def _put_weight(recipe: dict[str, Any], side: str, weight: float) -> bool:
     return True
 
 
-def _set(recipe: dict[str, Any], text: str) -> None:
+def _set(recipe: Values, text: str) -> None:
     """Apply ``field=value`` or ``field.field=value``; the value is JSON, or a word."""
     path, mark, word = text.partition("=")
     *parents, last = path.split(".")
