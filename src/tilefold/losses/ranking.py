@@ -7,6 +7,7 @@ column of negatives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,9 @@ class WeightedTerms(nn.Module):
 
     def weighted_sum(self, *arguments: object) -> Tensor:
         """The sum of the terms of these arguments, a scalar."""
-        values = [
-            weight * term.compute_loss_from_embeddings(*arguments)  # type: ignore[operator]
-            for term, weight in zip(self.terms, self.weights, strict=True)
-        ]
-        return torch.stack(values).sum()
+        terms: Iterable[Any] = self.terms
+        pairs = zip(terms, self.weights, strict=True)
+        return torch.stack([weight * term.compute_loss_from_embeddings(*arguments) for term, weight in pairs]).sum()
 
 
 def check_term(name: str, term: object, remedy: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -216,7 +217,7 @@ class PositionSum(Regularizer):
             raise TypeError("term must not be a DFFlopsLoss, which estimates frequencies once a step.")
         if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
             raise ValueError(f"positions must be a whole number of at least 1, got {positions!r}.")
-        self.term = term
+        self.term: Any = term
         self.positions = positions
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
@@ -225,8 +226,5 @@ class PositionSum(Regularizer):
             raise ValueError(
                 f"embeddings must have rows of {self.positions} positions, as many of each, got {embeddings.size(0)}."
             )
-        values = [
-            self.term.compute_loss_from_embeddings(part)  # type: ignore[operator]
-            for part in embeddings.chunk(self.positions)
-        ]
-        return torch.stack(values).sum()
+        parts = embeddings.chunk(self.positions)
+        return torch.stack([self.term.compute_loss_from_embeddings(part) for part in parts]).sum()

@@ -15,13 +15,14 @@ LAYOUTS = ("full", "right", "left", "holes", "packed")
 _Mine = TypeVar("_Mine", bound="Problem")
 
 
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """Tensors of one problem, the fields of a frozen dataclass."""
 
     def each(self: _Mine, change: Callable[[Tensor], Tensor]) -> _Mine:
         """This problem with all of its tensors changed."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **{name: change(value) for name, value in tensors.items()})  # type: ignore[type-var]
+        return dataclasses.replace(self, **{name: change(value) for name, value in tensors.items()})
 
     def cast(self: _Mine, dtype: torch.dtype) -> _Mine:
         """This problem with all floating tensors in `dtype`."""
