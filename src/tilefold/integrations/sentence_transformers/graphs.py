@@ -184,14 +184,13 @@ class StepGraphs:
     step. ``compiled``: see :func:`collate_ahead`.
     """
 
+    failed = False
+    serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
+
     def __init__(
         self, transformer: Transformer, capture: Callable[..., Any] = Captured, *, compiled: bool = False
     ) -> None:
-        self.transformer = transformer
-        self.compiled = compiled
-        self._capture = capture
-        self.failed = False
-        self.serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
+        self.transformer, self.compiled, self._capture = transformer, compiled, capture
         self._forget()
 
     def _forget(self) -> None:
@@ -199,9 +198,7 @@ class StepGraphs:
         self._seen: Counter[Sizes] = Counter()
         self._state: object = None
         every = [(module, *item) for module in self.transformer.model.modules() for item in vars(module).items()]
-        self._rates = [
-            (module, name) for module, name, value in every if isinstance(value, float)
-        ]  # dropout among them
+        self._rates = [(module, name) for module, name, value in every if isinstance(value, float)]  # of dropout too
         self._pool: object = None
         self._stream: torch.cuda.Stream | None = None
         self.parameters: list[Tensor] = []
@@ -213,8 +210,6 @@ class StepGraphs:
 
     def __setstate__(self, state: Features) -> None:
         vars(self).update(state)
-        self.failed = False
-        self.serial = 0
         self._forget()
 
     def __call__(self, features: Features) -> Tensor | None:
