@@ -1,4 +1,4 @@
-"""A real MultiVectorEncoder, and the texts that the tests score."""
+"""A real MultiVectorEncoder and the texts that the tests score; token vectors, and their scores and gradients."""
 
 from __future__ import annotations
 
@@ -58,10 +58,64 @@ def problem(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return {key: part.to(device) for key, part in zip(keys, parts, strict=True)}
 
 
-def results(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> list[Tensor]:
-    """Scores, and the gradients of queries and documents under a fixed gradient of the scores."""
-    leaves = [arguments[f"{side}_embeddings"].clone().requires_grad_() for side in ("queries", "documents")]
+def results_of(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> list[Tensor]:
+    """Scores and gradients of a :func:`problem`."""
+    queries, documents, *_ = arguments.values()
     masks = {key: value for key, value in arguments.items() if key.endswith("mask")}
-    scores = function(*leaves, **masks, **options)
-    weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores.device)
-    return [scores.detach(), *torch.autograd.grad(scores, leaves, weights)]
+    return results(function, [queries, documents], **masks, **options)
+
+
+# PyLate and colpali-engine
+
+# fp32: both sides add products, maxima and gradients in another order
+BUDGET = 1e-5
+
+
+def masked(name: str, masks: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Any]:
+    """For PyLate: mostly negative similarities, so that a masked token often wins; holes, rows without a token."""
+    generator = torch.Generator().manual_seed(0)
+    outer = (4,) if name == "colbert_scores" else (3, 2)
+    queries = torch.randn(3, 5, 16, generator=generator) - 0.3
+    documents = torch.randn(*outer, 9, 16, generator=generator) + 0.3
+    if masks == "none":
+        return [queries.to(device, dtype), documents.to(device, dtype), None, None]
+    query_mask = torch.rand(3, 5, generator=generator) < 0.7
+    document_mask = torch.rand(*outer, 9, generator=generator) < 0.6
+    query_mask[2], document_mask[1], document_mask[0, ..., :4] = False, False, False
+    if masks == "weights":
+        weights = [torch.randn(m.shape, generator=generator) * m for m in (query_mask, document_mask)]
+    else:
+        weights = [m.to(getattr(torch, masks)) for m in (query_mask, document_mask)]
+    return [part.to(device) for part in (queries.to(dtype), documents.to(dtype), *weights)]
+
+
+def padded(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    """For colpali-engine: rows of zeros after, before and in sequences; many negative similarities."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 5, 16, generator=generator) / 4 - 0.1
+    doc = torch.randn(*((4,) if name == "maxsim_inbatch" else (3, 2)), 9, 16, generator=generator) / 4 + 0.1
+    query[0, 3:], query[1, :2], query[2] = 0, 0, 0
+    doc[0, ..., 6:, :], doc[1, ..., :4, :], doc[2] = 0, 0, 0
+    return [query.to(device, dtype), doc.to(device, dtype)]
+
+
+def results(
+    score: Callable[..., Tensor], arguments: list[Any], padding: bool = False, sides: int = 2, **options: Any
+) -> list[Tensor]:
+    """Scores and the gradients of the sides, on the CPU; with `padding`, of rows that are no zeros.
+
+    Similarities of rows of zeros tie: which of them has the gradient, which ends at the padding, is nobody's concern.
+    """
+    leaves = [part.detach().clone().requires_grad_() for part in arguments[:sides]]
+    scores = score(*leaves, *arguments[sides:], **options)
+    weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
+    gradients = torch.autograd.grad(scores, leaves, weights)
+    kept = [part.any(dim=-1) if padding else ... for part in arguments[:sides]]
+    return [scores.detach().cpu(), *(grad[where].cpu() for grad, where in zip(gradients, kept, strict=True))]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor], budget: float = BUDGET) -> None:
+    for mine, truth in zip(found, expected, strict=True):
+        assert mine.shape == truth.shape
+        error, allowed = (mine - truth).abs().max().item(), budget * truth.abs().max().clamp(min=1).item()
+        assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"

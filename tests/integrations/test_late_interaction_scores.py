@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.late_scores import BUDGET, assert_equal, masked, padded, results
+from tests.integrations.multi_vector_models import BUDGET, assert_equal, masked, padded, results
 from tests.refusals import refused
 from tilefold.integrations import colpali, pylate
 

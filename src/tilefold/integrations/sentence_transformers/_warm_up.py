@@ -39,8 +39,7 @@ def warm_up(
         model: a ``SparseEncoder`` or ``MultiVectorEncoder`` on a CUDA device.
         lengths: tokens of the longest text of a batch; for a ``MultiVectorEncoder`` first those of queries.
         batch_size: texts in a batch. Launches are chosen by shape, so take that of the job.
-        inference: whether to build what scores without a gradient need.
-        training: whether to build what gradients need.
+        inference, training: whether to build what scores without a gradient, and gradients need.
         dtype: of autocast; ``None`` for none.
         workers: threads that build; by default one per core, at most 16.
 

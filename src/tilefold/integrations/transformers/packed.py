@@ -142,11 +142,9 @@ def packed_hidden_states(
     Args:
         model: a transformers encoder that :func:`use_packed` accepted. Of one with an LM head, the logits are returned
             (of one whose head is fused by ``accelerate``: the input of the head).
-        input_ids: integer ``[T]``, the tokens of all sequences, one after the other.
-        cu_seqlens: int32 ``[B + 1]`` offsets of the sequences, on the device of ``input_ids``.
+        input_ids, cu_seqlens: integer ``[T]`` tokens of all sequences, and their int32 offsets ``[B + 1]``.
         max_seqlen: length of the longest sequence, known to the host.
-        position_ids: ``[T]``; by default those of the model, see :func:`position_ids_of`.
-        token_type_ids: ``[T]``; by default zeros.
+        position_ids, token_type_ids: ``[T]``; by default those of the model, see :func:`position_ids_of`, and zeros.
     """
     if position_ids is None:
         position_ids = position_ids_of(input_ids, cu_seqlens, padding_position(model))
@@ -167,11 +165,8 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
     """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"`` in this model's config.
 
     Padded inputs run as before, by transformers' ``"sdpa"``. Checkpoints do not change. A model with
-    ``attn_implementation="entmax"`` stays as it is: its attention takes packed tokens already.
-
-    Args:
-        model: a transformers model.
-        check: run two short sequences padded and packed, in eval mode, and compare.
+    ``attn_implementation="entmax"`` stays as it is: its attention takes packed tokens already. With ``check``, two
+    short sequences are run padded and packed, in eval mode, and compared.
 
     Returns:
         None if the model now takes packed tokens; else why it does not, and nothing is changed.
