@@ -20,8 +20,10 @@ from tests.modules.tiny import QUERIES, TEXTS
 from tests.recipes.small import SUBJECTS
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
+from tilefold.integrations.sentence_transformers.stream import as_csr
 from tilefold.losses import NoPenalty, PairwiseSoftmaxLoss, TermRecallLoss
 from tilefold.modules import FusedPooling, HeadPooling, load_encoder
+from tilefold.pipeline.rows import Batch, Window
 from tilefold.recipes import get_recipe
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
 
@@ -89,6 +91,10 @@ def test_sparse_rows_are_those_of_encode(model: SparseEncoder) -> None:
         best = encode_sparse(model, texts, task=task, top_k=3)
         torch.testing.assert_close(best.to_dense().sum(1), few[place].sum(1), rtol=1e-5, atol=1e-6)
         assert encode_sparse(model, [], task=task).shape == (0, expected[place].size(1))
+        with accelerate(model):  # as collections and queries are encoded
+            items = list(model.encode_sparse_batch.stream([Window(texts)], task=task))
+        streamed = as_csr([item for item in items if isinstance(item, Batch)], len(texts), 0)
+        torch.testing.assert_close(streamed.to_dense(), expected[place], rtol=1e-5, atol=1e-6)
     assert not is_accelerated(model)
 
 
