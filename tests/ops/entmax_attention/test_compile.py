@@ -117,15 +117,7 @@ def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
 
 
 def launched(
-    name: str,
-    dtype: torch.dtype,
-    dim: int,
-    kind: str,
-    capability: int,
-    keys: int,
-    need_alpha: bool,
-    beside: str = "",
-    **asked: bool,
+    name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, keys: int, beside: str = "", **asked: bool
 ) -> Launch:
     """The kernel, or the one ``beside`` it, as a call of so many queries and keys launches it."""
     shape = (keys, 12, dim) if asked.get("packed") else (1, 12, keys, dim)
@@ -142,7 +134,7 @@ def launched(
     if name in ("dq", "dkv"):
         live = torch.empty(configs.live_shape(tensors, options, setting.capability), dtype=torch.int32, device="meta")
         saved = AttentionSaved(*tensors, q, torch.empty(4, *tensors.stats_shape, device="meta"), live)
-        plan = plans.backward(q, saved, options, (True, True, True, need_alpha), setting)
+        plan = plans.backward(q, saved, options, (True, True, True, bool(asked.get("need_alpha"))), setting)
     else:
         short = keys <= way_config(dtype, dim, capability).short
         training = name in ("resident", "output") or (name == "roots" and not short)
@@ -152,20 +144,13 @@ def launched(
 
 
 def build(
-    name: str,
-    dtype: torch.dtype,
-    dim: int,
-    kind: str,
-    capability: int,
-    keys: int = 4096,
-    need_alpha: bool = False,
-    **asked: bool,
+    name: str, dtype: torch.dtype, dim: int, kind: str, capability: int, keys: int = 4096, **asked: bool
 ) -> Compiled:
     if name == "resident":
         if not is_built(dtype, dim, capability):
             pytest.skip("that way is never taken there")
         keys = way_config(dtype, dim, capability).resident if keys == 4096 else keys
-    launch = launched(name, dtype, dim, kind, capability, keys, need_alpha, **asked)
+    launch = launched(name, dtype, dim, kind, capability, keys, **asked)
     assert launch.constants["KIND"] == kind
     flags = dict(launch.constants)
     warps, stages, registers = (flags.pop(each, None) for each in ("num_warps", "num_stages", "maxnreg"))
@@ -190,11 +175,17 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
         check(compiled, capability, tensor_cores=True, looped=LOOPED.get((release(), "bf16", capability, name), 0.0))
 
 
-@pytest.mark.parametrize(
-    "options", [{"mask": True}, {"causal": True}, {"packed": True, "causal": True}, {"keys": 1024}], ids=str
-)
-def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, Any]) -> None:
-    for name in KERNELS[1:]:
+OPTIONS: list[dict[str, Any]] = [{"mask": True}, {"causal": True}, {"packed": True, "causal": True}, {"keys": 1024}]
+OPTIONS += [{"support": True}, {"need_alpha": True}, {"need_alpha": True, "keys": 1024}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_masks_layouts_the_support_and_the_gradient_of_alpha_spill_next_to_nothing(options: dict[str, Any]) -> None:
+    if "need_alpha" in options:
+        compiled = build("dq", torch.bfloat16, 64, "generic16", 90, **options)
+        check_spills(compiled, ALPHA_SPILLS, ALPHA_LOOPED, "dq", others=ALPHA_SPILLS)
+        return
+    for name in ("resident", "inference", "output") if "support" in options else KERNELS[1:]:
         compiled = build(name, torch.bfloat16, 64, "entmax15", 90, **options)
         check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
@@ -203,7 +194,7 @@ def test_masks_and_layouts_spill_next_to_nothing(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets: str) -> None:
     for name, of in (("tables", "output"), ("tables", "dq"), ("nan_if_broken", "output")):
-        launch = launched(of, torch.bfloat16, 64, "entmax15", capability, 4096, False, name, packed=True)
+        launch = launched(of, torch.bfloat16, 64, "entmax15", capability, 4096, name, packed=True)
         types = attention_types("bf16")
         types |= {"cu_q_ptr": offsets, "cu_k_ptr": offsets, "size": "i64"}
         types |= dict.fromkeys(["q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
@@ -212,18 +203,6 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets
         flags = {name: value for name, value in launch.constants.items() if not name.startswith("num_")}
         compiled = compile_kernel(launch.kernel, types, flags | own, capability, 4, 1)
         assert compiled.stack == 0 and compiled.local_memory == 0
-
-
-def test_the_gradient_of_alpha_spills_little() -> None:
-    for keys in (4096, 1024):
-        compiled = build("dq", torch.bfloat16, 64, "generic16", 90, keys, need_alpha=True)
-        check_spills(compiled, ALPHA_SPILLS, ALPHA_LOOPED, "dq", others=ALPHA_SPILLS)
-
-
-def test_counting_the_support_spills_next_to_nothing() -> None:
-    for name in ("resident", "inference", "output"):
-        compiled = build(name, torch.bfloat16, 64, "entmax15", 90, support=True)
-        check_spills(compiled, MASK_SPILLS, MASK_LOOPED, name)
 
 
 def test_256_keys_stay_in_registers_where_nothing_is_hidden() -> None:

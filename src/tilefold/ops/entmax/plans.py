@@ -24,7 +24,7 @@ CONFIGS = (
 )
 
 
-def rows_config(n: int, gradient: bool = False) -> dict[str, Any]:
+def rows_config(n: int, gradient: bool = False) -> dict[str, int]:
     """Tile of rows of ``n`` entries, of the forward kernel or of that of the gradient; resident ones are read once."""
     config = lookup(CONFIGS, n=n, gradient=gradient)
     if not config["RESIDENT"]:

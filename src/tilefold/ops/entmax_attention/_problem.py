@@ -124,6 +124,13 @@ def allowed(nq: int, nk: int, first: int, last: int, options: Options, keep: Ten
     return pairs if keep is None else pairs & keep
 
 
+def exponents(alpha: Tensor | None, options: Options, like: Tensor) -> Tensor:
+    """``alpha - 1`` as ``[H, 1, 1]`` or ``[1, 1, 1]``, in the dtype of ``like``."""
+    return (
+        like.new_full((1, 1, 1), options.alpha_value - 1) if alpha is None else alpha.to(like.dtype).view(-1, 1, 1) - 1
+    )
+
+
 def check_values(tensors: AttentionTensors, options: Options) -> None:
     """Check alphas on the CPU, and packed offsets and their longest keys, with a synchronisation on a GPU."""
     check_alphas(tensors.alpha)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, exponents
 
 SPARSITY_BLOCK = 64
 TILE_ELEMENTS = 1 << 22  # scores that exist at a time
@@ -65,10 +65,7 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 def of_rows(stats: Tensor, alpha: Tensor | None, options: Options) -> Rows:
     """Row statistics from peaks, roots, masses and support sizes."""
     peak, root, mass, support = stats.detach().unbind(0)
-    if alpha is None:
-        e = torch.full((1, 1, 1), options.alpha_value - 1, dtype=stats.dtype, device=stats.device)
-    else:
-        e = alpha.detach().to(stats.dtype).view(1, -1, 1) - 1
+    e = exponents(None if alpha is None else alpha.detach(), options, stats).transpose(0, 1)
     closed = alpha is None and options.alpha_value in (1.5, 2.0)
     c = root if closed else torch.exp(e * root)
     tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
@@ -133,14 +130,12 @@ def count_blocks(
     Scores are made once more, in fp32 and a tile at a time; nothing is read on the host.
     """
     q, heads = tensors.q, tensors.q.size(1)
-    if tensors.alpha is None:
-        e = q.new_full((heads,), options.alpha_value - 1, dtype=torch.float32)
-    else:
-        e = (tensors.alpha.detach().float() - 1).expand(heads)
     counts = torch.zeros(2, tau.size(0), heads, dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False), torch.no_grad():
+        tau = tau.float()
+        e = exponents(tensors.alpha, options, tau)
         for b, (queries, keys) in enumerate(_tables(tensors, query_padding_mask, block)):
-            counts[:, b] = _count(queries, keys, tau[b].detach().float(), e.view(-1, 1, 1), options)
+            counts[:, b] = _count(queries, keys, tau[b], e, options)
     return counts[0], counts[1]
 
 

@@ -21,6 +21,7 @@ from tilefold.ops.entmax_attention._problem import (
     Options,
     allowed,
     check_values,
+    exponents,
     groups,
 )
 
@@ -35,7 +36,7 @@ def forward(tensors: AttentionTensors, options: Options, training: bool) -> tupl
     out = torch.zeros_like(q)
     stats = torch.zeros(4, *tensors.stats_shape, dtype=wide, device=q.device)
     stats[0] = -math.inf
-    kind, e = kind_of(alpha, options.alpha_value), _exponents(alpha, options, wide, q.device)
+    kind, e = kind_of(alpha, options.alpha_value), exponents(alpha, options, stats)
     for group in groups(tensors, TILE_ELEMENTS):
         target, places = group.queries(out), stats[group.stats_at]
         for first, last, scores, _, values, _ in _blocks(group, tensors, options, wide):
@@ -59,7 +60,7 @@ def backward(
     seed, wide = tensors.seed, stats.dtype
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
     dalpha = torch.zeros(q.size(1), dtype=wide, device=q.device)
-    kind, e = kind_of(alpha, options.alpha_value), _exponents(alpha, options, wide, q.device)
+    kind, e = kind_of(alpha, options.alpha_value), exponents(alpha, options, stats)
     for group in groups(tensors, TILE_ELEMENTS):
         places = stats[group.stats_at]
         grads = group.queries(dout), group.queries(dq), group.keys(dk), group.keys(dv)
@@ -124,13 +125,6 @@ def _blocks(
 def _grouped(tensor: Tensor, like: Tensor) -> Tensor:
     """``[b, H, n, x]`` as ``[b, Hkv, G n, x]``: the query heads of a group share a product with their key head."""
     return tensor.reshape(like.size(0), like.size(1), -1, tensor.size(-1))
-
-
-def _exponents(alpha: Tensor | None, options: Options, wide: torch.dtype, device: torch.device) -> Tensor:
-    """``alpha - 1`` as ``[H, 1, 1]`` or ``[1, 1, 1]``."""
-    if alpha is None:
-        return torch.full((1, 1, 1), options.alpha_value - 1, dtype=wide, device=device)
-    return alpha.to(wide).view(-1, 1, 1) - 1
 
 
 def _dropout(seed: Tensor, group: Group, q: Tensor, first: int, last: int, nk: int, options: Options) -> Tensor:

@@ -109,13 +109,14 @@ def entmax_attention(
     seed = None if type(dropout_p) is float and dropout_p == 0 else _seed(q, dropout_p, generator)
     tensors = AttentionTensors(q, k, v, learned, key_padding_mask, cu_seqlens_q, cu_seqlens_k, seed)
     asked = (number, causal, window, scale, dropout_p, max_seqlen_k, return_stats)
-    out, _, stats, _ = ATTENTION(tensors, asked, impl, checked)
+    found = ATTENTION(tensors, asked, impl, checked)
+    out: Tensor = found[0]
     if not return_stats:
-        return out  # type: ignore[no-any-return]
+        return out
     options, as_computed = checked(tensors, *asked)
     if as_computed is not None:
         tensors = as_computed(tensors)
-    if stats is None:
+    if (stats := found[2]) is None:
         with torch.no_grad():
             _, tau, support = _reference.with_rows(tensors, options)
         rows = tau, support, torch.zeros_like(tau)

@@ -36,10 +36,12 @@ class Segments(NamedTuple):
             return values.new_zeros(0)
         if reduce == "sum":
             return embedding_bag(self.order, values[:, None], self.first, mode="sum").squeeze(1)
-        lengths = torch.diff(self.first, append=self.first.new_tensor([self.order.numel()]))
-        segment = torch.repeat_interleave(lengths)
         best = values.new_full((self.first.numel(),), float("-inf"))
-        return best.scatter_reduce_(0, segment, values[self.order], "amax")
+        return best.scatter_reduce_(0, self.of_each(), values[self.order], "amax")
+
+    def of_each(self) -> Tensor:
+        """``[N]`` int64: which entry each token of ``order`` has."""
+        return torch.repeat_interleave(torch.diff(self.first, append=self.first.new_tensor([self.order.numel()])))
 
 
 def group_by_entry(entry: Tensor) -> Segments:
@@ -94,8 +96,7 @@ def _speakers(entry: Tensor, places: Tensor) -> Tensor:
     """``[N]`` int64: for each token, one token with the same entry, the same for all of them."""
     if entry.is_cuda:  # equal entries written at once: allowed, but not in deterministic mode
         groups = group_by_entry(entry)
-        lengths = torch.diff(groups.first, append=groups.first.new_tensor([entry.numel()]))
-        return torch.empty_like(places).scatter_(0, groups.order, torch.repeat_interleave(lengths))
+        return torch.empty_like(places).scatter_(0, groups.order, groups.of_each())
     # nothing is read from the table that was not written here, so nobody needs to clear it
     table = torch.empty(int(entry.max()) + 1 if entry.numel() else 0, dtype=torch.int32, device=entry.device)
     table[entry] = places.int()

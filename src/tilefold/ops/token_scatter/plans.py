@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -71,7 +69,7 @@ def backward(
     return Plan((*contiguous(**saved._asdict()), gather))
 
 
-def _sequences(weights: Tensor, packed: bool, setting: Setting) -> tuple[int, int, dict[str, Any]]:
+def _sequences(weights: Tensor, packed: bool, setting: Setting) -> tuple[int, int, dict[str, int]]:
     """The most tokens that a sequence can have, the length of all (0 if packed), and the configuration for them."""
     bound = weights.numel() if packed else weights.size(1)
     return bound, 0 if packed else bound, lookup(CONFIGS, length=bound, capability=setting.capability)

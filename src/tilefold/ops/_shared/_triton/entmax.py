@@ -212,7 +212,7 @@ def row_sums(d, y, c, e, careful, KIND: tl.constexpr):
 
 @triton.jit
 def row_peak(s):
-    """Maximum of the last axis; NaN where there is one."""
+    """Maxima along axis 1; NaN where there is one."""
     if INTERPRETED:
         broken = s != s
         return tl.where(

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton import entmax
-from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops.entmax_attention._triton.tiles import distances, excess, one_if_positive
 
 # In the layout of a product a thread holds pairs of columns, 8 apart: along them nothing is exchanged between threads.
@@ -27,14 +26,7 @@ def lane_peaks(s, COUNT: tl.constexpr):
     """Maxima of every ``COUNT``-th column, ``[rows, columns]`` -> ``[rows, COUNT]``; NaN where there is one."""
     if s.shape[1] == COUNT:
         return s
-    s = by_lanes(s, COUNT)
-    if entmax.INTERPRETED:
-        broken = s != s
-        return tl.where(
-            tl.sum(broken.to(tl.int32), axis=1) > 0, float("nan"), tl.max(tl.where(broken, float("-inf"), s), axis=1)
-        )
-    else:
-        return tl.reduce(s, 1, nan_max)
+    return entmax.row_peak(by_lanes(s, COUNT))
 
 
 @triton.jit
