@@ -158,7 +158,7 @@ def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
     first = r.load_collection("pydocs", cache_dir=tmp_path)
     assert first == pydocs  # built twice, the same both times
     builds: Any = []
-    monkeypatch.setattr("tilefold.retrieval.pydocs.build_pydocs", lambda: builds.append(1) or pydocs)
+    monkeypatch.setattr("tilefold.retrieval.datasets.build_pydocs", lambda: builds.append(1) or pydocs)
     (folder,) = (tmp_path / "pydocs").iterdir()
     assert r.load_collection("pydocs", cache_dir=tmp_path) == pydocs
     assert not builds

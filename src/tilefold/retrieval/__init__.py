@@ -9,8 +9,7 @@ from tilefold._lazy import lazy_exports
 
 _NAMES = {
     "collection": "Document Collection load_beir load_documents load_queries query_of_line",
-    "datasets": "load_collection",
-    "pydocs": "build_pydocs",
+    "datasets": "load_collection build_pydocs",
     "vectors": "SparseVectors SparseVectorWriter VectorManifest read_manifest read_rows read_vectors write_vectors "
     "export_jsonl vocabulary_fingerprint",
     "export": "export_opensearch export_vespa",

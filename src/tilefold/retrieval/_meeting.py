@@ -34,11 +34,7 @@ _STORE_SECONDS = 1.0
 
 
 class Meeting:
-    """Values that all ranks see, and whether the others live; all methods may be called from any thread.
-
-    The first rank watches all others, which watch the first. Each has a folder that is locked while its process lives.
-
-    """
+    """Values that all ranks see, from any thread; the first rank watches the locked folders of the others, and they its."""
 
     def __init__(self, rank: int, homes: Sequence[Path]) -> None:
         self.rank = rank

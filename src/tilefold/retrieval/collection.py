@@ -132,20 +132,16 @@ def load_beir(
     documents_only: bool = False,
     splits: Sequence[str] | None = None,
 ) -> Collection:
-    """Read a BEIR folder; queries and judgements may be missing.
+    """Read a BEIR folder, or the documents alone: a file or a saved dataset; queries and judgements may be missing.
 
     The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz`` or ``.parquet``, or in a folder
     ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in ``queries.tsv`` (id, tab, text) or
     ``queries.trec`` (TREC topics). Judgements are in ``qrels/<split>.tsv`` (three columns, or the four of TREC),
     ``.jsonl`` or ``.parquet``.
 
-    Args:
-        path: the folder; or the documents alone: a file or a saved dataset.
-        unknown: ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as a sample, lacks.
-        documents_only: leave queries and judgements unread.
-        splits: leave the judgements of other splits unread; None reads all.
-
-    Malformed rows, missing, repeated or unknown ids, or no row are a ``DataError`` that names file and line.
+    `unknown` is ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as a sample, lacks;
+    `documents_only` leaves queries and judgements unread, and `splits` those of other splits. Malformed rows, missing,
+    repeated or unknown ids, or no row are a ``DataError`` that names file and line.
     """
     if unknown not in ("error", "drop"):
         raise ValueError(f"unknown: expected 'error' or 'drop', got {unknown!r}.")

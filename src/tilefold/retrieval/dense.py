@@ -32,13 +32,9 @@ def dense_run(
 ) -> Run:
     """The `k` best documents per query by the model's own similarity, over all documents.
 
-    Args:
-        model: a ``SentenceTransformer``, whose prompts, routes and cosine or dot product are used.
-        documents, queries: id -> contents or text; none is a ``ValueError``.
-        k: documents per query; all of them when there are fewer.
-        batch_size: texts encoded at a time.
-        query_chunk: queries scored at a time, which bounds the scores in memory to ``[query_chunk, N]``.
-        progress: called as ``progress(documents encoded, documents)``.
+    The prompts, routes and cosine or dot product of a ``SentenceTransformer`` are used. `documents` and `queries` are
+    id -> text, at least one each; `query_chunk` of them are scored at a time, which bounds the scores in memory to
+    ``[query_chunk, N]``. `progress` is called with (documents encoded, documents).
     """
     check_k(k)
     for name, texts in (("documents", documents), ("queries", queries)):

@@ -10,12 +10,7 @@ class DataError(ValueError):
 
 
 class MissingDocumentError(DataError):
-    """A document that an index found is not in what belongs to the index.
-
-    Attributes:
-        argument: which lacks it, such as ``"vectors"``.
-        document: its id.
-    """
+    """A `document` that an index found, by id, is not in the `argument` that belongs to it, such as ``"vectors"``."""
 
     def __init__(self, argument: str, document: str) -> None:
         super().__init__(f"{argument}: expected {document!r}, which the index found, among them; it is not there. Give "

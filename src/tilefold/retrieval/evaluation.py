@@ -26,7 +26,6 @@ __all__ = ["DEFAULT_MEASURES", "active_terms", "check_measures", "choose_weights
 __all__ += ["flops", "read_trec_provenance", "read_trec_run", "write_trec_run"]
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
-
 MAX_TRIALS = 300
 MAX_GRADE = 1_000_000  # trec_eval counts documents in a table that is as long as the highest grade
 

@@ -151,15 +151,9 @@ def export_vespa(
 
     A vector is a mapped tensor ``tensor<float>(token{})``, and the rank profile named `field` scores with the inner
     product of it and ``query(q)``; float32 weights are kept. The profile ranks what a query's ``where`` matches: a
-    tensor has no postings of its own.
-
-    The other arguments and errors are those of :func:`tilefold.retrieval.export.export_opensearch`; names, ids and
-    texts have no control character.
-
-    Args:
-        document: name of the schema and its document type.
-        namespace: of the document ids ``id:NAMESPACE:DOCUMENT::ID``.
-        field: name of the field of the vectors.
+    tensor has no postings of its own. Ids of documents are ``id:NAMESPACE:DOCUMENT::ID``, where `document` names the
+    schema and its type; names, ids and texts have no control character. The other arguments and errors are those of
+    :func:`tilefold.retrieval.export.export_opensearch`.
     """
     _check_form("document", document, _WORD)
     _check_form("namespace", namespace, _NAMESPACE)

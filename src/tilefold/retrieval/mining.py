@@ -111,22 +111,15 @@ def mine_negatives(
     """Draw negatives for the queries of `split`, and list its relevant documents beside them.
 
     A document that any split judges relevant for the query is never a negative, nor is one with the text of such a
-    document or of the query. Windows draw in their order, without what earlier ones drew; a window with more candidates
-    than it wants draws at random, for each query from a generator of its own (`seed` and the query's id), so that
-    neither the order nor the other queries change the outcome. Negatives come in the order of their ranks, after the
-    relevant documents.
+    document or of the query, or one that `false_negatives` leave out. Windows draw in their order, without what earlier
+    ones drew; a window with more candidates than it wants draws at random, for each query from a generator of its own
+    (`seed` and the query's id), so that neither the order nor the other queries change the outcome. Negatives come in
+    the order of their ranks, after the relevant documents.
 
-    Args:
-        rankings: query id and document id -> score, one after the other, so that not all need be in memory. Equal
-            scores keep their order; queries without a relevant document in `split` are skipped.
-        collection: documents, queries and judgements.
-        split: whose queries get rows.
-        windows: which ranks, and how many of each.
-        seed: of the draws.
-        false_negatives: what else is left out, by the scores of the ranking.
-
-    No window, an unknown split, or a share of a score that is not positive is a ``ValueError``; a document that is not
-    in the collection a ``DataError``.
+    `rankings` are query ids with document id -> score, one after the other, so that not all need be in memory; equal
+    scores keep their order, and queries without a relevant document in `split` are skipped. No window, an unknown
+    split, or a share of a score that is not positive is a ``ValueError``; a document that is not in the collection a
+    ``DataError``.
     """
     if not windows:
         raise ValueError("windows: expected at least one, got an empty list.")
@@ -188,7 +181,7 @@ def _draw(candidates: list[int], windows: Sequence[Window], seed: int, query: st
 def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
     """The rows without negatives that score too high, by the teachers' score if there is one, else the retriever's.
 
-    Queries that lose all their negatives are left out; ValueError where no row is left.
+    Queries that lose all their negatives are left out; ``ValueError`` where no row is left.
     """
     keep = rows.relevant.copy()
     for group, low in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):

@@ -255,18 +255,12 @@ def ensemble(
     scale: float | None = None,
     like: str | None = None,
 ) -> Floats:
-    """One score per row from those of the teachers: float32 ``[N]``.
+    """One score per row from those of the `teachers`, name -> float32 ``[N]``: float32 ``[N]``.
 
     ``min_max``: each teacher becomes ``(s - min) / (max - min + 1e-6)`` over all rows of a query; then the mean over
-    the teachers times `scale`, as for inference-free sparse retrievers (arXiv 2411.04403). ``none``: the mean as they
-    are, times `scale`. With `like`, as for SPLADE-v3 (arXiv 2403.06789).
-
-    Args:
-        rows: which rows are of one query.
-        teachers: name -> float32 ``[N]``.
-        normalization: ``"min_max"`` or ``"none"``.
-        scale: by default 30 with ``min_max`` and 1 with ``none``.
-        like: a teacher to whose mean and deviation over all rows their mean is mapped, instead of `scale`.
+    the teachers times `scale`, 30 by default, as for inference-free sparse retrievers (arXiv 2411.04403). ``none``: the
+    mean as they are, times `scale`, 1 by default. With `like`, a teacher to whose mean and deviation over all rows
+    their mean is mapped instead, as for SPLADE-v3 (arXiv 2403.06789).
     """
     if not teachers:
         raise ValueError("teachers: expected at least one, got an empty mapping.")

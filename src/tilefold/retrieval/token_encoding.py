@@ -109,10 +109,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
 def encode_texts(
     model: Model, texts: Mapping[str, str], *, kind: Kind, storage: str = "fp16", batch_size: int = 32
 ) -> TokenVectors:
-    """Encode id -> text into memory: queries (``kind="query"``), or the documents of a few candidates.
-
-    No text or a wrong argument is a ``ValueError``, a text that cannot be encoded a ``DataError`` that names it.
-    """
+    """Encode id -> text into memory, queries or few documents; errors as of :func:`tilefold.retrieval.encode_queries`."""
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
     encoding.check()
     if not texts:

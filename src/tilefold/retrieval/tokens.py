@@ -270,11 +270,7 @@ class TokenStore:
 
 
 def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
-    """Open a folder of token vectors without loading it; `verify` compares a shard's checksum when it is first used.
-
-    Errors are those of :func:`tilefold.retrieval.read_vectors`.
-
-    """
+    """Open a folder of token vectors without loading it; `verify` compares a shard's checksum when it is first used."""
     folder = Path(path)
     manifest = TokenManifest.read(folder)
     check_whole(folder, manifest)

@@ -25,15 +25,10 @@ def _backend(name: str, where: str) -> type[SparseIndex]:
 def build_index(vectors: SparseVectors, backend: str = "exact", **options: object) -> SparseIndex:
     """Build an index of document vectors.
 
-    Args:
-        vectors: the documents.
-        backend: ``"exact"``, ``"seismic"`` or ``"qdrant"``.
-        options: of the backend: ``exact`` has none, others those of
-            :class:`tilefold.retrieval.index.seismic.SeismicOptions` and
-            :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`.
-
-    An unknown backend or option, or no vector with a positive weight, is a ``ValueError``; a package that is not
-    installed a ``MissingPackageError``.
+    The backend ``"exact"`` has no options, ``"seismic"`` those of
+    :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` those of
+    :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`. An unknown backend or option, or no vector with a
+    positive weight, is a ``ValueError``; a package that is not installed a ``MissingPackageError``.
     """
     return _backend(backend, "backend").build(vectors, **options)
 

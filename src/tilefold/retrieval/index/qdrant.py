@@ -84,10 +84,8 @@ class QdrantIndex:
             overwrite: replace other vectors in the collection of the server.
             progress, resumes: as in :meth:`QdrantCollection.build`.
 
-        Raises:
-            ValueError: no vector has a positive weight, or an option is wrong.
-            DataError, FileExistsError: the collection on the server, or `folder`, holds something else.
-            InUseError: another process builds the same index.
+        No positive weight or a wrong option is a ``ValueError``, a place that holds something else a ``DataError`` or
+        ``FileExistsError``, one where another process builds an ``InUseError``.
         """
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:

@@ -59,12 +59,9 @@ class QdrantCollection:
     def embedded(cls, folder: str | Path, layout: Layout | None = None, *, verify: bool = True) -> QdrantCollection:
         """The collection in `folder`, open in one process at a time; made there if a `layout` is given.
 
-        `verify` compares its files with their checksums, which takes 1 to 3 s for each GB.
-
-        Raises:
-            FileNotFoundError: no collection there, and no layout.
-            InUseError: it is open elsewhere.
-            VocabularyMismatchError, DataError: it has another layout, or is damaged.
+        `verify` compares its files with their checksums, which takes 1 to 3 s for each GB. No collection and no layout
+        is a ``FileNotFoundError``, one that is open elsewhere an ``InUseError``, another layout or damage a
+        ``VocabularyMismatchError`` or ``DataError``.
         """
         from tilefold.retrieval.qdrant.edge import RECORD, EdgeEngine
 
@@ -85,15 +82,9 @@ class QdrantCollection:
     ) -> QdrantCollection:
         """The collection `name` of the Qdrant server at `url`; made there if a `layout` is given.
 
-        Args:
-            api_key: by default ``QDRANT_API_KEY`` of the environment.
-            timeout: seconds for a request.
-            patience: seconds in which a server that is away or busy is asked again.
-
-        Raises:
-            FileNotFoundError: no such collection, and no layout.
-            UnreachableError, PermissionError: no answer, or the server refused the key.
-            VocabularyMismatchError, DataError: it has another layout, or tilefold did not make it.
+        `api_key` is by default ``QDRANT_API_KEY`` of the environment; `timeout` are the seconds for a request,
+        `patience` those in which a server that is away or busy is asked again. Errors are those of :meth:`embedded`,
+        ``UnreachableError`` without an answer, and ``PermissionError`` where the server refused the key.
         """
         from tilefold.retrieval.qdrant.server import ServerEngine
 
