@@ -34,7 +34,7 @@ _STORE_SECONDS = 1.0
 
 
 class Meeting:
-    """Values that all ranks see, from any thread; the first rank watches the locked folders of the others, and they its."""
+    """Values that all ranks see, from any thread; the first rank watches the locked folders of all others, they its."""
 
     def __init__(self, rank: int, homes: Sequence[Path]) -> None:
         self.rank = rank

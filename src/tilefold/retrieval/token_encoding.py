@@ -109,7 +109,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
 def encode_texts(
     model: Model, texts: Mapping[str, str], *, kind: Kind, storage: str = "fp16", batch_size: int = 32
 ) -> TokenVectors:
-    """Encode id -> text into memory, queries or few documents; errors as of :func:`tilefold.retrieval.encode_queries`."""
+    """Encode id -> text into memory, queries or few texts; errors as of :func:`tilefold.retrieval.encode_queries`."""
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
     encoding.check()
     if not texts:
