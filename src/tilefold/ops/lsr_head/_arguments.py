@@ -72,15 +72,7 @@ def check_head(
     for name, operand in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if operand is not None:
             check_dtype(name, operand, FLOAT_DTYPES, "cast it with .to(torch.bfloat16) or another of these.")
-    compute_dtype = hidden.dtype
-    # the meta device has no autocast state to ask for
-    if hidden.dtype != torch.float64 and not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
-        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
-    elif weight.dtype != hidden.dtype:
-        raise TypeError(
-            f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
-            "cast one of them, or run under torch.autocast."
-        )
+    compute_dtype = product_dtype(hidden, weight)
     if weight_scale is not None and pooling != "max":
         raise ValueError(f"pooling must be 'max' with a QuantizedWeight, got {pooling!r}; use the weight in 16 bits.")
     if weight_scale is not None and hidden.dtype == torch.float64:
@@ -89,6 +81,19 @@ def check_head(
         return compute_dtype, compute_dtype
     check_out_dtype(out_dtype)
     return compute_dtype, out_dtype
+
+
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Dtype of the products: autocast's, or else the one that hidden and weight must share."""
+    # the meta device has no autocast state to ask for
+    if hidden.dtype != torch.float64 and not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
+            "cast one of them, or run under torch.autocast."
+        )
+    return hidden.dtype
 
 
 def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from tilefold.ops._shared.checks import check_tensor, dtype_name
+from tilefold.ops._shared.checks import check_shape, check_tensor
+from tilefold.ops.lsr_head._arguments import product_dtype
 from tilefold.ops.lsr_head._problem import Tokens
 from tilefold.ops.lsr_head._sparse import csr_from_entries
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
+Options = dict[str, Any]  # of the head, by name
 # told apart without an import, in every call
 PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
 
@@ -56,7 +58,7 @@ def is_distributed(*tensors: object) -> bool:
 
 
 def parallel_head(
-    head: Callable[..., Tensor], tokens: Tokens, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    head: Callable[..., Tensor], tokens: Tokens, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
     """Run ``head`` on this rank's rows of ``weight``; ``[B, V]`` as a DTensor, ``Shard(1)`` where the vocabulary is.
 
@@ -65,11 +67,11 @@ def parallel_head(
     """
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    sharding, local = _check(tokens, weight, bias)
+    sharding, local, dtype = _check(tokens, weight, bias)
     whole, local_weight, local_bias = local.hidden, _local(weight), _local(bias)
     if options.get("weight_main_grad") is not None:
         options["weight_main_grad"] = _local(options["weight_main_grad"])
-    autocast: Any = nullcontext()
+    autocast: AbstractContextManager[object] = nullcontext()
     if sharding.shards > 1 and whole.requires_grad and torch.is_grad_enabled():
         if whole.dtype in (torch.float16, torch.bfloat16):
             if not torch.is_autocast_enabled(whole.device.type):
@@ -80,7 +82,7 @@ def parallel_head(
     with autocast:
         if local_weight.size(0) == 0:  # fewer rows than ranks
             scores = _no_columns(local._replace(hidden=whole), local_weight, local_bias)
-            scores = scores.to(options["out_dtype"] or _default_dtype(whole))
+            scores = scores.to(options["out_dtype"] or dtype)
         else:
             scores = head(weight=local_weight, bias=local_bias, **local._replace(hidden=whole)._asdict(), **options)
     shape = torch.Size((scores.size(0), sharding.vocab))
@@ -90,13 +92,13 @@ def parallel_head(
 
 
 def parallel_head_sparse(
-    head: Callable[..., Tensor], tokens: Tokens, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    head: Callable[..., Tensor], tokens: Tokens, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
     """Plain CSR ``[B, V]``, equal on every rank: kept entries are gathered, ``top_k`` chooses among all of them."""
-    sharding, local = _check(tokens, weight, bias)
+    sharding, local, dtype = _check(tokens, weight, bias)
     whole, local_weight = local.hidden, _local(weight)
     wide = torch.promote_types(whole.dtype, torch.float32)
-    out_dtype = options.pop("out_dtype") or _default_dtype(whole)
+    out_dtype = options.pop("out_dtype") or dtype
     with torch.no_grad():
         if local_weight.size(0) == 0:  # fewer rows than ranks
             counts = torch.zeros(local.batch, dtype=torch.int64, device=whole.device)
@@ -111,8 +113,8 @@ def parallel_head_sparse(
         return csr_from_entries(*entries, (counts.numel(), sharding.vocab), out_dtype)
 
 
-def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[VocabularySharding, Tokens]:
-    """The sharding of the vocabulary, and ``tokens`` as the plain tensors that every rank holds."""
+def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[VocabularySharding, Tokens, torch.dtype]:
+    """The sharding of the vocabulary, ``tokens`` as the plain tensors that every rank holds, dtype of the products."""
     from torch.distributed.tensor import DTensor
 
     hidden = tokens.hidden
@@ -123,10 +125,20 @@ def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[Vocabul
             "weight must be a DTensor where hidden or bias is one, got a plain tensor; distribute it with "
             "distribute_tensor(weight, mesh, [Shard(0)]), or pass plain tensors only."
         )
-    mesh = weight.device_mesh
+    mesh, places = weight.device_mesh, weight.placements
     sharding = VocabularySharding(mesh, _vocabulary_dim(weight), weight.size(0))
-    if bias is not None:
-        _check_bias(bias, weight)
+    if bias is not None and not isinstance(check_tensor("bias", bias), DTensor):
+        raise ValueError(
+            "bias must be a DTensor where weight is one, got a plain tensor; distribute it like the weight with "
+            "distribute_tensor(bias, weight.device_mesh, weight.placements)."
+        )
+    if isinstance(bias, DTensor):
+        if bias.device_mesh != mesh or bias.placements != places:
+            raise ValueError(
+                f"bias must lie like weight ({places} on {mesh}), got {bias.placements} on {bias.device_mesh}; "
+                "redistribute it with bias.redistribute(weight.device_mesh, weight.placements)."
+            )
+        check_shape("bias", bias, "V", V=weight.size(0))
     if not isinstance(hidden, DTensor):
         raise ValueError(
             "hidden must be a DTensor where weight is one, got a plain tensor, which may differ from rank to rank. If "
@@ -146,12 +158,7 @@ def _check(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[Vocabul
                 f"{name} must be Replicate() on every dimension of the mesh, got {value.placements}; gather it with "
                 f"{name}.redistribute(placements=[Replicate()] * {mesh.ndim})."
             )
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise TypeError(
-            f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got {dtype_name(weight.dtype)}; "
-            "cast one of them, or run under torch.autocast."
-        )
-    return sharding, Tokens(*map(_local, tokens))
+    return sharding, Tokens(*map(_local, tokens)), product_dtype(hidden, weight)
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:
@@ -172,35 +179,10 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
     return sharded[0] if sharded else None
 
 
-def _check_bias(bias: Tensor, weight: DTensor) -> None:
-    from torch.distributed.tensor import DTensor
-
-    check_tensor("bias", bias)
-    if not isinstance(bias, DTensor):
-        raise ValueError(
-            "bias must be a DTensor where weight is one, got a plain tensor; distribute it like the weight with "
-            "distribute_tensor(bias, weight.device_mesh, weight.placements)."
-        )
-    if bias.device_mesh != weight.device_mesh or bias.placements != weight.placements:
-        raise ValueError(
-            f"bias must lie like weight ({weight.placements} on {weight.device_mesh}), got {bias.placements} on "
-            f"{bias.device_mesh}; redistribute it with bias.redistribute(weight.device_mesh, weight.placements)."
-        )
-    if tuple(bias.shape) != (weight.size(0),):
-        raise ValueError(f"bias must have shape [V] with V={weight.size(0)}, got {list(bias.shape)}.")
-
-
 def _local(value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _default_dtype(hidden: Tensor) -> torch.dtype:
-    device_type = hidden.device.type
-    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return hidden.dtype
 
 
 def _no_columns(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> Tensor:

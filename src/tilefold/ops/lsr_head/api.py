@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from tilefold.ops._shared.fallback import KernelUnavailableError, attempt, give_
 from tilefold.ops._shared.operator import Operator, Variant
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_head, checked
-from tilefold.ops.lsr_head._parallel import PLAIN_TYPES
+from tilefold.ops.lsr_head._parallel import PLAIN_TYPES, Options
 from tilefold.ops.lsr_head._problem import (
     HeadOptions,
     HeadSaved,
@@ -183,7 +182,7 @@ def lsr_head_sparse(
         plain, whole tensor on every rank.
     """
     tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), (pooling, activation, logit_scale, out_dtype)
-    named: dict[str, Any] = {**dict(zip(OPTIONS, asked, strict=True)), "impl": impl}
+    named: Options = {**dict(zip(OPTIONS, asked, strict=True)), "impl": impl}
     values, scale = (weight.values, weight.scale) if isinstance(weight, QuantizedWeight) else (weight, None)
     if scale is None and _parallel.is_distributed(hidden, weight, bias):
         named |= {"top_k": top_k, "min_weight": min_weight}

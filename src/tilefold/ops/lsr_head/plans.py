@@ -46,6 +46,7 @@ WEIGHT_WARPS, HIDDEN_WARPS = 8, 4  # of the gradients of one token
 MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
 HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
 EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
+Described = tuple[Mapping[str, Tma], Instead | None]  # descriptors, and what stands behind a kernel that takes them
 PLACES = {  # of tensors, by their kernels' names
     "weight_src": "weight", "weight_desc": "weight", "rows_ptr": "hidden", "rows_src": "hidden", "rows_desc": "hidden",
     "mask_ptr": "attention_mask", "cu_ptr": "cu_seqlens", "winner_ptr": "winners", "out_ptr": "scores",
@@ -79,17 +80,11 @@ class Steps:
         }  # fmt: skip
 
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        own: Constants,
-        places: Mapping[str, str] = {},
-        tma: Mapping[str, Tma] = {},
-        instead: Instead | None = None,
+        self, kernel: Any, grid: tuple[int, ...], own: Constants, tma: Described = ({}, None), **places: str
     ) -> None:
-        named, numbers, constants = arguments_of(kernel, self.places | dict(places), self.values | own)
+        named, numbers, constants = arguments_of(kernel, self.places | places, self.values | own)
         x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(Launch(kernel, (x, y, z), " ".join(named), numbers, constants, tma, instead))
+        self.steps.append(Launch(kernel, (x, y, z), " ".join(named), numbers, constants, *tma))
 
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
@@ -166,9 +161,7 @@ def _max_forward(steps: Steps, training: bool) -> None:
         steps.buffers["row_scale"] = Buffer((cdiv(total, block_t) * block_t,), torch.float32)
         steps.buffers["values"] = Buffer((total, dim), dtype)
         own = {"N": total, **quantize.row_constants(dim)}
-        steps.launch(
-            quantize.quantize_rows_kernel, (cdiv(total, quantize.BLOCK_ROWS),), own, {"scale_ptr": "row_scale"}
-        )
+        steps.launch(quantize.quantize_rows_kernel, (cdiv(total, quantize.BLOCK_ROWS),), own)
         steps.places |= {"rows_src": "values", "rows_desc": "values"}
     # without a cut nothing is partial
     cuts = splits > 1 and (not length or multiple * block_t % length != 0)
@@ -181,12 +174,12 @@ def _max_forward(steps: Steps, training: bool) -> None:
 
         kernel, make, block_v = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor, hopper.HALF_V.value
         config |= {"STAGES": config.pop("num_stages"), "LEAN_PLACES": releases.lean_places()}
-    described = (
-        {} if name == configs.PORTABLE else {"weight": (vocab, block_v), steps.places["rows_src"]: (total, block_t)}
-    )
+    described = {"weight": (vocab, block_v), steps.places["rows_src"]: (total, block_t)}
+    if name == configs.PORTABLE:
+        described = {}
     tma = {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
     instead = None if setting.capability == (0, 0) else configs.instead_of(name)
-    steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, instead=instead)
+    steps.launch(kernel, (setting.multiprocessors,), config, (tma, instead))
     if cuts:
         steps.launch(combine_kernel, (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)), {"BLOCK": COMBINE_BLOCK})
 
@@ -258,7 +251,7 @@ def _max_backward(steps: Steps, needs: Needs) -> None:
         entries = (programs * config["BLOCK_B"] * config["BLOCK_V"],)  # its programs list entries of their own
         steps.buffers |= {"code64": Buffer(entries, torch.int64), "own_grad": Buffer(entries, dtype)}
         own = config | {"ACCUMULATE": "weight" in setting.added}
-        steps.launch(max_backward.dweight_kernel, (programs,), own, {"grad_ptr": "own_grad"})
+        steps.launch(max_backward.dweight_kernel, (programs,), own, grad_ptr="own_grad")
 
 
 # ---- sums and means
@@ -346,7 +339,7 @@ def _store(steps: Steps, counts: tuple[int, int, int], first: int, last: bool) -
         "BLOCK_V": STORE_BIAS[1],
     }  # fmt: skip
     grid = (sum(map(cdiv, counts, blocks)),)
-    steps.launch(sum_pooling.store_gradients_kernel, grid, own, {"dhidden_ptr": "dhidden" if last else "nothing"})
+    steps.launch(sum_pooling.store_gradients_kernel, grid, own, dhidden_ptr="dhidden" if last else "nothing")
 
 
 def _unit_of_dlogits(

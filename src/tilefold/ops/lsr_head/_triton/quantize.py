@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ BLOCK_ROWS = 8
 
 @triton.jit(do_not_specialize=["N"])
 def quantize_rows_kernel(
-    rows_ptr, values_ptr, scale_ptr, N, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+    rows_ptr, values_ptr, row_scale_ptr, N, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     largest = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -29,7 +27,7 @@ def quantize_rows_kernel(
         x = tl.load(rows_ptr + r.to(tl.int64)[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))  # [BLOCK_ROWS]
     scale = tl.where(largest == 0.0, 1.0, tl.maximum(largest / FP8_MAX, TINY))
-    tl.store(scale_ptr + r, scale, mask=r < N)
+    tl.store(row_scale_ptr + r, scale, mask=r < N)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = (r < N)[:, None] & (d < D)[None, :]
@@ -40,7 +38,7 @@ def quantize_rows_kernel(
         tl.store(values_ptr + offs, x.to(values_ptr.dtype.element_ty), mask=inside)
 
 
-def row_constants(dim: int) -> dict[str, Any]:
+def row_constants(dim: int) -> dict[str, int]:
     """The constants of the kernel for rows of ``dim`` entries."""
     return {"D": dim, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_D": min(1024, power_of_two(dim, 1)), "num_warps": 8}
 
