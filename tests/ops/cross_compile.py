@@ -46,11 +46,12 @@ def compile_kernel(
     num_stages: int,
     divisible: frozenset[str] = frozenset(),
     registers: int | None = None,
+    ptx_options: str | None = None,
 ) -> Compiled:
     """Compile ``kernel`` for ``sm_<capability>``; ``types`` gives the dtype of each run-time argument by name.
 
     ``divisible`` names the integers, strides for instance, that are multiples of 16 in the calls that matter, and
-    ``registers`` caps what a thread may take, as ``maxnreg`` does in a launch.
+    ``registers`` caps what a thread may take, as ``maxnreg`` does in a launch; ``ptx_options`` are for the assembler.
     """
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     # torch allocations are aligned: the launcher tells the compiler so, and wide loads depend on it
@@ -65,6 +66,7 @@ def compile_kernel(
         BUILD_OPTIONS
         | {"num_warps": num_warps, "num_stages": num_stages}
         | ({"maxnreg": registers} if registers else {})
+        | ({"ptx_options": ptx_options} if ptx_options else {})
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = compiled.asm["cubin"]

@@ -23,8 +23,10 @@ CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-def check(compiled: Compiled, capability: int, tensor_cores: bool = False, looped: float = 0.0) -> None:
-    check_spills(compiled, looped=looped)
+def check(
+    compiled: Compiled, capability: int, tensor_cores: bool = False, looped: float = 0.0, spilled: int = 0
+) -> None:
+    check_spills(compiled, spilled, looped)
     assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
     if capability == 90 and tensor_cores:
         assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
@@ -58,7 +60,8 @@ def test_row_kernels_build_without_spills(capability: int, kind: str, dtype: str
         ):
             warps = config.pop("num_warps")
             constants = config | {"KIND": form(kind, dtype), "HAS_ALPHA": kind == "generic"} | own
-            check(compile_kernel(kernel, types, constants, capability, warps, 3), capability)
+            spilled = 16 if (capability, kind) == (100, "steep") else 0  # outside the loops
+            check(compile_kernel(kernel, types, constants, capability, warps, 3), capability, spilled=spilled)
 
 
 STRIDES = frozenset(f"s{letter}_{axis}" for letter in "qkvodgw" for axis in "bhn")
@@ -93,12 +96,14 @@ KNOWN_SPILLS: dict[tuple[str | int, ...], int] = {
 }
 KNOWN_SPILLS |= {("bf16", 64, 80): 8, ("bf16", 128, 80): 56, ("bf16", 256): 48}
 END_SPILLS = 24  # of two accumulators on 9.0, where programs share a multiprocessor: put away outside the loops
-MASK_SPILLS = 80 if release() in ((3, 7), (3, 8)) else 72  # and with a mask, or a count of the support, in any kernel
+MASK_SPILLS = {(3, 7): 80, (3, 8): 80, (3, 9): 160}.get(
+    release(), 72
+)  # and with a mask, or a count of the support, in any kernel
 # bytes, and the share of a loop, of a form that looks at alpha as it runs
 ANY_ALPHA_SPILLS = (392, 1 / 28) if release() == (3, 4) else (MASK_SPILLS, 1 / 40)
 # and with the five sums of the gradient of alpha, in three programs
 ALPHA_SPILLS, ALPHA_LOOPED = {(3, 4): 144, (3, 7): 136}.get(release(), 128), 1 / 32
-MASK_LOOPED = 1 / 40  # of the instructions of a loop
+MASK_LOOPED = 1 / 32 if release() == (3, 9) else 1 / 40  # of the instructions of a loop
 TILE_LOOPED = 1 / 4  # of a loop in fp32 at 256
 # 3.4 keeps more addresses of dkv's operands: on 8.0 8 of the 672 instructions of its loop, in fp32 1 of 1475
 LOOPED = {((3, 4), "bf16", 80, "dkv"): 1 / 64, ((3, 4), "fp32", 90, "dkv"): 1e-3, ((3, 4), "fp32", 100, "dkv"): 1e-3}
@@ -153,9 +158,10 @@ def build(
     launch = launched(name, dtype, dim, kind, capability, keys, **asked)
     assert launch.constants["KIND"] == kind
     flags = dict(launch.constants)
-    warps, stages, registers = (flags.pop(each, None) for each in ("num_warps", "num_stages", "maxnreg"))
+    asked = (flags.pop(each, None) for each in ("num_warps", "num_stages", "maxnreg", "ptx_options"))
+    warps, stages, registers, assembler = asked
     types = attention_types(NAMES[dtype])
-    return compile_kernel(launch.kernel, types, flags, capability, warps, stages, STRIDES, registers=registers)
+    return compile_kernel(launch.kernel, types, flags, capability, warps, stages, STRIDES, registers, assembler)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="plans name kernels")
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.plan import Launch, Plan, Setting, TorchStep
-from tilefold.ops._shared.tuning import Row
 from tilefold.ops.entmax_attention import configs, plans
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
 
@@ -89,18 +88,13 @@ def test_a_last_dimension_of_other_strides_is_copied_and_laid_out_again() -> Non
     assert made == ["q", "resident_kernel", "out", "out2"]
 
 
-def test_one_row_of_the_table_changes_the_limits_of_rows_with_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "release", lambda: (3, 9))
-    row = Row(
-        configs.HOPPER | {"way": configs.LISTS, "release": (3, 9)},
-        {"registers": 128, "programs": 4, "wide_registers": 168},
-        "a test",
-    )
-    limits = {}
-    for table in (configs.TABLE, (*configs.TABLE, row)):
-        monkeypatch.setattr(configs, "TABLE", table)
-        configs.config_for.cache_clear()
-        for keys in (512, 4096):
-            steps = launches(plans.forward(*problem(keys), True, HOPPER))
-            limits[len(table), keys] = tuple(steps[name].constants["maxnreg"] for name in WALKED)
-    assert list(limits.values()) == [(168, 255), (168, 255), (168, 255), (128, 168)]
+@pytest.mark.parametrize(("release", "option"), [((3, 8), None), ((3, 9), "--regAllocOptLevel=4")], ids=str)
+def test_what_the_assembler_is_told_reaches_the_launches_of_releases_that_need_it(
+    monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], option: str | None
+) -> None:
+    monkeypatch.setattr(releases, "release", lambda: release)
+    configs.config_for.cache_clear()
+    for keys in (512, 4096):
+        steps = launches(plans.forward(*problem(keys), True, HOPPER))
+        assert [steps[name].constants.get("ptx_options") for name in WALKED] == [option, option]
+        assert [steps[name].constants["maxnreg"] for name in WALKED] == [128, 168]

@@ -120,11 +120,12 @@ def arguments_of(
     """Tensors by name, numbers and constants of a launch, by the names that the kernel has for them.
 
     ``places`` are the tensors by the kernel's names; one ``<name>_ptr`` that is not there is ``name``. ``values`` may
-    have more than the kernel takes, besides warps, stages and the registers of a thread.
+    have more than the kernel takes, besides warps, stages, the registers of a thread and options of the assembler.
     """
     named: list[str] = []
     numbers: list[int | float] = []
-    constants = {name: values[name] for name in ("num_warps", "num_stages", "maxnreg") if name in values}
+    asked = ("num_warps", "num_stages", "maxnreg", "ptx_options")  # None leaves it to Triton
+    constants = {name: values[name] for name in asked if values.get(name) is not None}
     for name in kernel.arg_names:
         if name in places or name.endswith("_ptr"):
             named.append(places.get(name, name.removesuffix("_ptr")))

@@ -178,7 +178,7 @@ def _told(tensors: AttentionTensors, options: Options, config: AttentionConfig, 
         "CAUSAL": options.causal, "WINDOW": options.window >= 0, "HAS_MASK": tensors.key_padding_mask is not None,
         "PACKED": packed, "DROPOUT": tensors.seed is not None,
         "EXACT": scale > 0 and math.frexp(scale)[0] == 0.5,  # multiplying never rounds and keeps the order of scores
-        "PRECISION": config.precision,
+        "PRECISION": config.precision, "ptx_options": config.ptx_options,
     }  # fmt: skip
 
 
