@@ -158,8 +158,8 @@ def build(
     launch = launched(name, dtype, dim, kind, capability, keys, **asked)
     assert launch.constants["KIND"] == kind
     flags = dict(launch.constants)
-    asked = (flags.pop(each, None) for each in ("num_warps", "num_stages", "maxnreg", "ptx_options"))
-    warps, stages, registers, assembler = asked
+    names = ("num_warps", "num_stages", "maxnreg", "ptx_options")
+    warps, stages, registers, assembler = (flags.pop(each, None) for each in names)
     types = attention_types(NAMES[dtype])
     return compile_kernel(launch.kernel, types, flags, capability, warps, stages, STRIDES, registers, assembler)
 
