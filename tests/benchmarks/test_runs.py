@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks import causal_lm, feedback, masked_lm, multilingual, recipes, recipes_table
 from benchmarks.runs import run_all, take_named
-from tests.recipes.small import small_collection
-from tests.recipes.tiny import tiny_masked_lm, wordpiece
+from tests.recipes.small import small_collection, tiny_masked_lm, wordpiece
 from tilefold.bench.results import read_csv
 from tilefold.recipes import get_recipe
 from tilefold.recipes.decoders import causal_splade

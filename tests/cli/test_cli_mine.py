@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.cli.program import Call, done, fails, measured, run_steps
-from tests.recipes.small import small_collection
-from tests.recipes.tiny import tiny_masked_lm
+from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold import retrieval as r
 from tilefold.recipes import RECIPES

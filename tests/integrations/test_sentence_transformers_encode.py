@@ -171,7 +171,7 @@ from pathlib import Path
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
-from tests.recipes.tiny import tiny_masked_lm
+from tests.recipes.small import tiny_masked_lm
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, stream
 texts = [" ".join(f"w{(3 * i + j) % 78}" for j in range(1 + i % 5)) for i in range(7)]
 folder = tiny_masked_lm(Path(tempfile.mkdtemp()), texts, layers=1)

@@ -13,8 +13,7 @@ from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesR
 
 from tests.integrations.splade_models import CAUSAL_OPTIONS
 from tests.modules.batches import same
-from tests.recipes.small import small_masked_lm
-from tests.recipes.tiny import TEXTS, dense, tiny_causal_lm
+from tests.recipes.small import TEXTS, dense, small_masked_lm, tiny_causal_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.losses import GlobalFlopsLoss

@@ -6,8 +6,7 @@ import pytest
 
 from tests.cli.program import run_cli
 from tests.heap import small_heap  # noqa: F401 - for all files of this folder
-from tests.recipes.small import small_collection, small_masked_lm
-from tests.recipes.tiny import tiny_dense, tiny_masked_lm, tiny_reranker
+from tests.recipes.small import small_collection, small_masked_lm, tiny_dense, tiny_masked_lm, tiny_reranker
 from tilefold.retrieval.collection import Collection
 
 

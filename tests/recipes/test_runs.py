@@ -78,6 +78,15 @@ def trained(masked_lm: str, collection: Collection, tmp_path_factory: pytest.Tem
     return run
 
 
+@pytest.fixture
+def still(masked_lm: str, tmp_path: Path) -> str:
+    """Without dropout, which draws by the layout of a batch, and other numbers in graphs."""
+    folder = shutil.copytree(masked_lm, tmp_path / "base")
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "config.json").write_text(json.dumps(config(folder) | rates))
+    return str(folder)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     files = folder.rglob("model.safetensors")
     return {f"{file.parent.name}.{name}": value for file in files for name, value in load_file(file).items()}
@@ -154,20 +163,12 @@ def test_a_killed_run_of_grouped_batches_ends_as_a_whole_one(recipe: Any, collec
 
 @pytest.mark.parametrize("kind", ["splade", "colbert"])
 def test_fused_and_plain_runs_see_the_same_losses(
-    kind: str, masked_lm: str, collection: Collection, tmp_path: Path
+    kind: str, still: str, collection: Collection, tmp_path: Path
 ) -> None:
-    base = shutil.copytree(masked_lm, tmp_path / "base")  # without dropout, which draws by the layout of a batch
-    config = json.loads((base / "config.json").read_text())
-    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (base / "config.json").write_text(json.dumps(config))
     for steps in (1, 4):
+        recipe = replace(recipe_of(kind, still), max_steps=steps)
         fused, plain = (
-            train(
-                replace(recipe_of(kind, str(base)), fused=fused, max_steps=steps),
-                collection,
-                tmp_path / f"{steps}{fused}",
-            )
-            for fused in (True, False)
+            train(replace(recipe, fused=fused), collection, tmp_path / f"{steps}{fused}") for fused in (True, False)
         )
         assert (fused.fused, plain.fused) == (True, False)
         assert fused.loss is not None and fused.loss == pytest.approx(plain.loss, rel=1e-4)
@@ -325,12 +326,8 @@ def test_one_of_two_gpus_is_used(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [SpladeRecipe, ColbertRecipe])
-def test_an_interrupted_run_with_graphs_goes_on(kind: Any, masked_lm: str, collection: Any, tmp_path: Path) -> None:
-    shutil.copytree(masked_lm, tmp_path / "base")  # without dropout, which graphs draw from other random numbers
-    still = config(tmp_path / "base") | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(still))
-    steps = {"max_steps": 8, "save_steps": 4}
-    recipe = kind(base_model=str(tmp_path / "base"), batch_size=4, max_length=16, graphs=True, **steps)
+def test_an_interrupted_run_with_graphs_goes_on(kind: Any, still: str, collection: Any, tmp_path: Path) -> None:
+    recipe = kind(base_model=still, batch_size=4, max_length=16, graphs=True, max_steps=8, save_steps=4)
     plain = replace(recipe, graphs=False)
     for asked, folder in ((recipe, "m"), (plain, "plain")):
         with pytest.raises(KeyboardInterrupt):

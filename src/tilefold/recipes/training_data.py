@@ -63,11 +63,9 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
 def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
     mine = f"tilefold mine --data {collection.name} --index INDEX --output negatives.parquet"
     score = f"tilefold score negatives.parquet --data {collection.name} --teacher MODEL --output scores.parquet"
-    what, made, commands = (
-        ("mined negatives with teachers' scores", "scores.parquet", f"{mine}, then {score}")
-        if recipe.needs_scores
-        else ("mined negatives", "negatives.parquet", mine)
-    )
+    what, made, commands = "mined negatives", "negatives.parquet", mine
+    if recipe.needs_scores:
+        what, made, commands = "mined negatives with teachers' scores", "scores.parquet", f"{mine}, then {score}"
     return (
         f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and give it the file: "
         f"--negatives {made}, in Python negatives={made}"
@@ -88,11 +86,8 @@ def _read(recipe: LsrRecipe, collection: Collection, file: Path) -> dict[str, _J
         if group.query not in judged:
             continue
         relevant = {name for name, grade in judged[group.query].items() if grade > 0}
-        pool = [
-            name
-            for name, marked in zip(group.documents, group.relevant.tolist(), strict=True)
-            if not marked and name not in relevant
-        ]
+        marked = zip(group.documents, group.relevant.tolist(), strict=True)
+        pool = [name for name, is_relevant in marked if not is_relevant and name not in relevant]
         target = () if group.target is None else zip(group.documents, group.target.tolist(), strict=True)
         if pool:
             found[group.query] = _Judged(pool, dict(target))

@@ -59,12 +59,9 @@ _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-sto
 def create_app(
     service: Service, api_key: str | None = None, *, local: bool = False, origins: Sequence[str] = ()
 ) -> FastAPI:
-    """The application of a service: text-embeddings-inference at three mount points, search at ``/v1``.
-
-    The service starts and ends with the application.
+    """The application of a service, which starts and ends with it: text-embeddings-inference three times, and search.
 
     Args:
-        service: answers.
         api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks, metrics, the page and
             the description of the routes.
         local: refuse requests whose header Host is a domain name: for a server without a key on the loopback address,

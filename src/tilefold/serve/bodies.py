@@ -14,11 +14,11 @@ _INPUTS_SCHEMA = {"oneOf": [*_TEXT_OR_IDS["oneOf"], {"type": "array", "items": _
 _TEXTS_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_ids(value: Any) -> bool:
+def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in value)
 
 
@@ -26,10 +26,10 @@ class Single(list[Any]):
     """The one input of a request that gave no list of them, which metrics count apart."""
 
 
-def _listed(is_one: Callable[[Any], bool], is_each: Callable[[Any], bool], expected: str) -> PlainValidator:
+def _listed(is_one: Callable[[object], bool], is_each: Callable[[object], bool], expected: str) -> PlainValidator:
     """A check of one input or a list of inputs, which makes it a list."""
 
-    def check(value: Any) -> list[Any]:
+    def check(value: object) -> list[Any]:
         if is_one(value):
             return Single([value])
         if isinstance(value, list) and all(map(is_each, value)):
@@ -39,7 +39,7 @@ def _listed(is_one: Callable[[Any], bool], is_each: Callable[[Any], bool], expec
     return PlainValidator(check)
 
 
-def _contents(value: Any) -> list[Any]:
+def _contents(value: object) -> list[Any]:
     """Documents of a reranker: texts, or objects with a text."""
     found = [each.get("text") if isinstance(each, dict) else each for each in value] if isinstance(value, list) else []
     if not isinstance(value, list) or not all(map(_is_text, found)):
@@ -47,7 +47,7 @@ def _contents(value: Any) -> list[Any]:
     return found
 
 
-def _direction(value: Any) -> str:
+def _direction(value: object) -> str:
     if isinstance(value, str) and value.lower() in ("left", "right"):
         return value.lower()
     raise ValueError("expected 'left' or 'right'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,20 +222,14 @@ class Served:
             encoded = [row[mask] for row, mask in zip(found["token_embeddings"], kept, strict=True)]
         else:
             encoded = self._encoded(way, inputs)
-        rows = [row.detach().float().cpu() for row in encoded]
-        if not all(bool(row.isfinite().all()) for row in rows):
-            raise ValueError(f"texts: expected finite token vectors, got {_not_finite(rows)}. Check the model.")
-        return rows
+        return _finite([row.detach().float().cpu() for row in encoded], "token vectors")
 
     def _dense(self, way: Way, inputs: Sequence[Any]) -> list[Vector]:
         if way.ids:
             encoded = self._features(way, inputs)["sentence_embedding"][:, : self.model.truncate_dim]
         else:
             encoded = self._encoded(way, inputs, convert_to_tensor=True)
-        rows: torch.Tensor = encoded.detach().float().cpu()
-        if not bool(rows.isfinite().all()):
-            raise ValueError(f"texts: expected finite vectors, got {_not_finite(rows)}. Check the model.")
-        return list(rows.numpy())
+        return [row.numpy() for row in _finite(list(encoded.detach().float().cpu()), "vectors")]
 
     def _encoded(self, way: Way, texts: Sequence[str], **options: Any) -> Any:
         cut = cut_texts(self.model, texts)
@@ -263,10 +257,13 @@ class Served:
             return self.model(features, task=way.side)
 
 
-def _not_finite(rows: Iterable[torch.Tensor]) -> str:
-    """The first number that is not finite, and which input it is of."""
-    at, wrong = next((at, wrong) for at, row in enumerate(rows) if (wrong := row[~row.isfinite()]).numel())
-    return f"{wrong[0].item()} for input {at}"
+def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:
+    """The rows of the inputs; a ``ValueError`` names the first number that is not finite, and which input it is of."""
+    for at, row in enumerate(rows):
+        if (wrong := row[~row.isfinite()]).numel():
+            found = f"{wrong[0].item()} for input {at}"
+            raise ValueError(f"texts: expected finite {what}, got {found}. Check the model.")
+    return rows
 
 
 @contextmanager

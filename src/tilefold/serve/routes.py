@@ -245,7 +245,11 @@ class Routes:
                 raise empty("inputs")
             self.service.check_size(texts, model, self.side)
             prompt = "" if body.prompt_name is None else model.prompt(model.way(self.side, body.prompt_name))
-            write = partial(_tokens, model.text, body, prompt)
+
+            def write(texts: list[str]) -> list[bytes]:
+                found = model.text.tokenize(texts, body.add_special_tokens, prompt, in_bytes=body.offsets == "bytes")
+                return list(map(answers.plain, found))
+
             found = await self.service.in_portions(texts, write, self.service.in_tokenizer)
         return Response(answers.listed(found), media_type=JSON)
 
@@ -253,7 +257,10 @@ class Routes:
         service, model = self.service, self.service.first_model
         with service.permit(body.ids, "ids"):
             service.check_size(body.ids, model, self.side, "ids")
-            write = partial(_texts, model.text, body.skip_special_tokens)
+
+            def write(ids: list[list[int]]) -> list[bytes]:
+                return [answers.plain(model.text.decode(each, body.skip_special_tokens)) for each in ids]
+
             found = await service.in_portions(body.ids, write, service.in_tokenizer)
         return Response(answers.listed(found), media_type=JSON)
 
@@ -305,15 +312,6 @@ def _late_scores(query: torch.Tensor, documents: Sequence[torch.Tensor], raw: bo
 def _resolved(text: TextTokens, inputs: list[Any], prompted: bool) -> list[Any]:
     read = (lambda ids: text.decode(ids, True)) if prompted else (lambda ids: tuple(text.known(ids)))
     return [each if isinstance(each, str) else read(each) for each in inputs]
-
-
-def _texts(text: TextTokens, skip_special: bool, ids: list[list[int]]) -> list[bytes]:
-    return [answers.plain(text.decode(each, skip_special)) for each in ids]
-
-
-def _tokens(text: TextTokens, body: bodies.Tokenize, prompt: str, texts: list[str]) -> list[bytes]:
-    in_bytes = body.offsets == "bytes"
-    return [answers.plain(each) for each in text.tokenize(texts, body.add_special_tokens, prompt, in_bytes=in_bytes)]
 
 
 def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]:

@@ -182,25 +182,27 @@ class _SearchRoutes:
             raise ServeError("Backend", message) from error
 
     async def _searched(self, body: SearchBody, request: SearchRequest, brief: bool) -> Response:
-        service, times = self.service, {}
+        service, times = self.service, dict[str, float]()
         service.check_size([body.query], self.searchable.encoder, "query", "query")
         with service.permits.take(1):
-            started = time.perf_counter()
-            vector = None
+            started, vector = time.perf_counter(), None
+
+            def lap(name: str) -> None:
+                times[name] = time.perf_counter() - started - sum(times.values())
+
             if self.searchable.encoder is not None:
                 outcome = await service.encode("sparse", [body.query], Asked("query"))
                 vector = self.searchable.query_vector(outcome.rows[0])
-            times["encode"] = time.perf_counter() - started
+            lap("encode")
             ranking = await self._rank(body.query, vector, request)
-            times["search"] = time.perf_counter() - started - times["encode"]
+            lap("search")
             if request.reranking is not None and ranking.run[QUERY]:
                 ranking = await self._rerank(request.reranking, body.query, ranking)
-                times["rerank"] = time.perf_counter() - started - times["encode"] - times["search"]
+                lap("rerank")
             columns: dict[str, Run] = {}
             if body.columns:
-                began = time.perf_counter()
                 columns = await self._columns(body, request, vector)
-                times["columns"] = time.perf_counter() - began
+                lap("columns")
             content = await service.off_loop(self._rendered, body, ranking, columns, times, brief)
         service.metrics.count("tilefold_search_count")
         service.metrics.observe("tilefold_search_duration", times["search"])
@@ -288,14 +290,10 @@ class _SearchRoutes:
     def _column(self, scores: dict[str, float], hits: int) -> list[dict[str, Any]]:
         """The best of one stage."""
         best, documents = list(scores.items())[:hits], self.searchable.documents
+        named = [(name, score, documents.get(name)) for name, score in best]
         return [
-            {
-                "docid": name,
-                "score": score,
-                "rank": rank,
-                "title": found.title if (found := documents.get(name)) else "",
-            }
-            for rank, (name, score) in enumerate(best, start=1)
+            {"docid": name, "score": score, "rank": rank, "title": document.title if document else ""}
+            for rank, (name, score, document) in enumerate(named, start=1)
         ]
 
 

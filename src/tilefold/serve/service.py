@@ -83,13 +83,9 @@ class Outcome:
 
 
 class Service:
-    """Models, loaded once, behind one queue per device, and an index to search.
+    """Models, loaded once, at most one of each kind, behind one queue per device, and an index that they belong to.
 
-    Args:
-        models: at most one of each kind, among them those of the index.
-        limits: see :class:`Limits`.
-        default_side: the side of the routes at the root; ``/query`` and ``/document`` have their own.
-        searchable: what ``/v1/{index}/search`` searches, or None.
+    `default_side` is that of the routes at the root; ``/query`` and ``/document`` have their own.
 
     Raises:
         ValueError: nothing to serve, two models of one kind, or an unknown side.
@@ -300,9 +296,9 @@ class Service:
             raise invalid(f"`inputs` must have less than {limit} tokens. Given: {max(found)}", label="tokenization")
         return found
 
-    def _run(self, key: Any, payloads: list[Any]) -> list[Any]:
+    def _run(self, key: Way | str, payloads: list[Any]) -> list[Any]:
         """A batch, in the worker thread of a device."""
-        if key == _CALL:
+        if isinstance(key, str):
             return [work() for work in payloads]
         return self.models[key.kind].encode(key, payloads)
 
