@@ -263,7 +263,7 @@ def ours(
     *,
     graph: bool = False,
 ) -> tuple[Implementation, ...]:
-    """An operator's own implementations: ``call`` with ``impl=``, by default the tiled one ``tiled_on`` alone."""
+    """An operator's own implementations, ``call`` with ``impl=``; the tiled one runs by default ``tiled_on``."""
 
     def build(impl: str) -> Build:
         return lambda inputs: inputs.bind(functools.partial(call, impl=impl), chosen_impl(inputs.leaves[0], impl))

@@ -14,9 +14,7 @@ from tilefold.cli._common import UsageError
 from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
-    import torch
-
-    from tilefold.bench.runner import BenchRow
+    from tilefold.bench.runner import BenchRow, RunOptions
     from tilefold.bench.spec import BenchCase, BenchSpec
 
 _QUICK_SECONDS = 0.15
@@ -41,7 +39,9 @@ def bench(
     Exits with 1 if an implementation failed its check.
     """
     from tilefold.bench.results import choose_device, results_folder
+    from tilefold.bench.runner import RunOptions
     from tilefold.bench.spec import get_spec, operators
+    from tilefold.bench.timing import TimeBudget
 
     try:
         if every and op is not None:
@@ -54,27 +54,26 @@ def bench(
             raise ValueError(f"op must be given, one of {', '.join(operators())}; or use --all.")
         if listing:
             for spec in specs:
-                _list(spec)
+                typer.echo(f"{spec.op}: shapes")
+                for case in spec.cases:
+                    typer.echo(f"  {case.name:32} {case.device:5} {case.dtype}{'  quick' if case.quick else ''}")
+                typer.echo(f"{spec.op}: implementations")
+                for each in spec.implementations:
+                    typer.echo(f"  {each.name:32} {each.kind:9} {', '.join(each.default_on) or 'on request'}")
             return
         target = choose_device(device)
         chosen = [(spec, _cases(spec, shape, target.type, dtype, quick)) for spec in specs]
         seconds = min(seconds, _QUICK_SECONDS) if quick else seconds
-        failed = _run_all(chosen, target, impl, seconds, minutes, results_folder(output, quick))
+        # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
+        on_cpu = TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
+        budget = TimeBudget(seconds=seconds) if target.type == "cuda" else on_cpu
+        options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
+        failed = _run_all(chosen, options, results_folder(output, quick))
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
     if failed:
         raise typer.Exit(1)
-
-
-def _list(spec: BenchSpec) -> None:
-    typer.echo(f"{spec.op}: shapes")
-    for case in spec.cases:
-        typer.echo(f"  {case.name:32} {case.device:5} {case.dtype}{'  quick' if case.quick else ''}")
-    typer.echo(f"{spec.op}: implementations")
-    for implementation in spec.implementations:
-        where = ", ".join(implementation.default_on) or "on request"
-        typer.echo(f"  {implementation.name:32} {implementation.kind:9} {where}")
 
 
 def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:
@@ -90,27 +89,15 @@ def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | N
     return [replace(case, dtype=parse_dtype(dtype)) for case in cases] if dtype else cases
 
 
-def _run_all(
-    chosen: list[tuple[BenchSpec, list[BenchCase]]],
-    device: torch.device,
-    impl: list[str] | None,
-    seconds: float,
-    minutes: float | None,
-    folder: Path | None,
-) -> bool:
+def _run_all(chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None) -> bool:
     """Run, print and save; whether an implementation of ours failed its check."""
     from rich.console import Console
 
     from tilefold.bench import results
     from tilefold.bench.results import collect, results_file, write_csv
-    from tilefold.bench.runner import CSV_KEY, RunOptions, run_spec, verdicts
-    from tilefold.bench.timing import TimeBudget
+    from tilefold.bench.runner import CSV_KEY, run_spec, verdicts
 
-    # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
-    on_gpu = device.type == "cuda"
-    budget = TimeBudget(seconds=seconds) if on_gpu else TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
-    options = RunOptions(device=device, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
-    provenance = collect(device)
+    provenance = collect(options.device)
     console = Console(width=None if Console().is_terminal else 190)
     results.print_header(console, provenance)
     failed = False
