@@ -264,7 +264,8 @@ def ensemble(
     """
     if not teachers:
         raise ValueError("teachers: expected at least one, got an empty mapping.")
-    check_choice("normalization", normalization, NORMALIZATIONS)
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization: expected min_max or none, got {normalization!r}.")
     if like is not None and scale is not None:
         raise ValueError("like, scale: expected one of them, got both.")
     if like is not None and like not in teachers:
