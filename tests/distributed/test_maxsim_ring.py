@@ -12,8 +12,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from tests.distributed.ranks import Rank, Ranks
+from tests.ops.base import maxsim_ring as _ring
 from tilefold.ops import maxsim, maxsim_contrastive_loss
-from tilefold.ops.maxsim import _ring
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 

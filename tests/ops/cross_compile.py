@@ -15,8 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tests.kernels import release
+from tests.ops.base import BUILD_OPTIONS
 from tests.ops.machine_code import looped_spills
-from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, release
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Bytes of stack. 3.4 keeps from item to item of a persistent kernel what others make again (`tl.range(disable_licm)`).

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import triton_installed, triton_interpreted
-from tilefold.ops._shared._triton.releases import interpreter_breaks_with
+from tests.ops.base import interpreter_breaks_with
 
 ROOT = Path(__file__).resolve().parents[2]
 

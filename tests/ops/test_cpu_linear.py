@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ops.base import has_onednn_linear, onednn, onednn_linear, onednn_packed
 from tilefold.ops import cpu_linear, lsr_head
-from tilefold.ops._shared import onednn
-from tilefold.ops._shared.internals import has_onednn_linear, onednn_linear, onednn_packed
 from tilefold.ops.cpu_linear import fast_linear
 
 ROWS = onednn.FEWEST_ROWS

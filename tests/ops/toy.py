@@ -15,10 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilefold.ops._shared.checks import check_shape
-from tilefold.ops._shared.impl import chosen_impl
-from tilefold.ops._shared.operator import Checked, Operator, Variant
-from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous
+from tests.ops.base import (
+    Buffer,
+    Checked,
+    Instead,
+    Launch,
+    Operator,
+    Plan,
+    Setting,
+    TorchStep,
+    Variant,
+    check_shape,
+    chosen_impl,
+    contiguous,
+)
 
 BLOCK = 32
 HALVES = "toy of halves"

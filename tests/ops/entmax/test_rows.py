@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import kind_of, solve
 from tests.ops.conftest import Target
 from tests.refusals import refused
 from tilefold.ops import entmax, entmax_attention, sparsemax
-from tilefold.ops._shared.entmax_root import kind_of, solve
 from tilefold.ops.entmax import chosen_impl
 from tilefold.testing import assert_within_budget, budget
 from tilefold.testing.entmax import SCORES, entmax_by_sorting, entmax_results, entmax_scores

@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import release, triton_interpreted
+from tests.ops.base import AttentionOptions as Options
+from tests.ops.base import AttentionSaved, AttentionTensors, Launch, Setting
 from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
-from tilefold.ops._shared.plan import Launch, Setting
-from tilefold.ops.entmax._triton import rows
+from tests.ops.launching import entmax_kernels as rows
 from tilefold.ops.entmax.plans import rows_config
 from tilefold.ops.entmax_attention import configs, plans
-from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 

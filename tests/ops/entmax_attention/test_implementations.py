@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import Row, operator
 from tests.ops.conftest import Target
 from tilefold.ops import entmax_attention
-from tilefold.ops._shared import operator
-from tilefold.ops._shared.tuning import Row
 from tilefold.ops.entmax_attention import configs
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.testing.entmax_attention import (
@@ -318,8 +317,7 @@ def torch_table(offsets: Tensor, block: int, tiles: int) -> tuple[Tensor, Tensor
 def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int) -> None:
     if target.impl != "triton":
         pytest.skip("only the kernels need tables")
-    from tilefold.ops._shared._triton.launch import launch
-    from tilefold.ops.entmax_attention._triton.tiles import tables_kernel
+    from tests.ops.launching import launch, tables_kernel
 
     cu_q = torch.tensor([0, *lengths], device=target.device).cumsum(0).to(torch.int32)
     cu_k = 2 * cu_q
@@ -332,5 +330,5 @@ def test_tables_of_packed_batches(target: Target, lengths: list[int], keys: int)
     tables = (*made, None, None)[:4]
     constants = {"ROWS": 16, "KEYS": keys, "BLOCK": 64, "num_warps": 4, "num_stages": 1}
     grid = (max(sizes) // 64 + 1, 2 if keys else 1, 1)
-    launch(tables_kernel, grid, (cu_q, cu_k, *tables, batch, sizes[0], sizes[1] if keys else 0), constants)
+    launch.launch(tables_kernel, grid, (cu_q, cu_k, *tables, batch, sizes[0], sizes[1] if keys else 0), constants)
     assert all(torch.equal(found, table) for found, table in zip(made, wanted, strict=True))

@@ -13,11 +13,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import AttentionOptions as Options
+from tests.ops.base import AttentionTensors, philox_word
 from tests.refusals import refused
 from tilefold.ops import entmax_attention
-from tilefold.ops._shared.philox import philox_word
 from tilefold.ops.entmax_attention import chosen_impl
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 from tilefold.ops.entmax_attention.configs import live_shape
 from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_inputs
 

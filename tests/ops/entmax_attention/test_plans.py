@@ -11,10 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="plans name kernels")
 
-from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.plan import Launch, Plan, Setting, TorchStep
+from tests.ops.base import AttentionOptions as Options
+from tests.ops.base import AttentionSaved, AttentionTensors, Launch, Plan, Setting, TorchStep, releases
 from tilefold.ops.entmax_attention import configs, plans
-from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
 
 HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
 WALKED = ["roots_kernel", "output_kernel"]

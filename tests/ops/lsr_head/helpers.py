@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
-from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import LSRHeadInputs
 

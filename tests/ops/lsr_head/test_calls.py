@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.base import operator, releases
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, close, leaves_of, only_kernels, same
 from tests.refusals import refused
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight
-from tilefold.ops._shared import operator
-from tilefold.ops._shared._triton import releases
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
@@ -169,7 +168,7 @@ def sequence(inputs: LSRHeadInputs, b: int) -> Tensor:
 @pytest.fixture(params=[4096, 0], ids=["counted in place", "counted before"])
 def max_mask(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of a mask that every program counts for itself."""
-    from tilefold.ops.lsr_head._triton import pack
+    from tests.ops.launching import head_pack as pack
 
     monkeypatch.setattr(pack, "MAX_MASK", request.param)
 

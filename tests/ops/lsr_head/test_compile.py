@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep, why_no_warp_roles
+from tests.ops.base import head_problem as _problem
 from tests.ops.cross_compile import check_spills, compile_kernel
-from tilefold.ops._shared._triton.releases import why_no_warp_roles
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep
-from tilefold.ops.lsr_head import _problem, configs, plans
+from tilefold.ops.lsr_head import configs, plans
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
@@ -131,9 +131,8 @@ def described(launch: Launch, argument: str, dtype: torch.dtype) -> str:
         return f"tensordesc<{element}[{rows},{columns}]>"
     from triton.experimental.gluon import language as gl
 
-    from tilefold.ops.lsr_head._triton.max_forward_hopper import ELEMENTS
-
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
+    kind = {BF16: gl.bfloat16, F16: gl.float16, FP8: gl.float8e4nv}[dtype]
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
     return f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
 
 

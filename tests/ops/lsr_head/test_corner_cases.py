@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.base import operator
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import ACTIVATIONS, F16, INTERPRETED, POOLINGS, close, leaves_of, same, within_budget
 from tilefold.ops import lsr_head
-from tilefold.ops._shared import operator
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.lsr_head import (
     LSRHeadInputs,

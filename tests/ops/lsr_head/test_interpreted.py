@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tests.kernels import release
 from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
-from tilefold.ops._shared._triton.releases import release
 
 pytestmark = NEEDS_INTERPRETER
 FILES = (

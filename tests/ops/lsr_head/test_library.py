@@ -16,11 +16,12 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from tests.ops.base import Buffer, Setting, _reset_high_water
+from tests.ops.base import head_problem as _problem
+from tests.ops.base import head_tiles as _tiles
 from tests.ops.lsr_head.helpers import F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
-from tilefold.bench.timing import _reset_high_water
 from tilefold.ops import lsr_head, quantize_weight
-from tilefold.ops._shared.plan import Buffer, Setting
-from tilefold.ops.lsr_head import _problem, _tiles, chosen_impl
+from tilefold.ops.lsr_head import chosen_impl
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import (
     LSRHeadInputs,
@@ -299,7 +300,7 @@ def test_ties_and_nan_across_the_parts_of_a_sequence_are_settled_as_in_one(monke
 @pytest.mark.parametrize(("batch", "blocks"), [(64, 2), (1, 1)])
 def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allocated(batch: int, blocks: int) -> None:
     pytest.importorskip("triton", reason="plans name kernels")
-    from tilefold.ops._shared._triton.program import Program
+    from tests.ops.launching import Program
     from tilefold.ops.lsr_head import plans
 
     hidden, weight, scores = (torch.empty(shape, device="meta") for shape in ((batch, 16, 8), (9000, 8), (batch, 9000)))

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.base import head_quantized as _quantized
+from tests.ops.base import head_tiled as _tiled
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED
 from tilefold.ops import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
-from tilefold.ops.lsr_head import _quantized, _tiled
 from tilefold.testing import relative_error
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
 from tilefold.testing.padding import LAYOUTS

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tests.kernels import triton_installed
 from tests.ops.lsr_head.helpers import ACTIVATIONS, POOLINGS
 from tests.refusals import refused
 from tilefold.ops import lsr_head, lsr_head_sparse
-from tilefold.ops._shared.impl import triton_installed
 from tilefold.ops.lsr_head import chosen_impl
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import release, triton_interpreted
+from tests.ops.base import Launch, MaxSimOptions, MaxSimSaved, MaxSimTensors, Setting
+from tests.ops.base import maxsim_outputs as outputs
 from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
-from tilefold.ops._shared.plan import Launch, Setting
 from tilefold.ops.maxsim import configs, plans
-from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimSaved, MaxSimTensors, outputs
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import operator
 from tests.ops.conftest import Target
 from tilefold.ops import maxsim
-from tilefold.ops._shared import operator
 from tilefold.ops.maxsim import chosen_impl
 
 QUERIES, DOCUMENTS, PACKED = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), torch.zeros(6, 4)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import MaxSimOptions, MaxSimSaved, MaxSimTensors
+from tests.ops.base import maxsim_tiled as _tiled
 from tilefold.ops import maxsim
-from tilefold.ops.maxsim import _tiled, chosen_impl
-from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimSaved, MaxSimTensors
+from tilefold.ops.maxsim import chosen_impl
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs, maxsim_results, with_one_answer
 

@@ -14,16 +14,21 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import (
+    FallbackWarning,
+    KernelUnavailableError,
+    Launch,
+    MaxSimOptions,
+    MaxSimTensors,
+    Setting,
+    fallback,
+    operator,
+)
 from tests.ops.conftest import Target
+from tests.ops.launching import combine_kernel, row_query_kernel
+from tests.ops.launching import launch as shared_launch
 from tilefold.ops import maxsim
-from tilefold.ops._shared import fallback, operator
-from tilefold.ops._shared._triton import launch as shared_launch
-from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
-from tilefold.ops._shared.plan import Launch, Setting
 from tilefold.ops.maxsim import plans
-from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimTensors
-from tilefold.ops.maxsim._triton.forward import combine_kernel
-from tilefold.ops.maxsim._triton.norms import row_query_kernel
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results

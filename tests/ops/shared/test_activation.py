@@ -7,13 +7,7 @@ import math
 import pytest
 import torch
 
-from tilefold.ops._shared.activation import (
-    ACTIVATIONS,
-    activate,
-    differentiable_activate,
-    slope_from_logit,
-    slope_from_score,
-)
+from tests.ops.base import ACTIVATIONS, activate, differentiable_activate, slope_from_logit, slope_from_score
 
 FP64 = 4 * torch.finfo(torch.float64).eps  # a few roundings of exp and log1p
 

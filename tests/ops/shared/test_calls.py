@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import tilefold
-from tilefold.ops._shared import calls, fallback, internals
-from tilefold.ops._shared.calls import call_key, gradient_key
+from tests.ops.base import call_key, calls, fallback, gradient_key, internals
 
 SOURCES = Path(tilefold.__file__).parent
 INTERNALS = "ops/_shared/internals.py"

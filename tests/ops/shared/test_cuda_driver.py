@@ -21,13 +21,9 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import BUILD_OPTIONS, Launch, fallback, internals
+from tests.ops.launching import Launcher, Map, Pointer, Step, bind, cuda_driver, driver_launch
 from tests.refusals import refused
-from tilefold.ops._shared import fallback, internals
-from tilefold.ops._shared._triton import cuda_driver
-from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, bind, driver_launch
-from tilefold.ops._shared._triton.launch import Launcher, Step
-from tilefold.ops._shared._triton.releases import BUILD_OPTIONS
-from tilefold.ops._shared.plan import Launch
 
 compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 

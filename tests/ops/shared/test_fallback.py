@@ -16,14 +16,19 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 import tilefold
 from tests.kernels import triton_interpreted
-from tilefold.ops._shared import fallback, operator
-from tilefold.ops._shared import impl as shared_impl
-from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
-from tilefold.ops._shared.plan import Setting
+from tests.ops.base import (
+    FallbackWarning,
+    HeadOptions,
+    HeadTensors,
+    KernelUnavailableError,
+    Setting,
+    fallback,
+    operator,
+    releases,
+)
+from tests.ops.base import impl as shared_impl
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import configs, plans
-from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing")
 

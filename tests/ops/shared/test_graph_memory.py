@@ -18,10 +18,9 @@ pytest.importorskip("triton", reason="the launcher needs triton")
 
 from triton.errors import TritonError
 
+from tests.ops.base import KernelUnavailableError, internals
+from tests.ops.launching import launch
 from tests.ops.samples import Sample, attend, entmax_rows, head, late, scattered
-from tilefold.ops._shared import internals
-from tilefold.ops._shared._triton import launch
-from tilefold.ops._shared.fallback import KernelUnavailableError
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -20,10 +20,10 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
 from tests.ops import samples
+from tests.ops.base import operator as shared_operator
+from tests.ops.launching import launch
 from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, late, rows, scatter, unaligned
 from tests.ops.toy import TOY, toy
-from tilefold.ops._shared import operator as shared_operator
-from tilefold.ops._shared._triton import launch
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head.api import HEAD
@@ -444,8 +444,7 @@ def test_calls_that_run_no_kernel_leave_no_plan(operator: Operator) -> None:
 def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tilefold.ops.lsr_head._triton.max_backward import count_kernel
-    from tilefold.ops.lsr_head._triton.sum_pooling import check_offsets_kernel
+    from tests.ops.launching import check_offsets_kernel, count_kernel
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     place = list(count_kernel.arg_names).index("V")

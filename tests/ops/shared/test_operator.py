@@ -18,11 +18,10 @@ pytest.importorskip("triton", reason="plans name kernels")
 
 from tests.kernels import triton_interpreted
 from tests.ops import toy as room
+from tests.ops.base import Launch, Setting, TorchStep, fallback
+from tests.ops.base import impl as implementations
 from tests.ops.conftest import Target
 from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, toy
-from tilefold.ops._shared import fallback
-from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.plan import Launch, Setting, TorchStep
 
 SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu

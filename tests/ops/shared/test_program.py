@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="launches need triton")
 
-from tilefold.ops._shared._triton import program
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View
+from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep, View
+from tests.ops.launching import program
 
 CPU = torch.device("cpu")
 SETTING = Setting((9, 0), 132, False, True, frozenset())

@@ -39,10 +39,9 @@ def test_reductions_have_the_bits_of_those_that_go_number_by_number(
 ) -> None:
     from triton.runtime import interpreter
 
-    from tilefold.ops._shared._triton.activation import nan_max
-    from tilefold.ops._shared._triton.entmax import _add2, _add3
+    from tests.ops.launching import add2, add3, nan_max
 
-    for function, count in ((nan_max, 1), (_add2, 2), (_add3, 3))[: 3 if axis is not None else 1]:
+    for function, count in ((nan_max, 1), (add2, 2), (add3, 3))[: 3 if axis is not None else 1]:
         scope = interpreter._patch_lang(nan_max.fn)
         try:
             given = interpreter.ReduceOps(axis, function, keep), blocks(shape, count)

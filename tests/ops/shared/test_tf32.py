@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.base import tf32_allowed
 from tilefold.ops import entmax_attention, lsr_head, maxsim
-from tilefold.ops._shared.internals import tf32_allowed
 
 MATMUL = torch.backends.cuda.matmul
 NEW = hasattr(MATMUL, "fp32_precision")

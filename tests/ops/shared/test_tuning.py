@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tests.ops.base import Between, Row, lookup, releases
 
 TABLE = (
     Row({}, {"warps": 8, "stages": 1}, "everywhere"),

@@ -22,12 +22,11 @@ from triton import JITFunction
 from triton.errors import TritonError
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import FallbackWarning, KernelUnavailableError, fallback, impl
+from tests.ops.launching import launch
 from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, late, rows, scatter, unaligned
 from tests.ops.toy import TOY, TWO_LAUNCHES, toy
 from tilefold.ops import lsr_head, maxsim, quantize_weight, xtr_scores
-from tilefold.ops._shared import fallback, impl
-from tilefold.ops._shared._triton import launch
-from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import lsr_head_rows

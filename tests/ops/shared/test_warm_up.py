@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
+from tests.ops.launching import listed
 from tilefold.ops import lsr_head, maxsim, quantize_tokens
-from tilefold.ops._shared._triton.launch import listed
 from tilefold.ops.warm_up import build_kernels
 from tilefold.testing import nan_poisoned_empty
 

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import lookup
 from tests.ops.cross_compile import check_spills, compile_kernel
-from tilefold.ops._shared.tuning import lookup
-from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
+from tests.ops.launching import gather_kernel, scatter_kernel
 from tilefold.ops.token_scatter.plans import CONFIGS, SCAN
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import operator
 from tests.ops.conftest import Target
 from tilefold.ops import token_scatter, token_scatter_sparse
-from tilefold.ops._shared import operator
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.padding import LAYOUTS
 from tilefold.testing.token_scatter import (

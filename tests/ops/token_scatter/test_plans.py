@@ -10,9 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="plans name kernels")
 
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, View
+from tests.ops.base import Buffer, Launch, Plan, ScatterOptions, ScatterSaved, ScatterTensors, Setting, TorchStep, View
 from tilefold.ops.token_scatter import plans
-from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors
 
 SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
 

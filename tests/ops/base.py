@@ -1,0 +1,39 @@
+"""Private parts of the operators that have contracts of their own: files of ``tests/ops`` take them from here."""
+
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+from tilefold.bench.timing import _reset_high_water
+from tilefold.ops._shared import calls, fallback, impl, internals, onednn, operator
+from tilefold.ops._shared._triton import releases
+from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreter_breaks_with, why_no_warp_roles
+from tilefold.ops._shared.activation import (
+    ACTIVATIONS,
+    activate,
+    differentiable_activate,
+    slope_from_logit,
+    slope_from_score,
+)  # fmt: skip
+from tilefold.ops._shared.calls import call_key, gradient_key
+from tilefold.ops._shared.checks import check_shape
+from tilefold.ops._shared.entmax_root import kind_of, solve
+from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
+from tilefold.ops._shared.impl import chosen_impl
+from tilefold.ops._shared.internals import has_onednn_linear, onednn_linear, onednn_packed, tf32_allowed
+from tilefold.ops._shared.operator import Checked, Operator, Variant
+from tilefold.ops._shared.philox import philox_word
+from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, contiguous
+from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors
+from tilefold.ops.entmax_attention._problem import Options as AttentionOptions
+from tilefold.ops.lsr_head import _problem as head_problem
+from tilefold.ops.lsr_head import _quantized as head_quantized
+from tilefold.ops.lsr_head import _tiled as head_tiled
+from tilefold.ops.lsr_head import _tiles as head_tiles
+from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
+from tilefold.ops.maxsim import _ring as maxsim_ring
+from tilefold.ops.maxsim import _tiled as maxsim_tiled
+from tilefold.ops.maxsim._problem import MaxSimOptions, MaxSimSaved, MaxSimTensors
+from tilefold.ops.maxsim._problem import outputs as maxsim_outputs
+from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors

@@ -1,0 +1,21 @@
+"""Private parts of launches, and kernels, that have contracts of their own; importing them needs Triton."""
+
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+from tilefold.ops._shared._triton import cuda_driver, launch, program
+from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, bind, driver_launch
+from tilefold.ops._shared._triton.entmax import _add2 as add2
+from tilefold.ops._shared._triton.entmax import _add3 as add3
+from tilefold.ops._shared._triton.launch import Launcher, Step, listed
+from tilefold.ops._shared._triton.program import Program
+from tilefold.ops.entmax._triton import rows as entmax_kernels
+from tilefold.ops.entmax_attention._triton.tiles import tables_kernel
+from tilefold.ops.lsr_head._triton import pack as head_pack
+from tilefold.ops.lsr_head._triton.max_backward import count_kernel
+from tilefold.ops.lsr_head._triton.sum_pooling import check_offsets_kernel
+from tilefold.ops.maxsim._triton.forward import combine_kernel
+from tilefold.ops.maxsim._triton.norms import row_query_kernel
+from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
