@@ -213,9 +213,9 @@ def outputs(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> t
     return (
         Buffer(p.score_shape, wide_dtype(p.queries.dtype)),
         Buffer(p.saved_shape if training else (0, 0), p.saved_dtype),
-        Buffer((normalized * p.queries.size(0),), torch.float32),
-        Buffer((normalized * p.documents.size(0),), torch.float32),
-        Buffer((ragged * p.queries.size(0),), torch.int32),
+        Buffer((p.queries.size(0) if normalized else 0,), torch.float32),
+        Buffer((p.documents.size(0) if normalized else 0,), torch.float32),
+        Buffer((p.queries.size(0) if ragged else 0,), torch.int32),
     )
 
 
