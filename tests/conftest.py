@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import importlib.util
 import os
 import tempfile
@@ -13,13 +15,36 @@ from typing import Any
 import pytest
 import torch
 
-from tests import machine
-
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
     settings.register_profile("tilefold", deadline=None, derandomize=True, database=None, print_blob=True)
     settings.load_profile("tilefold")
+
+WORKER_BYTES = 3 * 2**30  # torch and transformers, the largest test (2.8 GB), and the processes that tests start
+MOST_WORKERS = 16  # more finish no sooner: every one imports for seconds, and some files take a minute by themselves
+
+
+def _cores() -> int:
+    """Cores that this process may keep busy: those of its affinity, hyperthreads counted once, within its CPU quota."""
+    if importlib.util.find_spec("joblib"):
+        return int(importlib.import_module("joblib").cpu_count(only_physical_cores=True))
+    return os.cpu_count() or 1
+
+
+def _memory_left() -> int | None:
+    """Bytes that are left to the machine and to the container, or None where nobody says."""
+    left, group = [], Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            left.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return min(left, default=None)
 
 
 def _spread_over_gpus() -> None:
@@ -36,7 +61,7 @@ def _share_cores() -> None:
     """Workers divide the cores: were each to take all, their threads would wait for one another more than compute."""
     if "OMP_NUM_THREADS" in os.environ:
         return
-    threads = max(1, machine.cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    threads = max(1, _cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     if threads < torch.get_num_threads():
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that tests start
@@ -52,8 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What ``-n auto`` means; xdist counts the cores of the machine, whatever a container may use of them."""
-    return machine.workers()
+    """What ``-n auto`` means: a worker per core that the process may use, as long as each has memory."""
+    left = _memory_left()
+    return max(1, min(_cores(), MOST_WORKERS, MOST_WORKERS if left is None else left // WORKER_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)

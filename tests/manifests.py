@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import zlib
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tilefold._files import sha256_file
+
+def sha256_file(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def edit(file: Path, **changes: Any) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import tilefold
-from tilefold._public import ROOM_OF
 
 PACKAGE = Path(tilefold.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -54,15 +53,15 @@ def test_the_package_exports_exactly_what_it_lists() -> None:
 
 def test_type_checkers_see_the_public_names_of_the_operators() -> None:
     for path in (PACKAGE / "__init__.py", PACKAGE / "ops" / "__init__.py"):
-        imported = {
-            alias.asname
+        rooms = {
+            alias.asname: node.module
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("tilefold.ops")
             for alias in node.names
         }
-        assert imported == set(ROOM_OF)
-    for name, room in ROOM_OF.items():
-        assert getattr(tilefold, name) is getattr(importlib.import_module(f"tilefold.ops.{room}"), name)
+        assert set(rooms) == set(tilefold.ops.__all__)
+        for name, room in rooms.items():
+            assert getattr(tilefold, str(name)) is getattr(importlib.import_module(room), str(name))
 
 
 def test_the_version_is_that_of_the_file_the_build_reads() -> None:

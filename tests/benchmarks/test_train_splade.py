@@ -224,9 +224,8 @@ def test_the_check_passes_for_the_fused_head(bf16: bool) -> None:
 def test_a_wrong_head_fails_the_check_and_gets_no_numbers(
     micro: ModelSize, beir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilefold.integrations.sentence_transformers import _pooling
-
-    monkeypatch.setattr(_pooling, "lsr_head", lambda *args, **kwargs: 1.01 * lsr_head(*args, **kwargs))
+    fused = "tilefold.integrations.sentence_transformers._pooling.lsr_head"
+    monkeypatch.setattr(fused, lambda *args, **kwargs: 1.01 * lsr_head(*args, **kwargs))
     arguments = ["--model", micro.name, "--length", "16", "--checkpointing", "off"]
     arguments += ["--data", str(beir), "--device", "cpu", "--output", str(tmp_path)]
     assert main(arguments) == 1

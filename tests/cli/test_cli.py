@@ -16,8 +16,7 @@ from tests import programs
 from tests.cli.program import Call, done, fails, measured
 from tests.recipes.small import small_collection
 from tests.refusals import refused
-from tilefold import cli
-from tilefold._version import __version__
+from tilefold import __version__, cli
 from tilefold.retrieval import read_trec_run, read_vectors, write_vectors
 from tilefold.retrieval.errors import DataError
 

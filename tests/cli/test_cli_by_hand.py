@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.inside import load_encoder, load_model
 from tests.recipes.small import small_collection
 from tilefold import retrieval as r
-from tilefold.cli._models import load_encoder, load_model
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.evaluation import choose_weights

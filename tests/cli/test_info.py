@@ -14,11 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 import tilefold
+from tests.inside import fallback, releases
 from tests.kernels import triton_installed
 from tilefold import ops
 from tilefold.cli.info import OPTIONAL_PACKAGES, collect, info
-from tilefold.ops._shared import fallback
-from tilefold.ops._shared._triton import releases
 from tilefold.ops.implementations import kernel_of
 from tilefold.ops.lsr_head import configs
 

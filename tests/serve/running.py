@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from tests import programs
+from tests.processes import environment
 from tilefold.serve.app import create_app
 from tilefold.serve.server import Server, bind
 from tilefold.serve.service import Service
@@ -88,3 +92,15 @@ def serving(
         thread.join(30)
         opened.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def served(*options: str | Path) -> Iterator[tuple[Any, Client, str]]:
+    """A process of ``tilefold serve`` with these options, its client, and the line that says where it answers."""
+    command = ("-m", "tilefold.cli", "serve", "--port", "0", *options)
+    with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=programs.PIPE) as process:
+        try:
+            line = next(line for line in process.stderr if "http://" in line)
+            yield process, Client(int(re.search(r":(\d+); Ctrl-C ends", line)[1])), line
+        finally:
+            process.kill()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.inside import ServerError, SparseSource
 from tests.refusals import refused
 from tests.serve.running import Client, serving
-from tilefold.integrations._sparse_source import ServerError, SparseSource
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.retrieval.collection import Collection
 from tilefold.serve.models import Served

@@ -1,23 +1,28 @@
-"""What a server does with clients that are slow, wrong, too many, or gone, over real sockets."""
+"""What a server does with clients that are slow, wrong, too many, or gone, and what remains where it is killed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import signal
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.refusals import refused
-from tests.serve.running import Client, Reply, read_all, serving
+from tests.serve.running import Client, Reply, read_all, served, serving
+from tilefold import retrieval as r
+from tilefold.retrieval.index.qdrant import QdrantIndex
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
@@ -305,3 +310,59 @@ def wait_until(true: Any, seconds: float = 10.0) -> None:
     while not true():
         assert time.monotonic() < until, "it did not become true"
         time.sleep(0.02)
+
+
+QUERIES = ["csv files", "dates and times", "threads", "write json text"]
+SECONDS = 60  # for an answer, and for the process to start and to end
+
+
+def ask(client: Client, query: str) -> bytes:
+    """All that comes back until the connection ends."""
+    raw = b""
+    with suppress(ConnectionError), client.connect() as opened:
+        opened.sendall(posted({"query": query, "hits": 5}, "/v1/papers/search"))
+        while part := opened.recv(65536):
+            raw += part
+    return raw
+
+
+def ranking(raw: bytes) -> dict[str, float] | None:
+    """The ranking in an answer, empty where none was given, None where it is not whole."""
+    first, _, body = raw.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", first)
+    if raw and (length is None or len(body) != int(length[1])):
+        return None
+    assert not raw or first.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503")), raw
+    return {entry["docid"]: entry["score"] for entry in json.loads(body or "{}").get("candidates", [])}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.mark.parametrize("backend", ["qdrant", "exact"])
+def test_what_was_begun_is_answered_and_a_killed_server_starts_again(
+    backend: str, vectors: r.SparseVectors, masked_lm: str, tmp_path: Path
+) -> None:
+    index, expected = tmp_path / "papers", None
+    built = r.build_index(vectors, backend, **({"folder": index} if backend == "qdrant" else {}))
+    built.save(index)
+    if isinstance(built, QdrantIndex):
+        built.collection.close()
+    before, queries = digests(index), QUERIES * 100
+    for sent in (signal.SIGKILL, signal.SIGTERM):
+        with served("--model", masked_lm, "--index", index) as (process, client, _), ThreadPoolExecutor(6) as pool:
+            alone: Any = {query: ranking(ask(client, query)) for query in QUERIES}
+            assert alone == (expected or alone) and {len(scores) for scores in alone.values()} == {5}
+            expected = alone
+            asked = [pool.submit(ask, client, query) for query in queries]
+            wait_until(lambda asked=asked: sum(each.done() for each in asked) >= 5, SECONDS)
+            process.send_signal(sent)
+            assert process.wait(SECONDS) == (0 if sent is signal.SIGTERM else -sent)
+        for query, each in zip(queries, asked, strict=True):
+            found = ranking(each.result())
+            assert not found or found == pytest.approx(expected[query], rel=2e-2)
+            assert found is not None or sent is signal.SIGKILL
+        assert not all(ranking(each.result()) for each in asked)  # it ended among them
+        assert backend == "qdrant" or digests(index) == before  # whose files are those of Qdrant

@@ -1,0 +1,18 @@
+"""Private names whose contracts tests ask for although nobody outside of the package may use them."""
+
+from __future__ import annotations
+
+from tilefold import _ranks as ranks
+from tilefold._files import write_json
+from tilefold.cli import _common as common
+from tilefold.cli import _demo_steps as demo_steps
+from tilefold.cli._models import load_encoder, load_model
+from tilefold.integrations._sparse_source import ServerError, SparseSource
+from tilefold.ops._shared import fallback
+from tilefold.ops._shared._triton import releases
+from tilefold.retrieval import _streamed as streamed
+
+__all__ = [
+    "ServerError", "SparseSource", "common", "demo_steps", "fallback", "load_encoder", "load_model", "ranks",
+    "releases", "streamed", "write_json",
+]  # fmt: skip
