@@ -21,9 +21,7 @@ def worlds() -> Iterator[dict[tuple[int, str], Ranks]]:
         world.close()
 
 
-@pytest.fixture(
-    params=[pytest.param("cpu", id="gloo"), pytest.param("cuda", id="nccl", marks=pytest.mark.gpu)],
-)
+@pytest.fixture(params=[pytest.param("cpu", id="gloo"), pytest.param("cuda", id="nccl", marks=pytest.mark.gpu)])
 def ranks(request: pytest.FixtureRequest, worlds: dict[tuple[int, str], Ranks]) -> Ranks:
     """Three ranks on the CPU, among which little divides evenly, or two GPUs."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:

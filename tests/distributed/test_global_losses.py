@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.distributed.models import TEXTS, VOCABULARY
 from tests.distributed.ranks import Rank, Ranks
 from tests.distributed.test_training import assert_same_gradients, load, my_texts
+from tests.refusals import refused
 from tilefold.losses import (
     AntiZeroLoss,
     DFFlopsLoss,
@@ -116,10 +117,8 @@ def unclear_ranks_are_refused(rank: Rank) -> None:
     mesh = init_device_mesh(rank.device.type, (1, rank.size), mesh_dim_names=("dp", "tp"))["dp"]
     scores = torch.ones(2, 3, device=rank.device)
     columns, rows = (sharded_columns(scores, mesh, [Shard(dim)]) for dim in (1, 0))
-    with pytest.raises(ValueError, match=r"group must name the ranks.*mesh\['dp'\].get_group\(\)"):
-        flops(columns, group="world")
-    with pytest.raises(ValueError, match=r"scores must be Shard\(1\)"):
-        flops(rows, group=None)
+    refused(ValueError, r"group must name the ranks.*mesh\['dp'\].get_group\(\)", flops, columns, group="world")
+    refused(ValueError, r"scores must be Shard\(1\)", flops, rows, group=None)
 
 
 def document_frequencies_are_those_of_all_ranks(rank: Rank) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.models import TEXTS
 from tests.distributed.ranks import Rank, Ranks
+from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.losses import GlobalFlopsLoss
 from tilefold.testing import budget
@@ -160,8 +161,7 @@ def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> None:
     fully_shard(model, mesh=mesh)
     if reshard:
         message = r"must be whole when the pooling reads it.*reshard_after_forward=False"
-        with pytest.raises(RuntimeError, match=message):
-            loss_of(model, my_texts(rank), rank, GlobalFlopsLoss())
+        refused(RuntimeError, message, loss_of, model, my_texts(rank), rank, GlobalFlopsLoss())
         return
     loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
     assert_same_gradients(model, expected)
@@ -173,8 +173,7 @@ def accelerating_a_sharded_model(rank: Rank, folder: Path) -> None:
     _, expected, _ = one_process(folder, rank)
     model = load(folder, rank)
     fully_shard(model, mesh=init_device_mesh(rank.device.type, (rank.size,)))
-    with pytest.raises(RuntimeError, match=r"before fully_shard.*check=False"):
-        accelerate(model)
+    refused(RuntimeError, r"before fully_shard.*check=False", accelerate, model)
     accelerate(model, check=False)
     loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
     assert_same_gradients(model, expected)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.refusals import refused
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.testing.entmax_attention import (
@@ -98,8 +99,7 @@ def test_what_equals_a_good_argument_is_no_good_argument(
     q = torch.randn(1, 1, 4, 16, device=target.device)
     for _ in range(2):
         entmax_attention(q, q, q, **{"impl": target.impl} | good)
-        with pytest.raises(ValueError, match=text):
-            entmax_attention(q, q, q, **{"impl": target.impl} | bad)
+        refused(ValueError, text, entmax_attention, q, q, q, **{"impl": target.impl} | bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,8 +107,7 @@ def test_something_else_than_a_tensor_is_named_under_autocast_too(target: Target
     q: Any = torch.randn(1, 1, 4, 16, device=target.device).to(dtype)
     with torch.autocast(torch.device(target.device).type, dtype=torch.bfloat16):
         for wrong in ((None, q, q), (q, None, q), (q, q, [q])):
-            with pytest.raises(TypeError, match=r"[qkv] must be a torch.Tensor, got"):
-                entmax_attention(*wrong, impl=target.impl)
+            refused(TypeError, r"[qkv] must be a torch.Tensor, got", entmax_attention, *wrong, impl=target.impl)
 
 
 def test_values_are_checked_at_every_call_where_the_host_may_look(target: Target) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.refusals import refused
 from tilefold.ops import entmax, entmax_attention
 from tilefold.ops.entmax_attention import EntmaxStats, live_blocks
 from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_inputs
@@ -138,8 +139,7 @@ def test_rows_that_do_not_count_and_other_blocks() -> None:
     live, visible = live_blocks(inputs.q, inputs.k, stats.tau, query_padding_mask=rows, block=4, **inputs.layout)
     lengths = inputs.layout["key_padding_mask"].sum(dim=1)
     assert torch.equal(visible[:, 0], (-(-lengths // 4)).int()) and bool((live <= visible).all()) and live.min() >= 1
-    with pytest.raises(ValueError, match="return_stats='blocks'"):
-        stats.live_share()
+    refused(ValueError, "return_stats='blocks'", stats.live_share)
 
 
 def test_nothing_to_count_and_wrong_arguments() -> None:
@@ -151,9 +151,7 @@ def test_nothing_to_count_and_wrong_arguments() -> None:
     assert stats.live_blocks.shape == (0, 2)
     with pytest.raises(ValueError, match=r"return_stats must be one of False, True, 'blocks', got 'all'"):
         entmax_attention(q, q, q, return_stats="all")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=r"tau must have shape \[B, H, Nq\] with B=2, H=2, Nq=5"):
-        live_blocks(q, q, torch.zeros(2, 5))
-    with pytest.raises(ValueError, match="block must be an integer of at least 1"):
-        live_blocks(q, q, torch.zeros(2, 2, 5), block=0)
+    refused(ValueError, r"tau must have shape \[B, H, Nq\] with B=2, H=2, Nq=5", live_blocks, q, q, torch.zeros(2, 5))
+    refused(ValueError, "block must be an integer of at least 1", live_blocks, q, q, torch.zeros(2, 2, 5), block=0)
     with pytest.raises(ValueError, match="query_padding_mask must have shape"):
         live_blocks(q, q, torch.zeros(2, 2, 5), query_padding_mask=torch.ones(2, 6))

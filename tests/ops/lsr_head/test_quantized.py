@@ -12,6 +12,7 @@ from tests.ops.base import head_quantized as _quantized
 from tests.ops.base import head_tiled as _tiled
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED
+from tests.refusals import refused
 from tilefold.ops import QuantizedWeight, lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.testing import relative_error
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
@@ -146,8 +147,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changed", "error", "message"), REFUSED)
 def test_what_a_rounded_weight_cannot_do_is_said(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        lsr_head(**{"hidden": torch.zeros(2, 3, 4), "weight": WEIGHT} | changed)
+    refused(error, message, lsr_head, **{"hidden": torch.zeros(2, 3, 4), "weight": WEIGHT} | changed)
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int64), [1.0], torch.zeros(5, 0)])

@@ -13,6 +13,7 @@ import torch
 from tests.kernels import triton_interpreted
 from tests.ops.base import operator
 from tests.ops.conftest import Target
+from tests.refusals import refused
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim import chosen_impl
 
@@ -116,8 +117,7 @@ def test_values_and_types_that_do_not_fit(kind: type[Exception], changed: dict[s
 @pytest.mark.skipif(triton_interpreted(), reason="the kernels can run here")
 def test_an_implementation_that_cannot_run_is_refused_and_never_replaced() -> None:
     assert chosen_impl(QUERIES) == "tiled"
-    with pytest.raises(RuntimeError, match="impl='triton' cannot run here"):
-        maxsim(QUERIES, DOCUMENTS, impl="triton")
+    refused(RuntimeError, "impl='triton' cannot run here", maxsim, QUERIES, DOCUMENTS, impl="triton")
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from tests.ops.base import (
 from tests.ops.conftest import Target
 from tests.ops.launching import combine_kernel, row_query_kernel
 from tests.ops.launching import launch as shared_launch
+from tests.refusals import refused
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim import plans
 from tilefold.ops.maxsim.api import MAXSIM
@@ -60,8 +61,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", ["pairing", "reduction", "mask_mode", "impl", "temperature"])
 def test_options_of_no_hashable_type_are_refused_by_name(name: str) -> None:
     inputs = maxsim_inputs(2, 3, 4, 5, 8, dtype=torch.float32)
-    with pytest.raises((TypeError, ValueError), match=name):
-        maxsim(inputs.queries, inputs.documents, **{name: ["all"]})
+    refused((TypeError, ValueError), name, maxsim, inputs.queries, inputs.documents, **{name: ["all"]})
 
 
 ONE_LAUNCH: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
@@ -154,8 +154,7 @@ def test_autocast_casts_in_every_call() -> None:
         grads = torch.autograd.grad(scores, leaves, inputs.dscores)
         assert torch.equal(scores, expected["scores"]) and all(grad.dtype == torch.float32 for grad in grads)
         assert torch.equal(grads[0].to(DTYPE), expected["dqueries"])
-    with pytest.raises(TypeError, match="documents must have the dtype of queries"):
-        maxsim(leaves[0], inputs.documents, impl="triton")
+    refused(TypeError, "documents must have the dtype of queries", maxsim, leaves[0], inputs.documents, impl="triton")
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:

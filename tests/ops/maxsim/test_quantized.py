@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.refusals import refused
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim import QuantizedTokens, maxsim_topk, quantize_tokens, tiles
 from tilefold.testing import assert_within_budget
@@ -101,18 +102,14 @@ def test_what_quantized_documents_and_the_best_of_them_refuse() -> None:
     queries, documents = torch.randn(2, 3, 8), quantize_tokens(torch.randn(2, 4, 8))
     with pytest.raises(ValueError, match="documents must be a floating tensor where a gradient is asked for"):
         maxsim(queries.clone().requires_grad_(), documents)
-    with pytest.raises(ValueError, match="normalize must be False with quantized documents"):
-        maxsim(queries, documents, normalize=True)
-    with pytest.raises(ValueError, match="dtype must be one of 'int8', 'fp8', got 'int4'"):
-        quantize_tokens(queries, "int4")
+    refused(ValueError, "normalize must be False with quantized documents", maxsim, queries, documents, normalize=True)
+    refused(ValueError, "dtype must be one of 'int8', 'fp8', got 'int4'", quantize_tokens, queries, "int4")
     with pytest.raises(TypeError, match="values must have dtype int8, float8_e4m3fn, got float32"):
         QuantizedTokens(queries, queries[..., 0])
     with pytest.raises(ValueError, match=r"scales must have shape \[2, 4\] on cpu, got \[2, 3\] on cpu"):
         dataclasses.replace(documents, scales=documents.scales[:, :3])
-    with pytest.raises(ValueError, match="k must be a positive integer, got 0"):
-        maxsim_topk(queries, documents, 0)
-    with pytest.raises(TypeError, match=r"documents must be a torch\.Tensor, got list"):
-        maxsim_topk(queries, [1.0], 2)  # type: ignore[arg-type]
+    refused(ValueError, "k must be a positive integer, got 0", maxsim_topk, queries, documents, 0)
+    refused(TypeError, r"documents must be a torch\.Tensor, got list", maxsim_topk, queries, [1.0], 2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")

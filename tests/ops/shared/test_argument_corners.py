@@ -142,10 +142,7 @@ def test_interpreted_kernels_refuse_bf16_which_the_interpreter_takes_for_integer
     for room in ("entmax", "entmax_attention", "lsr_head", "maxsim", "token_scatter"):
         importlib.import_module(f"tilefold.ops.{room}.plans")  # kernels that are first imported below are interpreted
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(
-        RuntimeError, match=r"dtypes must be float16 or float32 for impl='triton'.*got bfloat16: it mult"
-    ):
-        call(X)
+    refused(RuntimeError, r"dtypes must be float16 or float32 for impl='triton'.*got bfloat16: it mult", call, X)
     with (
         torch.autocast("cpu", dtype=BF16),
         pytest.raises(RuntimeError, match=r"dtypes must be float16 or float32 for impl='triton'"),

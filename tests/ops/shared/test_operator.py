@@ -22,6 +22,7 @@ from tests.ops.base import Launch, Setting, TorchStep, fallback
 from tests.ops.base import impl as implementations
 from tests.ops.conftest import Target
 from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, toy
+from tests.refusals import refused
 
 SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
@@ -136,8 +137,7 @@ def test_other_dtypes_and_devices_take_the_path_that_serves_them() -> None:
     x, w = (leaf.detach().double() for leaf in leaves("cpu"))
     assert TOY.chosen_impl(x, "auto") == "tiled"
     assert toy(x, w).dtype == torch.float64
-    with pytest.raises((TypeError, RuntimeError), match=r"x must have dtype|impl='triton' cannot run here"):
-        toy(x, w, impl="triton")
+    refused((TypeError, RuntimeError), r"x must have dtype|impl='triton' cannot run here", toy, x, w, impl="triton")
     assert toy(x.to("meta"), w.to("meta")).shape == (5,)
 
 
@@ -164,8 +164,7 @@ def test_gradients_are_added_to_a_buffer_that_is_given_and_not_returned(target: 
         toy(x, w, impl=target.impl, w_main_grad=buffer).backward(torch.linspace(-1, 1, 5, device=target.device))
         assert w.grad is None
         torch.testing.assert_close(buffer, dw + turn)
-    with pytest.raises(ValueError, match="w must have shape"):
-        toy(x, w, impl=target.impl, w_main_grad=buffer[:3])
+    refused(ValueError, "w must have shape", toy, x, w, impl=target.impl, w_main_grad=buffer[:3])
 
 
 def test_a_buffer_for_a_gradient_is_refused_where_torch_calls_the_registered_operator(target: Target) -> None:

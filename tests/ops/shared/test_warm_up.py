@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
 from tests.ops.launching import listed
+from tests.refusals import refused
 from tilefold.ops import lsr_head, maxsim, quantize_tokens
 from tilefold.ops.warm_up import build_kernels
 from tilefold.testing import nan_poisoned_empty
@@ -50,8 +51,7 @@ def test_a_step_is_listed_and_nothing_is_launched() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what machines without a GPU say")
 def test_a_machine_without_a_gpu_says_so() -> None:
-    with pytest.raises(RuntimeError, match="kernels are built for the GPU that runs them, and torch sees none here"):
-        build_kernels([])
+    refused(RuntimeError, "kernels are built for the GPU that runs them, and torch sees none here", build_kernels, [])
 
 
 CROSS_BUILD = """

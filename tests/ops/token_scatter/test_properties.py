@@ -10,11 +10,7 @@ import torch
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tilefold.ops import token_scatter, token_scatter_sparse
-from tilefold.testing.token_scatter import (
-    TokenScatterInputs,
-    assert_token_scatter_matches,
-    token_scatter_inputs,
-)
+from tilefold.testing.token_scatter import TokenScatterInputs, assert_token_scatter_matches, token_scatter_inputs
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
