@@ -1,6 +1,6 @@
 """Every implementation of the LSR head within its error budget of the reference: options, layouts, shapes, dtypes.
 
-The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by lsr_head/test_interpreted.py,
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by shared/test_interpreted.py,
 the kernels interpreted on the CPU. Interpreting takes about half a second a case, so that run has fewer of them, and no
 bf16, whose products the interpreter cannot compute.
 """

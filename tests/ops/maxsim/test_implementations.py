@@ -1,6 +1,6 @@
 """Every implementation of MaxSim within its error budget of the reference: options, layouts, shapes, dtypes.
 
-The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by maxsim/test_interpreted.py, the
+The same tests serve the tiled path on the CPU, the kernels on a GPU, and, started by shared/test_interpreted.py, the
 kernels interpreted on the CPU: fewer cases, and no bf16, whose products the interpreter cannot compute.
 """
 

@@ -1,4 +1,4 @@
-"""Contracts of all operators' kernels on the CPU, in Triton's interpreter; those of launches for two workers."""
+"""The kernels of every operator on the CPU, in Triton's interpreter; launches' contracts are for two workers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,31 @@ from tests.kernels import release
 from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 
 pytestmark = NEEDS_INTERPRETER
+QUICK = 11 * (release() == (3, 6))
+# files, and the tests of theirs that must pass at least
+RUNS: dict[str, tuple[list[str], int]] = {
+    "entmax": (
+        [*(f"entmax_attention/test_{name}.py" for name in ("implementations", "corner_cases", "calls")),
+         "entmax/test_rows.py"], 127,
+    ),
+    "lsr_head": (
+        [*(f"lsr_head/test_{name}.py" for name in ("calls", "corner_cases", "implementations", "quantized", "sparse")),
+         "test_properties.py", "shared/test_quick_interpreter.py"], 298 + QUICK,
+    ),
+    "maxsim": ([f"maxsim/test_{name}.py" for name in ("implementations", "properties", "quantized", "xtr", "plans")],
+               131),
+    "token_scatter": (["token_scatter/test_implementations.py"], 141),
+    "the toy": (["shared/test_operator.py"], 13),
+    "kernels that cannot be built": (["shared/test_unavailable_kernels.py"], 142),
+}  # fmt: skip
 HOOKS_ARE_CHAINS = release() >= (3, 5)
 # per entry of the contract's table, and of its sample; one of those needs hooks that are chains
 TESTS, SAMPLED = 3, 9 + HOOKS_ARE_CHAINS
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_interpreted_kernels_pass(run: str) -> None:
+    assert_pass_interpreted(*RUNS[run])
 
 
 @pytest.mark.parametrize(
@@ -19,15 +41,3 @@ TESTS, SAMPLED = 3, 9 + HOOKS_ARE_CHAINS
 )
 def test_the_contract_of_repeated_launches_holds(operators: str, entries: int, sampled: int) -> None:
     assert_pass_interpreted(["shared/test_launches.py"], TESTS * entries + SAMPLED * sampled, "-k", operators)
-
-
-def test_the_kernels_of_the_token_scatter_pass() -> None:
-    assert_pass_interpreted(["token_scatter/test_implementations.py", "token_scatter/test_properties.py"], 142)
-
-
-def test_the_toy_keeps_the_contracts_of_the_common_base() -> None:
-    assert_pass_interpreted(["shared/test_operator.py"], 13)
-
-
-def test_kernels_that_cannot_be_built_are_replaced() -> None:
-    assert_pass_interpreted(["shared/test_unavailable_kernels.py"], 142)
