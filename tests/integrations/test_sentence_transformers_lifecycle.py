@@ -1,13 +1,15 @@
-"""An accelerated model stays a stock one: saved, copied, pickled, restored, accelerated again, on several GPUs."""
+"""An accelerated model stays a stock one: saved, copied, pickled, restored, accelerated again, checked, replicated."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
 import pickle
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,16 @@ from tests.integrations.multi_vector_models import build_colbert, needs_stock
 from tests.integrations.splade_models import TEXTS, VOCABULARY, assert_close, build_tiny_splade
 from tests.kernels import triton_interpreted
 from tests.refusals import refused
-from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore, warm_up
+from tilefold.integrations.sentence_transformers import (
+    _packing,
+    accelerate,
+    encode_sparse,
+    is_accelerated,
+    restore,
+    warm_up,
+)
 from tilefold.integrations.sentence_transformers._warm_up import steps
-from tilefold.integrations.sentence_transformers.packed_inputs import on_device
+from tilefold.integrations.sentence_transformers.packed_inputs import on_device, padded_inputs
 from tilefold.integrations.transformers import one_gpu
 from tilefold.modules import StaticQuery
 
@@ -276,3 +285,34 @@ def test_what_cannot_be_warmed_up_is_told() -> None:
         ValueError, r"lengths and batch_size must be at least 1, got lengths=\[\], batch_size=32", warm_up, model, []
     )
     refused(ValueError, "must be true, got neither", warm_up, model, inference=False, training=False)
+
+
+@pytest.mark.parametrize(("dtype", "fault", "packed"), [("bfloat16", 0.3, True), ("bfloat16", 2.0, False),
+                                                         ("float32", 0.3, False)])  # fmt: skip
+def test_rounding_in_16_bits_is_told_from_a_fault(
+    dtype: str, fault: float, packed: bool, tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _packing._run
+
+    def run_with_other_kernels(route: list[Any]) -> torch.Tensor:
+        """Packed numbers that are rounded in another way: on a CPU both ways take the same kernels."""
+        scores = run(route)
+        faulty = str(scores.dtype) == f"torch.{dtype}" and not scope
+        return scores * (1 + fault * torch.linspace(-1, 1, scores.numel()).view_as(scores)) if faulty else scores
+
+    scope: list[str] = []
+
+    @contextlib.contextmanager
+    def padded_scope() -> Iterator[None]:
+        scope.append("padded")
+        with padded_inputs():
+            yield
+        scope.clear()
+
+    monkeypatch.setattr(_packing, "_run", run_with_other_kernels)
+    monkeypatch.setattr(_packing, "padded_inputs", padded_scope)
+    tiny.to(getattr(torch, dtype))
+    with contextlib.nullcontext() if packed else pytest.warns(UserWarning, match="disagree by"):
+        handle = accelerate(tiny)
+    assert (not handle.padded) is packed
+    assert next(tiny.parameters()).dtype == getattr(torch, dtype)

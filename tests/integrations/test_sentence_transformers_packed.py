@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,10 @@ from tests.integrations.splade_models import (
     tiny_transformer,
 )
 from tests.refusals import refused
-from tilefold.integrations.sentence_transformers import _packing, accelerate, collate_ahead
+from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.collating import AheadCollator, PendingBatch
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
-from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs, padded_inputs
+from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs
 from tilefold.integrations.transformers.packed import padding_position
 
 KINDS = ["bert", "roberta", "distilbert", "modernbert"]
@@ -192,27 +190,6 @@ def test_a_training_run_has_the_stock_losses(options: dict[str, Any], tiny: Spar
     assert_close(packed.encode(TEXTS).to_dense(), again.encode(TEXTS).to_dense(), 1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}])
-def test_texts_of_one_length_train_as_stock(
-    options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    folder = request.getfixturevalue("tiny_folder" if options else "minilm_folder")
-    texts = [f"a function gives the {word} of a list, in {steps} steps" for steps, word in enumerate(WORDS)]
-    data = Dataset.from_dict({"anchor": PAIRS["anchor"], "positive": texts})
-    curves, rows = [], []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = SparseEncoder(str(folder), device="cpu")
-        if fused:
-            accelerate(model)
-        curves.append(train(model, tmp_path, ahead=False, data=data, **options))
-        rows.append(model.encode(["what is the length of a list"]).to_dense())
-    # in bf16 the stock side rounds its logits to 8 bits, and a step hands the difference on to the next
-    assert curves[1] == pytest.approx(curves[0], rel=2e-2 if "bf16" in options else 1e-4)
-    if not options:
-        assert (rows[1] - rows[0]).abs().max() < 1e-3 * rows[0].max()
-
-
 def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> None:
     stock, packed = tiny, fused_copy(tiny)
     texts = [list(PAIRS["anchor"]), list(PAIRS["positive"]), list(reversed(PAIRS["positive"]))]
@@ -284,34 +261,3 @@ def test_what_stays_padded_is_told(tokenizer_folder: Path) -> None:
     chosen = build_tiny_splade("bert", tokenizer_folder)
     chosen[0].unpad_inputs = False
     assert accelerate(chosen).padded == {"BertForMaskedLM": "unpad_inputs=False was chosen"}
-
-
-@pytest.mark.parametrize(("dtype", "fault", "packed"), [("bfloat16", 0.3, True), ("bfloat16", 2.0, False),
-                                                         ("float32", 0.3, False)])  # fmt: skip
-def test_rounding_in_16_bits_is_told_from_a_fault(
-    dtype: str, fault: float, packed: bool, tiny: SparseEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = _packing._run
-
-    def run_with_other_kernels(route: list[Any]) -> torch.Tensor:
-        """Packed numbers that are rounded in another way: on a CPU both ways take the same kernels."""
-        scores = run(route)
-        faulty = str(scores.dtype) == f"torch.{dtype}" and not scope
-        return scores * (1 + fault * torch.linspace(-1, 1, scores.numel()).view_as(scores)) if faulty else scores
-
-    scope: list[str] = []
-
-    @contextlib.contextmanager
-    def padded_scope() -> Iterator[None]:
-        scope.append("padded")
-        with padded_inputs():
-            yield
-        scope.clear()
-
-    monkeypatch.setattr(_packing, "_run", run_with_other_kernels)
-    monkeypatch.setattr(_packing, "padded_inputs", padded_scope)
-    tiny.to(getattr(torch, dtype))
-    with contextlib.nullcontext() if packed else pytest.warns(UserWarning, match="disagree by"):
-        handle = accelerate(tiny)
-    assert (not handle.padded) is packed
-    assert next(tiny.parameters()).dtype == getattr(torch, dtype)

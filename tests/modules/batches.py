@@ -1,12 +1,19 @@
-"""Random features of a batch, padded and packed, and the head whose logits they carry."""
+"""Texts and a tiny masked LM over their words; random features of a batch, padded and packed, and their head."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 
+from tests.recipes import small
+from tests.recipes.small import SUBJECTS
+
+TEXTS = [f"Functions that read and write {subject}, with examples." for subject in SUBJECTS]
+QUERIES = ["how do I read zip archives", "csv csv files"]
 IGNORED = (0, 1)  # ids of special tokens; every text below begins and ends with id 1
 LENGTHS = (5, 3, 7, 2)
 
@@ -66,3 +73,13 @@ def same(got: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
     for ours, theirs in zip(gradients(got, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def tiny_masked_lm(folder: Path, kind: str = "bert", seed: int = 0) -> Path:
+    """A model of two narrow layers, whose decoder has a bias that is not 0."""
+    small.tiny_masked_lm(folder, [*TEXTS, *QUERIES], kind, layers=2, seed=seed)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(str(folder))
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model.get_output_embeddings().bias, std=0.1)
+    model.save_pretrained(str(folder))
+    return folder

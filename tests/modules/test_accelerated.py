@@ -1,30 +1,23 @@
-"""Models of our modules, accelerated: the same vectors, gradients, sparse rows, losses and search; stock afterwards."""
+"""Models of our modules, accelerated: the same vectors, gradients and sparse rows; stock afterwards."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers.processors import TemplateProcessing
 
-from tests.integrations.splade_models import five_steps, logged_losses
-from tests.modules.tiny import QUERIES, TEXTS
-from tests.recipes.small import SUBJECTS
+from tests.modules.batches import QUERIES, TEXTS
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
 from tilefold.integrations.sentence_transformers.stream import as_csr
-from tilefold.losses import NoPenalty, PairwiseSoftmaxLoss, TermRecallLoss
 from tilefold.modules import FusedPooling, HeadPooling, load_encoder
 from tilefold.pipeline.rows import Batch, Window
-from tilefold.recipes import get_recipe
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
 
 SYSTEMS: dict[str, tuple[EncoderSpec | None, EncoderSpec]] = {
@@ -82,7 +75,7 @@ def test_vectors_and_gradients_are_the_same(model: SparseEncoder) -> None:
         torch.testing.assert_close(got[name], value, rtol=1e-8, atol=1e-10, msg=name)
 
 
-def test_sparse_rows_are_those_of_encode(model: SparseEncoder) -> None:
+def test_sparse_rows_and_saved_vectors_are_those_of_encode(model: SparseEncoder, tmp_path: Path) -> None:
     expected = vectors(model)
     few = vectors(model, max_active_dims=3)
     for place, (task, texts) in enumerate((("query", QUERIES), ("document", TEXTS))):
@@ -96,14 +89,9 @@ def test_sparse_rows_are_those_of_encode(model: SparseEncoder) -> None:
         streamed = as_csr([item for item in items if isinstance(item, Batch)], len(texts), 0)
         torch.testing.assert_close(streamed.to_dense(), expected[place], rtol=1e-5, atol=1e-6)
     assert not is_accelerated(model)
-
-
-def test_an_accelerated_model_saves_what_a_plain_one_does(model: SparseEncoder, tmp_path: Path) -> None:
-    expected = vectors(model)
     with accelerate(model):
         model.save_pretrained(str(tmp_path))
-    loaded = load_encoder(str(tmp_path), device="cpu")
-    for got, value in zip(vectors(loaded), expected, strict=True):
+    for got, value in zip(vectors(load_encoder(str(tmp_path), device="cpu")), expected, strict=True):
         torch.testing.assert_close(got, value, rtol=0, atol=0)
 
 
@@ -161,42 +149,3 @@ def test_texts_without_tokens_have_the_same_rows_alone_and_in_a_batch(model: Spa
         alone = encode_sparse(fused, [TEXTS[0], "", " "], task=task, batch_size=1).to_dense()
         torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-6)
         assert together[0].any() and not together[1:].any()
-
-
-def losses_of(name: str, base: str, folder: Path, fused: bool) -> tuple[list[float], SparseEncoder]:
-    """Losses of twenty steps of the stock trainer, without dropout, and the model."""
-    recipe = get_recipe(name)
-    model = build_encoder(recipe.query, recipe.document, Base(base, max_length=24, texts=TEXTS), device="cpu")
-    for module in model.modules():
-        if type(module).__name__ == "Dropout":
-            module.p = 0.0
-    data = {"query": [f"how do i work with {subject}" for subject in SUBJECTS], "positive": TEXTS}
-    ranking: Any = losses.SparseMultipleNegativesRankingLoss(model)
-    if name == "epic":
-        data["negative"] = TEXTS[3:] + TEXTS[:3]
-        ranking = PairwiseSoftmaxLoss()
-    if name == "deepct":
-        ranking = TermRecallLoss()
-    loss = losses.SpladeLoss(
-        model, ranking, document_regularizer_weight=0.0, query_regularizer_weight=0.0,
-        document_regularizer=NoPenalty(), query_regularizer=NoPenalty(),
-    )  # fmt: skip
-    arguments = five_steps(
-        folder, max_steps=20, per_device_train_batch_size=16, learning_rate=5e-3, lr_scheduler_type="constant", seed=0,
-        router_mapping={} if recipe.query is None else {c: "query" if c == "query" else "document" for c in data},
-    )  # fmt: skip
-    model.model_card_data.widget = [{"text": "x"}]
-    trainer = SparseEncoderTrainer(model, args=arguments, train_dataset=Dataset.from_dict(data), loss=loss)
-    with accelerate(model) if fused else contextlib.nullcontext():
-        return logged_losses(trainer), model
-
-
-@pytest.mark.parametrize("name", ["unicoil", "deepimpact", "deepct", "epic"])
-def test_the_loss_falls(name: str, tiny_lm: str, tmp_path: Path) -> None:
-    fused, model = losses_of(name, tiny_lm, tmp_path, fused=True)
-    assert len(fused) == 20 and fused[-1] < 0.7 * fused[0], fused
-    if name in ("unicoil", "epic"):
-        plain, _ = losses_of(name, tiny_lm, tmp_path, fused=False)
-        assert fused == pytest.approx(plain, rel=0.02, abs=1e-3)
-    if name == "deepimpact":
-        assert model[0].sub_modules["query"][0].weight.item() != pytest.approx(0.3)  # its one number was learned

@@ -142,8 +142,7 @@ def test_window_keeps_the_heaviest_of_rows_that_have_more_and_their_gradient() -
     window = LexicalWindow(3, "l2")
     assert torch.autograd.gradcheck(lambda x: window({"sentence_embedding": x})["sentence_embedding"], (free,))
     for wrong in ({"top_k": 0}, {"normalize": "l1"}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-            LexicalWindow(**wrong)
+        refused(ValueError, f"{next(iter(wrong))} must be", LexicalWindow, **wrong)
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked"])

@@ -16,7 +16,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
-from tests.modules.tiny import QUERIES, TEXTS, tiny_masked_lm
+from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, restore
 from tilefold.modules import HeadPooling, StaticQuery, TokenWeights, load_encoder, to_stock

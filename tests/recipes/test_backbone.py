@@ -16,7 +16,7 @@ import transformers
 from sentence_transformers import SparseEncoder
 
 from tests import programs
-from tests.modules.tiny import QUERIES, TEXTS, tiny_masked_lm
+from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import ColbertRecipe, backbone
 from tilefold.recipes.backbone import fresh_masked_lm

@@ -6,22 +6,18 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
-from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 from transformers import BertForMaskedLM
 
 from tests.recipes.small import tiny_causal_lm
 from tests.refusals import refused
 from tilefold import retrieval
-from tilefold.losses import NoPenalty
 from tilefold.modules import load_encoder
 from tilefold.recipes import ColbertRecipe, LsrRecipe, RegularizerSpec, TrainingError, get_recipe, train
-from tilefold.recipes._watch import SparseWatch
 from tilefold.recipes.catalogue import RECIPES, Entry
 from tilefold.recipes.lsr import load_base_model, make_loss
 from tilefold.retrieval.collection import Collection, Document
@@ -129,23 +125,6 @@ def test_documents_of_a_group_are_penalised_together_or_by_position() -> None:
     assert of_each(rows) == pytest.approx(sum(together(rows[low : low + 2]) for low in (0, 2, 4)))
 
 
-def splade_loss(**options: Any) -> SpladeLoss:
-    return SpladeLoss(None, SparseMultipleNegativesRankingLoss(None), 0.2, 0.4, **options)
-
-
-def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:
-    loss = splade_loss()
-    schedule = SparseWatch(loss, {"query": 0.5, "document": 1.0})
-    seen = []
-    for step in (0, 5, 10, 20):
-        state = SimpleNamespace(max_steps=20, global_step=step)
-        if step == 0:
-            schedule.on_train_begin(None, state, None)
-        schedule.on_step_begin(None, state, None)
-        seen.append((loss.query_regularizer_weight, loss.document_regularizer_weight))
-    assert seen == [pytest.approx(pair) for pair in ((0, 0), (0.1, 0.0125), (0.4, 0.05), (0.4, 0.2))]
-
-
 def test_the_page_and_the_needs_of_recipes_are_those_of_the_catalogue() -> None:
     for entry in RECIPES.values():
         paper = f"[{entry.paper}](https://arxiv.org/abs/{entry.paper})" if entry.paper else ""
@@ -177,25 +156,3 @@ def test_a_model_that_is_not_sparse_is_told_of(collection: Collection, bases: An
     assert "larger weight of the penalties" in result.warnings[0]
     again = train(recipe, collection, tmp_path / "m")
     assert again.reused and again.warnings == result.warnings
-
-
-def logged(callback: Any, **logs: float) -> dict[str, float]:
-    callback.on_log(None, SimpleNamespace(global_step=7), None, logs)
-    return logs
-
-
-def test_what_is_counted_reaches_the_logs_and_the_warnings() -> None:
-    loss = splade_loss(query_regularizer=NoPenalty(), document_regularizer=NoPenalty())
-    callback = SparseWatch(loss, {})
-    rows = torch.zeros(4, 100, requires_grad=True)
-    with torch.no_grad():
-        rows[0, :8] = 1
-    loss.query_regularizer.compute_loss_from_embeddings(rows + 1)
-    loss.document_regularizer.compute_loss_from_embeddings(rows)
-    logs = logged(callback, loss=1.0, grad_norm=0.5)
-    assert (logs["query_active_terms"], logs["document_active_terms"]) == (100.0, 2.0)
-    told = callback.warnings()
-    assert told[0].startswith("query vectors have 100 of 100 terms (100 at the start)")
-    assert told[1].startswith("75% of the document vectors have no term")
-    logged(callback, loss=1.0, grad_norm=0.0)
-    refused(TrainingError, "the gradient is zero after 7 steps", logged, callback, loss=1.0, grad_norm=0.0)

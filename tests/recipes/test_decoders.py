@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import save_file
 from sentence_transformers import SparseEncoder
 
-from tests.modules import tiny
-from tests.modules.tiny import QUERIES
+from tests.modules import batches
+from tests.modules.batches import QUERIES
 from tests.recipes.small import FAMILIES, TEXTS, dense, tiny_causal_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
@@ -42,8 +42,8 @@ def load(folder: str) -> tuple[Any, Any]:
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("bases")
     made = {family: tiny_causal_lm(folder / family, family) for family in FAMILIES}
-    made["causal"] = tiny_causal_lm(folder / "causal", texts=[*tiny.TEXTS, *QUERIES])
-    made["masked"] = tiny.tiny_masked_lm(folder / "masked")
+    made["causal"] = tiny_causal_lm(folder / "causal", texts=[*batches.TEXTS, *QUERIES])
+    made["masked"] = batches.tiny_masked_lm(folder / "masked")
     return {name: str(path) for name, path in made.items()}
 
 
@@ -167,12 +167,12 @@ def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> No
 
 
 def built(base: str, document: EncoderSpec, query: EncoderSpec | None = None) -> Any:
-    return build_encoder(query, document, Base(base, max_length=48, texts=tiny.TEXTS), device="cpu")
+    return build_encoder(query, document, Base(base, max_length=48, texts=batches.TEXTS), device="cpu")
 
 
 def vectors(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     options = {"convert_to_sparse_tensor": False, "show_progress_bar": False}
-    return model.encode_query(QUERIES, **options), model.encode_document(tiny.TEXTS[:4], **options)
+    return model.encode_query(QUERIES, **options), model.encode_document(batches.TEXTS[:4], **options)
 
 
 WINDOWS = {"top_k": 8, "normalize": "l2", "shared_network": True}
@@ -230,13 +230,13 @@ def test_seeds_make_the_literal_matrix_and_lora_trains_alone(bases: dict[str, st
 
 
 def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Path) -> None:
-    base = tiny.tiny_masked_lm(tmp_path / "base")
+    base = batches.tiny_masked_lm(tmp_path / "base")
     torch.manual_seed(0)
     state = {"weight": torch.randn(1, 32), "bias": torch.tensor([0.3])}
     torch.save(state, base / "sparse_linear.pt")
     model: Any = built(str(base), EncoderSpec("bge_m3"))
     assert torch.equal(model[1].linear.weight, state["weight"])
-    features = model.preprocess(tiny.TEXTS[:2])
+    features = model.preprocess(batches.TEXTS[:2])
     hidden = model[0](dict(features))["token_embeddings"]
     weights = (hidden @ state["weight"][0] + 0.3).relu()
     expected = torch.zeros(2, model[1].vocab_size)
@@ -244,7 +244,7 @@ def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Pat
         token = int(features["input_ids"][row, column])
         if token not in model.tokenizer.all_special_ids:
             expected[row, token] = max(float(expected[row, token]), float(weights[row, column].detach()))
-    got = model.encode(tiny.TEXTS[:2], convert_to_sparse_tensor=False)
+    got = model.encode(batches.TEXTS[:2], convert_to_sparse_tensor=False)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
     (base / "sparse_linear.pt").unlink()
     save_file({"weight": torch.ones(1, 5), "bias": torch.ones(1)}, base / "sparse_linear.safetensors")

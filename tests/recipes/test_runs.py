@@ -11,22 +11,26 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
+from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 from torch import nn
 
 from tests import programs
 from tests.cli.program import run_cli
+from tests.inside import InUseError
 from tests.processes import ROOT
 from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import held
-from tilefold._files import InUseError
 from tilefold.integrations.transformers import runs_entmax, unregister
+from tilefold.losses import NoPenalty
 from tilefold.recipes import ColbertRecipe, SpladeRecipe, TrainingError, _training, get_recipe, train
+from tilefold.recipes._watch import SparseWatch
 from tilefold.recipes.loading import load_saved, newest_step
 from tilefold.retrieval.collection import Collection
 
@@ -219,8 +223,6 @@ def test_what_others_train_or_made_is_left_alone(recipe: SpladeRecipe, collectio
 
 
 def test_a_loss_that_explodes_is_seen(recipe: SpladeRecipe, collection: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    from sentence_transformers.sparse_encoder.losses import SpladeLoss
-
     good = train(replace(recipe, learning_rate=1e-6), collection, tmp_path / "good")
     assert good.first_ranking_loss is not None and not good.exploded
     assert train(replace(recipe, learning_rate=10.0, max_steps=12), collection, tmp_path / "bad").exploded
@@ -257,6 +259,50 @@ def test_what_cannot_be_trained_is_refused(recipe: Any, collection: Any, tmp_pat
     monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
     two = get_recipe("splade-doc", base_model=recipe.base_model, **SMALL, graphs=True)
     refused(ValueError, "graphs must be False for a model of several encoders", train, two, collection, tmp_path / "t")
+
+
+def test_steps_follow_epochs_unless_they_are_given() -> None:
+    assert _training.total_steps(SpladeRecipe(epochs=2, batch_size=4), 10) == 6
+    assert _training.total_steps(SpladeRecipe(max_steps=7), 10) == 7
+
+
+def splade_loss(**options: Any) -> SpladeLoss:
+    return SpladeLoss(None, SparseMultipleNegativesRankingLoss(None), 0.2, 0.4, **options)
+
+
+def test_penalties_rise_with_a_warm_up_of_their_own_on_each_side() -> None:
+    loss = splade_loss()
+    schedule = SparseWatch(loss, {"query": 0.5, "document": 1.0})
+    seen = []
+    for step in (0, 5, 10, 20):
+        state = SimpleNamespace(max_steps=20, global_step=step)
+        if step == 0:
+            schedule.on_train_begin(None, state, None)
+        schedule.on_step_begin(None, state, None)
+        seen.append((loss.query_regularizer_weight, loss.document_regularizer_weight))
+    assert seen == [pytest.approx(pair) for pair in ((0, 0), (0.1, 0.0125), (0.4, 0.05), (0.4, 0.2))]
+
+
+def logged(callback: Any, **logs: float) -> dict[str, float]:
+    callback.on_log(None, SimpleNamespace(global_step=7), None, logs)
+    return logs
+
+
+def test_what_is_counted_reaches_the_logs_and_the_warnings() -> None:
+    loss = splade_loss(query_regularizer=NoPenalty(), document_regularizer=NoPenalty())
+    callback = SparseWatch(loss, {})
+    rows = torch.zeros(4, 100, requires_grad=True)
+    with torch.no_grad():
+        rows[0, :8] = 1
+    loss.query_regularizer.compute_loss_from_embeddings(rows + 1)
+    loss.document_regularizer.compute_loss_from_embeddings(rows)
+    logs = logged(callback, loss=1.0, grad_norm=0.5)
+    assert (logs["query_active_terms"], logs["document_active_terms"]) == (100.0, 2.0)
+    told = callback.warnings()
+    assert told[0].startswith("query vectors have 100 of 100 terms (100 at the start)")
+    assert told[1].startswith("75% of the document vectors have no term")
+    logged(callback, loss=1.0, grad_norm=0.0)
+    refused(TrainingError, "the gradient is zero after 7 steps", logged, callback, loss=1.0, grad_norm=0.0)
 
 
 # attention

@@ -23,7 +23,6 @@ from tilefold.recipes import (
     TrainingSettings,
     get_recipe,
 )  # fmt: skip
-from tilefold.recipes._training import total_steps
 from tilefold.recipes.adaptation import AdaptationRecipe
 from tilefold.recipes.training_data import length_grouped_batches, make_examples
 from tilefold.retrieval.collection import Collection
@@ -107,11 +106,6 @@ def test_a_recipe_survives_json_and_refuses_unknown_fields(recipe: Any) -> None:
     assert kind.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert recipe.base_model == ("folder" if isinstance(recipe, TrainingSettings) else None)
     refused(ValueError, "unknown recipe fields", kind.from_dict, {"temperature": 1})
-
-
-def test_steps_follow_epochs_unless_they_are_given() -> None:
-    assert total_steps(SpladeRecipe(epochs=2, batch_size=4), 10) == 6
-    assert total_steps(SpladeRecipe(max_steps=7), 10) == 7
 
 
 def write_rows(path: Path, rows: list[tuple[str, str, int, float, bool]], **teachers: list[float]) -> Path:

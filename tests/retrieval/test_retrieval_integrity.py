@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.inside import DiskFullError
 from tests.manifests import edit, sum_files, sum_shards, sum_terms
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold._files import DiskFullError
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant import QdrantIndex
 from tilefold.retrieval.qdrant import QdrantCollection

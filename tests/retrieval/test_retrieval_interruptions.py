@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests import programs
+from tests.inside import LOCK, DiskFullError, InUseError, atomic_file, hold_path, swap_directory
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold._files import LOCK, DiskFullError, InUseError, atomic_file, hold_path, swap_directory
 from tilefold.retrieval.errors import DataError
 
 TEXTS = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)}

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.inside import InUseError
 from tests.manifests import edit
 from tests.refusals import refused
 from tests.retrieval.qdrant_over_http import OverHttp
-from tilefold._files import InUseError
 from tilefold.retrieval import SparseVectors, build_index, hits_to_run, load_index, reciprocal_rank_fusion
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
