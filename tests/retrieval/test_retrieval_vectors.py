@@ -17,38 +17,27 @@ import torch
 from tests import programs
 from tests.manifests import sum_shards
 from tests.refusals import refused
-from tilefold.retrieval import (
-    SparseVectors,
-    SparseVectorWriter,
-    build_index,
-    export_jsonl,
-    load_index,
-    read_manifest,
-    read_rows,
-    read_vectors,
-    vocabulary_fingerprint,
-    write_vectors,
-)
+from tilefold import retrieval as r
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 
-Make = Callable[..., SparseVectors]
+Make = Callable[..., r.SparseVectors]
 OWN: dict[str, Any] = {"vocab_size": 500, "fingerprint": "f" * 64}
 
 
-def same(left: SparseVectors, right: SparseVectors) -> bool:
+def same(left: r.SparseVectors, right: r.SparseVectors) -> bool:
     arrays = ((getattr(left, name), getattr(right, name)) for name in ("indptr", "indices", "data"))
     facts = ((each.ids, each.vocab_size, each.fingerprint) for each in (left, right))
     return next(facts) == next(facts) and all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in arrays)
 
 
 def test_vectors_survive_shards_on_disk_bit_for_bit(make_vectors: Make, tmp_path: Path) -> None:
-    write_vectors(make_vectors(30), tmp_path / "v", shard_size=10)  # is replaced, with all its shards
-    vectors = SparseVectors.concatenate([make_vectors(24), SparseVectors.from_rows({"empty": {}}, 500, "f" * 64)])
-    manifest = write_vectors(vectors, tmp_path / "v", model_name="tiny", shard_size=24)
+    r.write_vectors(make_vectors(30), tmp_path / "v", shard_size=10)  # is replaced, with all its shards
+    vectors = r.SparseVectors.concatenate([make_vectors(24), r.SparseVectors.from_rows({"empty": {}}, 500, "f" * 64)])
+    manifest = r.write_vectors(vectors, tmp_path / "v", model_name="tiny", shard_size=24)
     assert [shard["rows"] for shard in manifest.shards] == [24, 1]
-    assert manifest.complete and manifest.n_documents == 25 and read_manifest(tmp_path / "v") == manifest
-    assert same(read_vectors(tmp_path / "v"), vectors) and not vectors.row(24)[0].size, "a row without terms is kept"
+    assert manifest.complete and manifest.n_documents == 25 and r.read_manifest(tmp_path / "v") == manifest
+    assert same(r.read_vectors(tmp_path / "v"), vectors) and not vectors.row(24)[0].size, "a row without terms is kept"
     assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [
         "manifest.json", "part-00000.parquet", "part-00001.parquet"
     ]  # fmt: skip
@@ -63,12 +52,14 @@ def test_model_and_texts_travel_from_vectors_to_disk_to_rows_and_into_an_index(
 ) -> None:
     made = Provenance("ab" * 32, "cd" * 32)
     vectors = replace(make_vectors(12), provenance=made)
-    write_vectors(vectors, tmp_path / "v", shard_size=5)
-    stored, rows = read_vectors(tmp_path / "v"), read_rows(tmp_path / "v", vectors.ids[:2])
+    r.write_vectors(vectors, tmp_path / "v", shard_size=5)
+    stored, rows = r.read_vectors(tmp_path / "v"), r.read_rows(tmp_path / "v", vectors.ids[:2])
     assert {part.provenance for part in (stored, rows, stored.take([3, 1]))} == {made}
-    build_index(stored, backend).save(tmp_path / "i")
-    assert load_index(tmp_path / "i").provenance == made
-    mixed = SparseVectors.concatenate([stored.take([0]), replace(make_vectors(1, prefix="e"), provenance=Provenance())])
+    r.build_index(stored, backend).save(tmp_path / "i")
+    assert r.load_index(tmp_path / "i").provenance == made
+    mixed = r.SparseVectors.concatenate(
+        [stored.take([0]), replace(make_vectors(1, prefix="e"), provenance=Provenance())]
+    )
     assert mixed.provenance == Provenance()
 
 
@@ -76,29 +67,29 @@ def test_rows_by_name_come_in_the_order_of_the_folder_and_others_are_left_out(
     make_vectors: Make, tmp_path: Path
 ) -> None:
     vectors = make_vectors(10)
-    write_vectors(vectors, tmp_path / "v", shard_size=3)
-    assert same(read_rows(tmp_path / "v", ["d7", "nobody", "d2", "d3"]), vectors.take([2, 3, 7]))
-    assert len(read_rows(tmp_path / "v", ["nobody"])) == 0
+    r.write_vectors(vectors, tmp_path / "v", shard_size=3)
+    assert same(r.read_rows(tmp_path / "v", ["d7", "nobody", "d2", "d3"]), vectors.take([2, 3, 7]))
+    assert len(r.read_rows(tmp_path / "v", ["nobody"])) == 0
 
 
 def test_shards_are_left_with_receipts_and_those_without_any_vector_are_written_again(
     make_vectors: Make, tmp_path: Path
 ) -> None:
-    lister, other = SparseVectorWriter(tmp_path, **OWN), SparseVectorWriter(tmp_path, **OWN, lists=False)
+    lister, other = r.SparseVectorWriter(tmp_path, **OWN), r.SparseVectorWriter(tmp_path, **OWN, lists=False)
     failed = {f"f{i}": "RuntimeError: no memory" for i in range(16)}
     stored = other.store_shard(1, make_vectors(3, prefix="e"))
     assert not lister.has_shard(0)
     refused(ValueError, "expected at most 0, the next shard, got 1", lister.list_shard, 1, stored)
-    other.leave_shard(1, SparseVectors.from_rows({}, 500, "f" * 64), failed, None)
+    other.leave_shard(1, r.SparseVectors.from_rows({}, 500, "f" * 64), failed, None)
     other.leave_shard(0, make_vectors(3), {"x": "expected a string, got int"}, None)
     assert lister.receive([0, 1]) == {0}
-    again = SparseVectorWriter(tmp_path, **OWN, resume=True)
+    again = r.SparseVectorWriter(tmp_path, **OWN, resume=True)
     assert again.has_shard(0) and not again.has_shard(1)
     assert again.manifest.failed == {"x": "expected a string, got int"}
     again.list_shard(1, other.store_shard(1, make_vectors(3, prefix="e")))
     assert again.finish(7).shards[1] == stored
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["manifest.json"]
-    assert read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
+    assert r.read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
 
 
 @pytest.mark.parametrize("place", ["s.sha256_file", "s.ShardWriter._save"])
@@ -116,32 +107,32 @@ def test_a_killed_writer_loses_only_its_last_shard_and_is_cleared_up(
     assert programs.run("-c", code, tmp_path).returncode == 9
     left = ".part-00001.parquet.*.tmp" if place == "s.sha256_file" else "part-00001.parquet"
     assert list(tmp_path.glob(left))
-    writer = SparseVectorWriter(tmp_path, **OWN, resume=True)
+    writer = r.SparseVectorWriter(tmp_path, **OWN, resume=True)
     assert writer.has_shard(0) and not writer.has_shard(1)
     assert not list(tmp_path.glob(".part*"))
     writer.write_shard(1, make_vectors(2, prefix="e"))
-    refused(DataError, r"2 shard\(s\) of an unfinished run", read_vectors, tmp_path)
+    refused(DataError, r"2 shard\(s\) of an unfinished run", r.read_vectors, tmp_path)
     writer.finish()
-    assert read_vectors(tmp_path).ids == ["d0", "e0", "e1"]
+    assert r.read_vectors(tmp_path).ids == ["d0", "e0", "e1"]
     other = OWN | {"vocab_size": 600}
     refused(
-        DataError, "vocab_size: 500 before, 600 now.*resume=False", SparseVectorWriter, tmp_path, **other, resume=True
+        DataError, "vocab_size: 500 before, 600 now.*resume=False", r.SparseVectorWriter, tmp_path, **other, resume=True
     )
 
 
 def test_a_folder_of_other_files_is_never_written_to(make_vectors: Make, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for path, message in ((tmp_path, "nothing was overwritten"), (tmp_path / "notes.txt", "got a file")):
-        refused(FileExistsError, message, write_vectors, make_vectors(3), path)
+        refused(FileExistsError, message, r.write_vectors, make_vectors(3), path)
 
 
 def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vectors: Make, tmp_path: Path) -> None:
-    write_vectors(make_vectors(20), tmp_path, shard_size=10)
+    r.write_vectors(make_vectors(20), tmp_path, shard_size=10)
     file = tmp_path / "part-00001.parquet"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    refused(DataError, r"part-00001.parquet: damaged", read_vectors, tmp_path)
+    refused(DataError, r"part-00001.parquet: damaged", r.read_vectors, tmp_path)
     no_list = pa.array([None], pa.list_(pa.int32()))
     for columns, message in (
         ({"indices": [[1, 2]]}, "expected Parquet with id, indices and weights"),
@@ -149,20 +140,20 @@ def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vec
         ({"indices": no_list, "weights": [[1.0]]}, "expected as many weights as indices .* got nulls in indices"),
         ({"indices": [[1, 500]], "weights": [[1.0, 2.0]]}, r"indices: expected terms in \[0, 500\), got 500"),
     ):
-        write_vectors(make_vectors(1), tmp_path)
+        r.write_vectors(make_vectors(1), tmp_path)
         pq.write_table(pa.table({"id": ["d0"], **columns}), tmp_path / "part-00000.parquet")
         sum_shards(tmp_path)
-        refused(DataError, f"part-00000.parquet: {message}", read_vectors, tmp_path)
+        refused(DataError, f"part-00000.parquet: {message}", r.read_vectors, tmp_path)
 
 
 def test_missing_and_malformed_manifests_are_clear(tmp_path: Path) -> None:
-    refused(FileNotFoundError, r"manifest.json: no such file", read_vectors, tmp_path)
+    refused(FileNotFoundError, r"manifest.json: no such file", r.read_vectors, tmp_path)
     for version, message in (
         (1, r"expected a manifest of vectors, got \['schema_version'\] \(.*missing"),
         (99, "expected schema_version 1, got 99"),
     ):
         (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": version}))
-        refused(DataError, message, read_vectors, tmp_path)
+        refused(DataError, message, r.read_vectors, tmp_path)
 
 
 ONE, TWO = (np.array([0, 1]), np.array([2], np.int32)), (np.array([0, 2]), np.array([2, 2], np.int32))
@@ -171,24 +162,24 @@ ONE, TWO = (np.array([0, 1]), np.array([2], np.int32)), (np.array([0, 2]), np.ar
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("nan")}}, 5), "got nan for 'b'"),
-        (lambda: SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("inf")}}, 5), "got inf for 'b'"),
-        (lambda: SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: -0.5}}, 5), "got -0.5 for 'b'"),
-        (lambda: SparseVectors.from_rows({"a": {0: 1.0}, "b": {5: 1.0}}, 5), r"in \[0, 5\), got 5 for 'b'"),
-        (lambda: SparseVectors(["a"], *TWO, np.ones(2, np.float32), 5), "term 2 is given twice for 'a'"),
-        (lambda: SparseVectors(["a", "a"], *TWO, np.ones(2, np.float32), 5), r"ids\[1\]: 'a' was given before"),
-        (lambda: SparseVectors([""], *ONE, np.ones(1, np.float32), 5), r"ids\[0\]: expected a non-empty string"),
-        (lambda: SparseVectors.from_torch(["a"], torch.tensor([[torch.nan]]), min_weight=0.5), "got nan for 'a'"),
-        (lambda: SparseVectors.from_torch(["a", "b"], torch.ones(3, 4)), r"matrix: expected a tensor \[2, V\]"),
+        (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("nan")}}, 5), "got nan for 'b'"),
+        (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: float("inf")}}, 5), "got inf for 'b'"),
+        (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {1: -0.5}}, 5), "got -0.5 for 'b'"),
+        (lambda: r.SparseVectors.from_rows({"a": {0: 1.0}, "b": {5: 1.0}}, 5), r"in \[0, 5\), got 5 for 'b'"),
+        (lambda: r.SparseVectors(["a"], *TWO, np.ones(2, np.float32), 5), "term 2 is given twice for 'a'"),
+        (lambda: r.SparseVectors(["a", "a"], *TWO, np.ones(2, np.float32), 5), r"ids\[1\]: 'a' was given before"),
+        (lambda: r.SparseVectors([""], *ONE, np.ones(1, np.float32), 5), r"ids\[0\]: expected a non-empty string"),
+        (lambda: r.SparseVectors.from_torch(["a"], torch.tensor([[torch.nan]]), min_weight=0.5), "got nan for 'a'"),
+        (lambda: r.SparseVectors.from_torch(["a", "b"], torch.ones(3, 4)), r"matrix: expected a tensor \[2, V\]"),
     ],
 )
-def test_what_is_no_vector_is_named(make: Callable[[], SparseVectors], message: str) -> None:
+def test_what_is_no_vector_is_named(make: Callable[[], r.SparseVectors], message: str) -> None:
     refused(DataError, message, make)
 
 
 def test_rows_out_of_order_are_sorted_and_rows_can_be_taken() -> None:
     indices, data = np.array([3, 1, 0, 3], np.int32), np.array([1, 2, 3, 4], np.float32)
-    vectors = SparseVectors(["a", "b"], np.array([0, 2, 4]), indices, data, 5)  # 3 in two rows is fine
+    vectors = r.SparseVectors(["a", "b"], np.array([0, 2, 4]), indices, data, 5)  # 3 in two rows is fine
     assert [part.tolist() for part in vectors.row(0)] == [[1, 3], [2.0, 1.0]]
     taken = vectors.take([1, 0])
     assert taken.ids == ["b", "a"]
@@ -201,7 +192,7 @@ def test_mixed_vocabularies_are_refused(make_vectors: Make) -> None:
         ([small, make_vectors(2, vocab_size=600, prefix="e")], r"parts\[1\]: expected .*500 terms, got one with 600"),
         ([small, other], r"got one of the same size \(fingerprint 0{12}\)"),
     ):
-        refused(VocabularyMismatchError, message, SparseVectors.concatenate, parts)
+        refused(VocabularyMismatchError, message, r.SparseVectors.concatenate, parts)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
@@ -209,23 +200,23 @@ def test_mixed_vocabularies_are_refused(make_vectors: Make) -> None:
 def test_torch_tensors_of_every_layout_give_the_same_vectors(dtype: torch.dtype) -> None:
     dense = torch.tensor([[0.0, 1.5, 0.25], [0.0, 0.0, 0.0], [2.0, 0.0, 0.0]], dtype=dtype)
     for matrix in (dense, dense.to_sparse_coo(), dense.to_sparse_csr()):
-        vectors = SparseVectors.from_torch(["a", "b", "c"], matrix, min_weight=0.25)
+        vectors = r.SparseVectors.from_torch(["a", "b", "c"], matrix, min_weight=0.25)
         assert vectors.indptr.tolist() == [0, 1, 1, 2]
         assert (vectors.indices.tolist(), vectors.data.tolist()) == ([1, 0], [1.5, 2.0])
 
 
 def test_jsonl_export_has_the_anserini_form(tmp_path: Path) -> None:
-    vectors = SparseVectors.from_rows({"a": {0: 0.5, 2: 0.004}, "b": {}}, 3)
+    vectors = r.SparseVectors.from_rows({"a": {0: 0.5, 2: 0.004}, "b": {}}, 3)
     file = tmp_path / "x.jsonl"
-    export_jsonl(vectors, file, ["cat", "dog", "ü"], contents={"a": "a cat"})
+    r.export_jsonl(vectors, file, ["cat", "dog", "ü"], contents={"a": "a cat"})
     first, second = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
     assert first == {"id": "a", "contents": "a cat", "vector": pytest.approx({"cat": 0.5, "ü": 0.004})}
     assert second == {"id": "b", "contents": "", "vector": {}}
-    export_jsonl(vectors, file, scale=100)
+    r.export_jsonl(vectors, file, scale=100)
     assert json.loads(file.read_text().splitlines()[0])["vector"] == {"0": 50}
     earlier = file.read_text()
-    refused(VocabularyMismatchError, "every index up to 2, got 2 tokens", export_jsonl, vectors, file, ["cat", "dog"])
-    refused(DataError, "two terms of 'a' have the same text", export_jsonl, vectors, file, ["cat", "dog", "cat"])
+    refused(VocabularyMismatchError, "every index up to 2, got 2 tokens", r.export_jsonl, vectors, file, ["cat", "dog"])
+    refused(DataError, "two terms of 'a' have the same text", r.export_jsonl, vectors, file, ["cat", "dog", "cat"])
     assert file.read_text() == earlier and [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
@@ -234,7 +225,7 @@ def test_fingerprints_follow_the_vocabulary() -> None:
         def __init__(self, vocabulary: dict[str, int]) -> None:
             self.get_vocab = lambda: vocabulary
 
-    one = vocabulary_fingerprint(Tokenizer({"a": 0, "b": 1}))
-    assert one == vocabulary_fingerprint(Tokenizer({"b": 1, "a": 0}))
-    assert one != vocabulary_fingerprint(Tokenizer({"a": 1, "b": 0}))
-    assert vocabulary_fingerprint(object()) is None
+    one = r.vocabulary_fingerprint(Tokenizer({"a": 0, "b": 1}))
+    assert one == r.vocabulary_fingerprint(Tokenizer({"b": 1, "a": 0}))
+    assert one != r.vocabulary_fingerprint(Tokenizer({"a": 1, "b": 0}))
+    assert r.vocabulary_fingerprint(object()) is None
