@@ -14,5 +14,6 @@ from tilefold.retrieval import _streamed as streamed
 
 __all__ = [
     "LOCK", "DiskFullError", "InUseError", "ServerError", "SparseSource", "atomic_file", "common", "demo_steps",
-    "fallback", "hold_path", "load_encoder", "load_model", "ranks", "releases", "streamed", "swap_directory", "write_json",
+    "fallback", "hold_path", "load_encoder", "load_model", "ranks", "releases", "streamed", "swap_directory",
+    "write_json",
 ]  # fmt: skip
