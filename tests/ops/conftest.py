@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import operator
 from tests.ops.quick_interpreter import quicken
 
 
@@ -49,3 +52,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(Target("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu),
         ]
     metafunc.parametrize("target", targets)
+
+
+@pytest.fixture
+def kernels(target: Target) -> Target:
+    """The target where it is the kernels."""
+    if target.impl != "triton":
+        pytest.skip("a kernel's test")
+    return target
+
+
+@pytest.fixture
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host looks at no value on the CPU either, as on a GPU, where that would cost a synchronisation."""
+    monkeypatch.setattr(operator, "may_look", lambda first: False)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -7,13 +7,11 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 
 from tests.ops.base import Buffer, Setting, _reset_high_water
@@ -32,16 +30,12 @@ from tilefold.testing.lsr_head import (
     with_one_answer,
 )
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
@@ -106,27 +100,6 @@ def test_gradients_of_transposed_operands_have_the_strides_that_the_fake_kernels
             torch.library.opcheck(torch.ops.tilefold.lsr_head.default, (hidden, *place, weight, None, None, *options))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["full", "right", "packed"])
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_the_public_function_compiles_whole_with_gradients(device: str, pooling: str, layout: str) -> None:
-    inputs = lsr_head_inputs(5, 9, 16, 21, layout=layout, device=device)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(hidden: Tensor, weight: Tensor, bias: Tensor | None, **layout: Tensor | None) -> Tensor:
-        return lsr_head(2 * hidden, weight, bias, pooling=pooling, **layout) + 1
-
-    with torch.no_grad():
-        operands = (inputs.hidden, inputs.weight, inputs.bias)
-        expected = lsr_head(2 * inputs.hidden, *operands[1:], pooling=pooling, **inputs.layout) + 1
-        torch.testing.assert_close(compiled(*operands, **inputs.layout), expected)
-    mine, theirs = leaves_of(inputs), leaves_of(inputs)
-    compiled(*mine, **inputs.layout).backward(inputs.dscores)
-    (lsr_head(2 * theirs[0], *theirs[1:], pooling=pooling, **inputs.layout) + 1).backward(inputs.dscores)
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("device", DEVICES)
 def test_inductor_compiles_the_head_among_others(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,26 +124,6 @@ def test_inductor_compiles_the_head_among_others(device: str, tmp_path: Path, mo
     (scores.mean(dim=0) ** 2).sum().backward()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["right", "packed"])
-@pytest.mark.parametrize("pooling", ["max", "mean", "last"])
-def test_batches_of_other_sizes_reuse_one_dynamic_graph(pooling: str, layout: str) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
-    def compiled(hidden: Tensor, weight: Tensor, bias: Tensor, scale: float, **layout: Tensor | None) -> Tensor:
-        return lsr_head(hidden, weight, bias, pooling=pooling, logit_scale=scale, **layout)
-
-    for batch, length in ((3, 8), (5, 13), (6, 21), (9, 40)):
-        inputs = lsr_head_inputs(batch, length, 16, 21, layout=layout)
-        hidden, weight, bias = leaves_of(inputs)
-        out = compiled(hidden, weight, bias, 0.5, **inputs.layout)
-        out.backward(inputs.dscores)
-        expected = lsr_head_results(inputs, pooling=pooling, logit_scale=0.5)
-        torch.testing.assert_close(out.detach(), expected["scores"])
-        torch.testing.assert_close(weight.grad, expected["dweight"])
-    assert counter.frame_count <= 2, f"{counter.frame_count} compilations for four shapes"
 
 
 def test_a_changing_scale_does_not_break_the_graph() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import operator
 from tests.ops.conftest import Target
 from tests.refusals import refused
 from tilefold.ops import maxsim
@@ -135,15 +134,11 @@ LONG = 2**32  # what is added to an offset or index so that its lower 32 bits st
 @pytest.mark.parametrize("side", ["q", "d"])
 @pytest.mark.parametrize("bad", [[0, 3, LONG + 6], [0, 3 - LONG, 6], [LONG, 3, 6], [0, 4, 2, 6]], ids=str)
 def test_offsets_that_fall_or_need_more_than_32_bits_score_nan_and_no_plausible_number(
-    bad: list[int], side: str, temperature: float | None, target: Target, monkeypatch: pytest.MonkeyPatch
+    bad: list[int], side: str, temperature: float | None, kernels: Target, nobody_looks: None
 ) -> None:
-    if target.impl != "triton":
-        pytest.skip("the host looks")
-    # on the CPU too it must not look, as it does not on a GPU
-    monkeypatch.setattr(operator, "may_look", lambda first: False)
-    good = torch.arange(0, 7, 6 // (len(bad) - 1), device=target.device)
+    good = torch.arange(0, 7, 6 // (len(bad) - 1), device=kernels.device)
     offsets = {f"cu_seqlens_{name}": good if name != side else good.new_tensor(bad) for name in "qd"}
-    leaves = [torch.ones(6, 16, device=target.device, requires_grad=True) for _ in range(2)]
+    leaves = [torch.ones(6, 16, device=kernels.device, requires_grad=True) for _ in range(2)]
     for pairing in ("all", "aligned"):
         scores = maxsim(*leaves, **offsets, pairing=pairing, temperature=temperature, impl="triton")
         fits = [0 <= a <= b <= 6 for a, b in itertools.pairwise(bad)]
@@ -153,14 +148,9 @@ def test_offsets_that_fall_or_need_more_than_32_bits_score_nan_and_no_plausible_
         scores.nan_to_num().sum().backward()  # reads nothing elsewhere
 
 
-def test_pair_indices_out_of_range_score_nan_and_no_plausible_number(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if target.impl != "triton":
-        pytest.skip("the host looks")
-    monkeypatch.setattr(operator, "may_look", lambda first: False)
-    pairs = torch.tensor([[0, 1], [LONG, 1], [0, LONG + 1], [-LONG, 0], [0, 7], [-1, 0], [1, 0]], device=target.device)
-    leaves = [torch.ones(2, 3, 16, device=target.device, requires_grad=True) for _ in range(2)]
+def test_pair_indices_out_of_range_score_nan_and_no_plausible_number(kernels: Target, nobody_looks: None) -> None:
+    pairs = torch.tensor([[0, 1], [LONG, 1], [0, LONG + 1], [-LONG, 0], [0, 7], [-1, 0], [1, 0]], device=kernels.device)
+    leaves = [torch.ones(2, 3, 16, device=kernels.device, requires_grad=True) for _ in range(2)]
     scores = maxsim(*leaves, pairing=pairs, impl="triton")
     assert scores.isnan().tolist() == [False, True, True, True, True, True, False]
     scores.nan_to_num().sum().backward()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,16 +17,12 @@ from tilefold.ops.maxsim import chosen_impl
 from tilefold.testing import assert_within_budget
 from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs, maxsim_results, with_one_answer
 
-pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
+pytestmark = [
+    pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = [(pairing, layout) for pairing in PAIRINGS for layout in ("full", "holes", "packed")]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def operator_arguments(device: str, pairing: str, layout: str, temperature: float) -> tuple[Any, ...]:
@@ -71,21 +65,6 @@ def test_the_public_function_compiles_whole_with_gradients(device: str, pairing:
         expected = maxsim(2 * leaves[0], leaves[1], **inputs.layout, **options) + 1
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*(torch.autograd.grad(x, leaves, inputs.dscores) for x in (found, expected)))
-
-
-@pytest.mark.parametrize("layout", ["full", "packed"])
-def test_batches_of_other_sizes_reuse_one_dynamic_graph(layout: str) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(maxsim, fullgraph=True, dynamic=True, backend=counter)
-    for count, length in ((3, 8), (5, 13), (6, 21), (9, 40)):
-        inputs = maxsim_inputs(count, count + 1, 4, length, 16, layout=layout)
-        queries = inputs.queries.clone().requires_grad_()
-        out = compiled(queries, inputs.documents, **inputs.layout)
-        out.backward(inputs.dscores)
-        expected = maxsim_results(inputs)
-        torch.testing.assert_close(out.detach(), expected["scores"])
-        torch.testing.assert_close(queries.grad, expected["dqueries"])
-    assert counter.frame_count <= 2, f"{counter.frame_count} compilations for four shapes"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

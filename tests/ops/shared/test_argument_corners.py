@@ -34,9 +34,11 @@ D = 8
 
 @pytest.fixture
 def elsewhere() -> Iterator[None]:
-    """Tensors that are made without a device lie on the meta device."""
+    """Tensors that are made without a device lie on the meta device, and without a dtype have fp64."""
     torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
     yield
+    torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
 
 
@@ -57,9 +59,8 @@ def test_attention_over_nothing_has_a_gradient_of_zeros(impl: str, sizes: tuple[
     assert out.shape == q.shape
     assert not out.any()
     out.sum().backward()
-    for leaf in (q, k, v):
-        assert leaf.grad is not None
-        assert not leaf.grad.any()
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (q, k, v))
+    assert entmax_attention(*(leaf.to("meta") for leaf in (q, k, v)), impl=impl).shape == q.shape
 
 
 def test_groups_of_no_query_keep_the_number_of_their_documents() -> None:
@@ -69,22 +70,28 @@ def test_groups_of_no_query_keep_the_number_of_their_documents() -> None:
     scores.sum().backward()
 
 
+PATHS = ("auto", "reference")
 IDS_HERE = torch.tensor([[1, 2, 1], [4, 4, 0]])
 RESULTS: list[Callable[[Tensor], Tensor]] = [
     lambda x: lsr_head_sparse(x.expand(2, 3, D), x.new_ones(9, D), top_k=3),
     lambda x: token_scatter_sparse(x[:, :, 0].detach(), IDS_HERE, 9),
     lambda x: token_scatter(x[:, :, 0], IDS_HERE, 9, reduce="sum"),
+    *[lambda x, impl=impl: entmax_attention(*[x[None].expand(1, 2, 3, D)] * 3, impl=impl) for impl in PATHS],
 ]
 
 
 @pytest.mark.parametrize("call", RESULTS)
-def test_results_lie_where_the_arguments_do_whatever_torchs_default_device(
+def test_results_lie_where_the_arguments_do_and_have_their_dtype_whatever_torchs_defaults(
     elsewhere: None, call: Callable[[Tensor], Tensor]
 ) -> None:
-    scores = call(torch.rand(2, 3, 1, device="cpu", requires_grad=True))
-    assert scores.device.type == "cpu"
+    given = torch.rand(2, 3, 1, device="cpu", dtype=torch.float32, requires_grad=True)
+    scores = call(given)
+    assert scores.device.type == "cpu" and scores.dtype == torch.float32
     if scores.requires_grad:
         scores.sum().backward()
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.testing.assert_close(*(each.to_dense() for each in (scores, call(given))))
 
 
 X = torch.rand(2, 3, D, generator=torch.Generator().manual_seed(0))
@@ -172,6 +179,18 @@ def test_function_transforms_and_forward_mode_are_those_of_the_reference_or_an_e
     torch.testing.assert_close(tangent, (gradient * direction).sum(), rtol=1e-4, atol=1e-6)
     with pytest.raises(RuntimeError, match="impl must be 'reference' in forward-mode differentiation"):
         torch.func.jvp(lambda t: operator(t, "auto"), (X,), (direction,))
+
+
+UNHASHABLE = {
+    "lsr_head": ("pooling", "activation", "out_dtype", "impl", "logit_scale"),
+    "maxsim": ("pairing", "reduction", "mask_mode", "impl", "temperature"),
+}
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, each) for name, options in UNHASHABLE.items() for each in options])
+def test_options_of_no_hashable_type_are_refused_by_name(name: str, option: str) -> None:
+    function: Any = {"lsr_head": lsr_head, "maxsim": maxsim}[name]
+    refused((TypeError, ValueError), option, function, X, X[0] if name == "lsr_head" else X, **{option: ["max"]})
 
 
 def pickled(value: Any) -> Any:

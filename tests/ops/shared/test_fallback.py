@@ -23,7 +23,6 @@ from tests.ops.base import (
     KernelUnavailableError,
     Setting,
     fallback,
-    operator,
     releases,
 )
 from tests.ops.base import impl as shared_impl
@@ -82,10 +81,8 @@ def test_a_compiler_is_told_the_shapes_that_come_whichever_path_runs(
 
 @pytest.mark.parametrize("impl", ["auto", "tiled", "reference"])
 def test_offsets_that_nobody_looked_at_are_checked_by_the_path_that_reads_them(
-    no_kernel_builds: None, monkeypatch: pytest.MonkeyPatch, impl: str
+    no_kernel_builds: None, nobody_looks: None, impl: str
 ) -> None:
-    # as on a GPU, where nobody looks before the path is chosen
-    monkeypatch.setattr(operator, "may_look", lambda first: False)
     rows, good, bad = seeded(5, 2, 8), torch.tensor([0, 3, 5]), torch.tensor([0, 3, 4])
     for cu_q, cu_k, bound, text in (
         (bad, good, 5, "cu_seqlens_q must start with 0"),

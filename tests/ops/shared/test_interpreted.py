@@ -17,10 +17,10 @@ RUNS: dict[str, tuple[list[str], int]] = {
     ),
     "lsr_head": (
         [*(f"lsr_head/test_{name}.py" for name in ("calls", "corner_cases", "implementations", "quantized", "sparse")),
-         "test_properties.py", "shared/test_quick_interpreter.py"], 298 + QUICK,
+         "test_properties.py", "shared/test_quick_interpreter.py"], 293 + QUICK,
     ),
     "maxsim": ([f"maxsim/test_{name}.py" for name in ("implementations", "properties", "quantized", "xtr", "plans")],
-               131),
+               126),
     "token_scatter": (["token_scatter/test_implementations.py"], 141),
     "the toy": (["shared/test_operator.py"], 13),
     "kernels that cannot be built": (["shared/test_unavailable_kernels.py"], 142),

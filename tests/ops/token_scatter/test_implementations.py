@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import operator
 from tests.ops.conftest import Target
 from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
@@ -291,12 +290,6 @@ BLIND = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the tiled path looks")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-
-
-@pytest.fixture
-def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens on a GPU, where looking at values would cost a synchronisation."""
-    monkeypatch.setattr(operator, "may_look", lambda first: False)
 
 
 @pytest.mark.usefixtures("nobody_looks")
