@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,9 +295,16 @@ def one_process_losses(tiny_folder: Path, tmp_path_factory: pytest.TempPathFacto
     return trained_losses(tiny_folder, tmp_path_factory.mktemp("one"), len(TEXTS), use_cpu=True)[0]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["stock", "accelerated"])
-def test_a_ddp_step_with_global_flops_equals_one_process(ranks: Ranks, tiny_folder: Path, fused: bool) -> None:
-    ranks.run(ddp_step, tiny_folder, fused)
+@pytest.mark.parametrize(
+    ("job", "args"),
+    [(ddp_step, [False]), (ddp_step, [True]), (fsdp_step, [False]), (fsdp_step, [True]),
+     (fsdp_mixed_precision_step, []), (accelerating_a_sharded_model, [])],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)  # fmt: skip
+def test_a_step_of_the_tiny_model_equals_one_process(
+    ranks: Ranks, tiny_folder: Path, job: Callable[..., None], args: list[bool]
+) -> None:
+    ranks.run(job, tiny_folder, *args)
 
 
 def test_stock_flops_grows_with_the_number_of_ranks_and_global_flops_does_not(ranks: Ranks, tiny_folder: Path) -> None:
@@ -304,24 +312,11 @@ def test_stock_flops_grows_with_the_number_of_ranks_and_global_flops_does_not(ra
         assert ratio > 1.001
 
 
-@pytest.mark.parametrize("layers", [False, True], ids=["root", "layers-and-root"])
-def test_an_fsdp_step_of_an_accelerated_model_equals_one_process(ranks: Ranks, tiny_folder: Path, layers: bool) -> None:
-    ranks.run(fsdp_step, tiny_folder, layers)
-
-
-def test_an_fsdp_step_in_mixed_precision_reduces_in_fp32(ranks: Ranks, tiny_folder: Path) -> None:
-    ranks.run(fsdp_mixed_precision_step, tiny_folder)
-
-
 def test_a_decoder_sharded_alone_is_refused_unless_it_stays_whole_after_its_forward(
     ranks: Ranks, untied_folder: Path
 ) -> None:
     for reshard in (True, False):
         ranks.run(fsdp_of_the_head_alone, untied_folder, reshard)
-
-
-def test_accelerate_comes_before_fully_shard_or_skips_its_check(ranks: Ranks, tiny_folder: Path) -> None:
-    ranks.run(accelerating_a_sharded_model, tiny_folder)
 
 
 def test_an_lsr_head_inside_an_fsdp_module_sees_its_whole_weight(ranks: Ranks) -> None:

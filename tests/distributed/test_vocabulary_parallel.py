@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -66,6 +66,13 @@ def sharded_results(
     return results if bias is None else results | {"dbias": bias.grad}
 
 
+def held(found: Mapping[str, Any], truth: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    """Each result, whole, is within the bound of a gradient."""
+    for name, got in found.items():
+        whole = got.full_tensor() if isinstance(got, DTensor) else got
+        assert_within_budget(whole, truth[name], dtype, "gradient_bound", name=name)
+
+
 def equals_the_truth(rank: Rank, cases: list[dict[str, Any]]) -> None:
     """Each case: sizes and layout of the inputs, options of the head."""
     mesh = mesh_of(rank)
@@ -124,11 +131,10 @@ def works_on_a_mesh_of_two_dimensions(rank: Rank) -> None:
     truth = lsr_head_truth(inputs)
     results = sharded_results(inputs, mesh, placements=[Replicate(), Shard(0)])
     assert results["scores"].placements == (Replicate(), Shard(1))
-    for name, got in results.items():
-        assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
-    for name, got in sharded_results(inputs, mesh, placements=[Replicate(), Replicate()]).items():
-        assert all(isinstance(placement, Replicate) for placement in got.placements)
-        assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
+    held(results, truth)
+    results = sharded_results(inputs, mesh, placements=[Replicate(), Replicate()])
+    assert all(isinstance(each, Replicate) for got in results.values() for each in got.placements)
+    held(results, truth)
 
 
 def gives_only_the_gradients_that_are_asked_for(rank: Rank) -> None:
@@ -153,13 +159,11 @@ def gives_only_the_gradients_that_are_asked_for(rank: Rank) -> None:
 def works_under_autocast(rank: Rank) -> None:
     inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", device=rank.device).cast(torch.bfloat16))
     inputs = inputs.cast(torch.float32)  # numbers that bf16 holds: autocast rounds nothing
-    truth = lsr_head_truth(inputs)
     with torch.autocast(rank.device.type, dtype=torch.bfloat16):
         results = sharded_results(inputs, mesh_of(rank))
-    assert results["scores"].dtype == torch.bfloat16
-    for name, got in results.items():
-        assert name == "scores" or got.dtype == torch.float32
-        assert_within_budget(got.full_tensor(), truth[name], torch.bfloat16, "gradient_bound", name=name)
+    dtypes = {name: got.dtype for name, got in results.items()}
+    assert dtypes == dict.fromkeys(results, torch.float32) | {"scores": torch.bfloat16}
+    held(results, lsr_head_truth(inputs), torch.bfloat16)
 
 
 def a_main_grad_shard_takes_the_weight_gradient(rank: Rank) -> None:
@@ -179,9 +183,7 @@ def compiles_in_one_graph(rank: Rank, backend: str) -> None:
     head = torch.compile(lsr_head, backend=backend, fullgraph=True)
     for dtype in (torch.float32, torch.bfloat16):
         inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 21, layout="right", dtype=dtype, device=rank.device))
-        truth = lsr_head_truth(inputs)
-        for name, got in sharded_results(inputs, mesh_of(rank), head).items():
-            assert_within_budget(got.full_tensor(), truth[name], kind="gradient_bound", name=name)
+        held(sharded_results(inputs, mesh_of(rank), head), lsr_head_truth(inputs))
 
 
 def a_parallelized_module_compiles(rank: Rank, backend: str) -> None:
@@ -192,10 +194,7 @@ def a_parallelized_module_compiles(rank: Rank, backend: str) -> None:
     whole(inputs, mask).square().sum().backward()
     torch.compile(sharded, backend=backend, fullgraph=True)(inputs, mask).square().sum().backward()
     expected = dict(whole.named_parameters())
-    for name, parameter in sharded.named_parameters():
-        gradient = parameter.grad
-        got = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        assert_within_budget(got, expected[name].grad.double(), kind="gradient_bound", name=name)
+    held({name: p.grad for name, p in sharded.named_parameters()}, {n: p.grad.double() for n, p in expected.items()})
 
 
 def sparse_rows_equal_one_device(rank: Rank, cases: list[dict[str, Any]]) -> None:
@@ -319,13 +318,9 @@ def fsdp_around_tensor_parallelism(rank: Rank, dp: int) -> None:
     rows, first = 6 // dp, 6 // dp * mesh["dp"].get_local_rank()
     mine = slice(first, first + rows)
     model(inputs[mine], mask[mine]).full_tensor().square().sum(dim=1).mean().backward()
-    for name, parameter in model.named_parameters():
-        assert_within_budget(
-            parameter.grad.full_tensor(),
-            dict(whole.named_parameters())[name].grad.double(),
-            kind="gradient_bound",
-            name=name,
-        )
+    assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+    truth = {name: parameter.grad.double() for name, parameter in whole.named_parameters()}
+    held({name: parameter.grad for name, parameter in model.named_parameters()}, truth)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,19 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.kernels import release
 from tests.ops.base import BUILD_OPTIONS
-from tests.ops.machine_code import looped_spills
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of stack. 3.4 keeps from item to item of a persistent kernel what others make again (`tl.range(disable_licm)`).
 OUTSIDE_LOOPS = {(3, 4): 232}
 LOCAL_ACCESSES = (0x983, 0x387)  # LDL and STL: the lowest 12 bits of an instruction, on 8.0, 9.0 and 10.0 alike
+INSTRUCTION = re.compile(
+    r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@(?P<guard>!?U?P\w+)\s+)?(?P<name>[A-Z][\w.]*)(?P<operands>[^;]*)"
+)
+LABEL = re.compile(r"(\.L_\w+):")
+TARGET = re.compile(r"`\((\.L_\w+)\)")
+SPILLS = ("LDL", "STL")  # loads and stores of a thread's own memory
+
+Graph = list[set[int]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ def compile_kernel(
         compiled.metadata.shared,
         compiled.asm["ptx"].count("wgmma.mma_async"),
         local_memory,
-        looped_spills(cubin) if local_memory else 0.0,
+        spilled_share(dump(cubin, "-c", "nvdisasm")) if local_memory else 0.0,
         cubin,
     )
 
@@ -112,9 +120,103 @@ def local_accesses(cubin: bytes) -> int:
     return found
 
 
-def dump(cubin: bytes, option: str) -> str:
-    """What ``cuobjdump`` says of ``cubin``."""
+def dump(cubin: bytes, option: str, tool: str = "cuobjdump") -> str:
+    """What a tool of NVIDIA's says of ``cubin``."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+# Loops in a disassembly, and how much of them moves spilled values
+
+
+def spilled_share(listing: str) -> float:
+    """Spills as a share of the instructions of the worst innermost loop: others run once for many rounds of these."""
+    spills = {place for place, name in enumerate(names_of(listing)) if name.startswith(SPILLS)}
+    loops = list(loops_of(listing))
+    innermost = (loop for loop in loops if not any(other < loop for other in loops))
+    return max((len(spills & loop) / len(loop) for loop in innermost), default=0.0)
+
+
+def names_of(listing: str) -> list[str]:
+    return [found["name"] for line in listing.splitlines() if (found := INSTRUCTION.match(line))]
+
+
+def loops_of(listing: str) -> Iterator[set[int]]:
+    """The loops, each as the places of its instructions, those of the loops within it too."""
+    after = _successors(listing)
+    before: Graph = [set() for _ in after]
+    for place, following in enumerate(after):
+        for other in following:
+            before[other].add(place)
+    # only where paths meet or part can a loop begin or end: blocks are what lies between
+    starts = [p for p in range(len(after)) if before[p] != {p - 1} or after[p - 1] != {p}]
+    blocks = [range(start, end) for start, end in zip(starts, [*starts[1:], len(after)], strict=True)]
+    number = {start: i for i, start in enumerate(starts)}
+    forward: Graph = [{number[place] for place in after[block[-1]]} for block in blocks]
+    backward: Graph = [set() for _ in blocks]
+    for i, following in enumerate(forward):
+        for other in following:
+            backward[other].add(i)
+    for loop in _cycles(forward, backward, set(range(len(blocks)))):
+        yield {place for i in loop for place in blocks[i]}
+
+
+def _successors(listing: str) -> Graph:
+    """For every instruction, those that may follow it; a called function counts as a part of its call."""
+    instructions: list[re.Match[str]] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif found := INSTRUCTION.match(line):
+            instructions.append(found)
+    barriers: dict[str, set[int]] = {}  # where threads that parted go on together
+    for found in instructions:
+        if found["name"].startswith("BSSY"):
+            target = TARGET.search(found["operands"])
+            barriers.setdefault(_barrier(found["operands"]), set()).add(labels[target[1]] if target else 0)
+    after: Graph = []
+    for place, found in enumerate(instructions):
+        kind, target = found["name"].split(".")[0], TARGET.search(found["operands"])
+        following = {place + 1}
+        if kind == "BRA" and target:
+            always = (
+                found["guard"] is None and "DIV" not in found["name"] and "P" not in found["operands"].split("`")[0]
+            )
+            following = {labels[target[1]]} | (set() if always else following)
+        elif kind in ("EXIT", "RET") and found["guard"] is None:
+            following = set()
+        elif kind == "BSYNC":
+            following |= barriers.get(_barrier(found["operands"]), set())
+        after.append({other for other in following if other < len(instructions)})
+    return after
+
+
+def _barrier(operands: str) -> str:
+    found = re.search(r"\bB\d+", operands)
+    return found[0] if found else ""
+
+
+def _reached(start: int, edges: Graph, within: set[int]) -> set[int]:
+    """What lies one step or more from ``start``: itself too, if it lies on a cycle."""
+    seen, todo = set[int](), [start]
+    while todo:
+        new = (edges[todo.pop()] & within) - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def _cycles(forward: Graph, backward: Graph, within: set[int]) -> Iterator[set[int]]:
+    """Strongly connected parts, and those that are left of each without its entries."""
+    rest = set(within)
+    while rest:
+        start = rest.pop()
+        loop = _reached(start, forward, within) & _reached(start, backward, within)
+        if loop:
+            rest -= loop
+            yield loop
+            entries = {block for block in loop if backward[block] - loop} or {min(loop)}
+            yield from _cycles(forward, backward, loop - entries)

@@ -24,7 +24,7 @@ from tests.refusals import refused
 from tilefold.nn import EntmaxAlpha
 from tilefold.ops import entmax, entmax_attention
 from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty
-from tilefold.testing.entmax import entmax_results, entmax_scores
+from tilefold.testing.entmax import entmax_results
 from tilefold.testing.entmax_attention import (
     assert_entmax_attention_matches,
     entmax_attention_inputs,
@@ -189,12 +189,3 @@ def test_entmax_39_on_a_gpu_an_alpha_out_of_range_is_nan_and_no_number() -> None
     inputs = entmax_attention_inputs(1, 2, 12, 16, device="cuda")
     out = output(inputs.q, inputs.k, inputs.v, alpha=torch.tensor([1.5, 0.5], device="cuda"))
     assert bool(out[:, 0].isfinite().all()) and bool(out[:, 1].isnan().all())
-
-
-@interpreted_elsewhere
-def test_entmax_16_extreme_scores_give_finite_gradients(target: Target) -> None:
-    for alpha in (1.0001, 1.5, 2.0):
-        for kind in ("huge", "geometric", "shifted"):
-            x, dp = entmax_scores(3, 33, kind).to(target.device), entmax_scores(3, 33, seed=1).to(target.device)
-            found = entmax_results(x, torch.full((3, 1), alpha, device=target.device), dp, impl=target.impl)
-            assert all(bool(value.isfinite().all()) for value in found.values()), (alpha, kind)

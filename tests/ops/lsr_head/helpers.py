@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
-from tests.ops.conftest import Target
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import LSRHeadInputs
 
@@ -18,12 +16,6 @@ INTERPRETED = triton_interpreted()
 POOLINGS = ("max", "sum", "mean", "cls", "last")
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-def only_kernels(target: Target) -> None:
-    """Skip a kernel's test elsewhere."""
-    if target.impl != "triton":
-        pytest.skip("a kernel's test")
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
-from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED, only_kernels
+from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tests.refusals import refused
 from tilefold.ops import lsr_head, lsr_head_sparse
@@ -165,10 +165,9 @@ def test_bad_options_are_refused_as_by_the_dense_function(options: dict[str, Any
 @pytest.mark.parametrize("layout", ["right", "packed"])
 @pytest.mark.parametrize(("top_k", "min_weight"), [(None, 0.0), (None, 0.8), (7, 0.0), (90, 0.0)])
 @pytest.mark.usefixtures("narrow_blocks")
-def test_rows_of_a_capacity_hold_the_kept(target: Target, layout: str, top_k: int | None, min_weight: float) -> None:
-    only_kernels(target)
-    inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=target.device)
-    options = {"top_k": top_k, "min_weight": min_weight, "impl": target.impl}
+def test_rows_of_a_capacity_hold_the_kept(kernels: Target, layout: str, top_k: int | None, min_weight: float) -> None:
+    inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=kernels.device)
+    options = {"top_k": top_k, "min_weight": min_weight, "impl": kernels.impl}
     found, expected = rows(inputs, 80, **options), run(inputs, **options).cpu()
     assert found.vocab_size == 70 and bool((found.counts <= 80).all())
     counts = expected.crow_indices().diff()
@@ -178,17 +177,16 @@ def test_rows_of_a_capacity_hold_the_kept(target: Target, layout: str, top_k: in
     torch.testing.assert_close(found.values.cpu()[inside], expected.values(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_row_that_does_not_fit_says_how_many_there_were_and_nan_is_kept(target: Target) -> None:
-    only_kernels(target)
-    inputs = lsr_head_inputs(4, 6, 16, 70, layout="packed", device=target.device)
-    found, expected = rows(inputs, 3, impl=target.impl), entries(run(inputs, impl=target.impl).cpu())
+def test_a_row_that_does_not_fit_says_how_many_there_were_and_nan_is_kept(kernels: Target) -> None:
+    inputs = lsr_head_inputs(4, 6, 16, 70, layout="packed", device=kernels.device)
+    found, expected = rows(inputs, 3, impl=kernels.impl), entries(run(inputs, impl=kernels.impl).cpu())
     counts = [len(row) for row in expected]
     assert found.counts.tolist() == counts and found.kept.tolist() == [min(count, 3) for count in counts]
     for columns, kept, row in zip(found.columns, found.kept, expected, strict=True):
         assert columns[:kept].tolist() == row[:3]
     inputs.hidden[0, :] = math.nan
     first = next(b for b, count in enumerate(counts) if count)
-    found = rows(inputs, 80, impl=target.impl)
+    found = rows(inputs, 80, impl=kernels.impl)
     assert int(found.counts[first]) == 70 and bool(found.values[first, :70].isnan().all())
 
 

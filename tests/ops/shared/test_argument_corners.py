@@ -72,7 +72,7 @@ def test_groups_of_no_query_keep_the_number_of_their_documents() -> None:
 
 PATHS = ("auto", "reference")
 IDS_HERE = torch.tensor([[1, 2, 1], [4, 4, 0]])
-RESULTS: list[Callable[[Tensor], Tensor]] = [
+RESULTS: list[Callable[[Tensor], Any]] = [
     lambda x: lsr_head_sparse(x.expand(2, 3, D), x.new_ones(9, D), top_k=3),
     lambda x: token_scatter_sparse(x[:, :, 0].detach(), IDS_HERE, 9),
     lambda x: token_scatter(x[:, :, 0], IDS_HERE, 9, reduce="sum"),
@@ -82,7 +82,7 @@ RESULTS: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("call", RESULTS)
 def test_results_lie_where_the_arguments_do_and_have_their_dtype_whatever_torchs_defaults(
-    elsewhere: None, call: Callable[[Tensor], Tensor]
+    elsewhere: None, call: Callable[[Tensor], Any]
 ) -> None:
     given = torch.rand(2, 3, 1, device="cpu", dtype=torch.float32, requires_grad=True)
     scores = call(given)

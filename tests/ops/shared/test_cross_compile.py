@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.cross_compile import compile_kernel, dump
+from tests.ops.cross_compile import compile_kernel, dump, loops_of, names_of, spilled_share
 from tests.ops.launching import gather_kernel
-from tests.ops.machine_code import loops_of, names_of, spilled_share
 from tests.ops.token_scatter.test_compile import FLOATS, TYPES
 from tilefold.ops.token_scatter.plans import SCAN
 
