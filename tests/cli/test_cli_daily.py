@@ -70,7 +70,8 @@ def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], mo
 def test_what_is_in_the_way_is_named_with_its_option(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:
     asked = ("encode", "--model", work / "model", "--data", work / "data", "--output", tmp_path / "v")
     assert call(*asked, "--top-k", "8").code == 0
-    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", "resume=False (--fresh)")
+    anew = "resume=False (with --fresh on the command line)"
+    fails(call(*asked, "--top-k", "9"), 1, "--top-k: 8 before, 9 now", anew)
     assert call(*asked, "--top-k", "9", "--fresh").code == 0
     start = ("train", "--data", work / "data", "--model", masked_lm, "--output", work / "model", "--steps", "0")
     fails(call(*start, "--seed", "1"), 1, "replace it with --overwrite")

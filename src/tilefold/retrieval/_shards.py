@@ -29,6 +29,7 @@ MANIFEST_NAME = "manifest.json"
 REMEDY = "Write the vectors again (tilefold encode)."
 SCHEMA_VERSION = 1
 RECEIPTS = "part-*.receipt.json"
+_ANEW = "resume=False (with --fresh on the command line)"
 TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 _OF_CUTS = {"count": int, "max_length": int | None}
 _OF_TOKENS = ("n_tokens", "layout")
@@ -184,7 +185,7 @@ class ShardWriter(ABC, Generic[M, V]):
         if earlier is not None and resume:
             changed = differences(self.identified(earlier), self.identified(manifest), "before", "now")
             if changed:
-                remedy = "Go on with the former ones, choose another folder, or take resume=False (--fresh)."
+                remedy = f"Go on with the former ones, choose another folder, or take {_ANEW}."
                 raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
             manifest = earlier
         self.manifest = manifest
@@ -333,7 +334,7 @@ class ShardWriter(ABC, Generic[M, V]):
         """Mark the folder as complete; ``DataError`` unless each of `n_texts` has a row or a reason why not."""
         rows, errors = self.manifest.n_documents, len(self.manifest.failed)
         if n_texts is not None and rows + errors != n_texts:
-            got = f"{rows} rows and {errors} errors. Write the vectors again with resume=False (--fresh)"
+            got = f"{rows} rows and {errors} errors. Write the vectors again with {_ANEW}"
             raise DataError(f"{self.path}: expected {n_texts} texts, got {got}.")
         self.manifest.n_texts = n_texts
         self.manifest.complete = True
