@@ -24,7 +24,7 @@ from tilefold.recipes import (
     get_recipe,
 )  # fmt: skip
 from tilefold.recipes.adaptation import AdaptationRecipe
-from tilefold.recipes.training_data import length_grouped_batches, make_examples
+from tilefold.recipes.lsr import length_grouped_batches, make_examples
 from tilefold.retrieval.collection import Collection
 
 EVERY = (SpladeRecipe, ColbertRecipe, LsrRecipe)

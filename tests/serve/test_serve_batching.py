@@ -16,8 +16,7 @@ from tests.serve.test_serve_sockets import hold, inputs_in_flight, posted, servi
 from tilefold import retrieval as r
 from tilefold.serve import batching
 from tilefold.serve.answers import ServeError
-from tilefold.serve.batching import Lane
-from tilefold.serve.metrics import Metrics
+from tilefold.serve.batching import Lane, Metrics
 from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service

@@ -200,9 +200,7 @@ def known(values: Asked) -> Values:
 def check_split(collection: Collection, split: str) -> None:
     """Raise an error for a split that the collection does not have."""
     if not collection.qrels:
-        raise UsageError(
-            f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv of a BEIR folder."
-        )
+        raise UsageError(f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv.")
     if split not in collection.qrels:
         splits = ", ".join(sorted(collection.qrels))
         raise UsageError(f"--split: {split!r} is not a split of {collection.name}; it has {splits}.")

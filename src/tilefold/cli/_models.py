@@ -95,18 +95,15 @@ def load_untrained(texts_sha256: str, texts: Callable[[], Mapping[str, str]] | N
     check_sentence_transformers()
     from tilefold.recipes.splade import untrained_splade
 
+    start = f"--model: {PACKAGED} is the untrained start, made from {what}"
     try:
         model = untrained_splade(texts_sha256, texts)
     except LookupError as error:
-        raise UsageError(
-            f"--model: {PACKAGED} is the untrained start, made from {what}, and not in the cache of this machine: "
-            "give the documents with --data, or the folder of the model that made the vectors."
-        ) from error
+        remedy = "give the documents with --data, or the folder of the model that made the vectors."
+        raise UsageError(f"{start}, and not in the cache of this machine: {remedy}") from error
     except ValueError as error:
-        raise CommandError(
-            f"--model: {PACKAGED} is the untrained start, made from {what}, and --data holds others: another "
-            "collection, or one that has changed since. Give its own collection with --data."
-        ) from error
+        other = "another collection, or one that has changed since. Give its own collection with --data."
+        raise CommandError(f"{start}, and --data holds others: {other}") from error
     _accelerate(model)
     return model
 
@@ -141,9 +138,8 @@ def load_model(
         except OSError as error:
             raise CommandError(f"{option}: {name} could not be loaded ({first_line(error)}).") from error
         except SafetensorError as error:
-            raise CommandError(
-                f"{option}: the weights in {name} are damaged ({first_line(error)}); fetch or train it again."
-            ) from error
+            damaged = f"damaged ({first_line(error)}); fetch or train it again."
+            raise CommandError(f"{option}: the weights in {name} are {damaged}") from error
         except ValueError as error:
             raise CommandError(f"{option}: {error}") from error
         if kind in fast:
@@ -157,10 +153,8 @@ def load_kind(model: str, kind: str | None, collection: Collection | None) -> tu
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
         return load_model(absolute(model), kinds=kinds, fast=kinds)
     if collection is None:
-        raise UsageError(
-            f"--model: {model} as a sparse model is made from the documents, by one process. Save it first: "
-            "tilefold train --steps 0"
-        )
+        remedy = "Save it first: tilefold train --steps 0"
+        raise UsageError(f"--model: {model} as a sparse model is made from the documents, by one process. {remedy}")
     documents = collection.contents()
     what = f"the documents of {collection.name}"
     return load_untrained(texts_digest(documents), lambda: documents, what), "sparse"

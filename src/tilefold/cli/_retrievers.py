@@ -77,10 +77,8 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[SparseIndex | BM25Ind
         raise UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
     if model == _models.PACKAGED:
         if made_by.texts_sha256 is None:
-            raise UsageError(
-                f"--model: {model} is the untrained start for the documents of an index, and {path} does not say which "
-                "those are: give the folder of the model that made it."
-            )
+            missing = f"{path} does not say which those are: give the folder of the model that made it."
+            raise UsageError(f"--model: {model} is the untrained start for the documents of an index, and {missing}")
         encoder = _models.load_untrained(made_by.texts_sha256, texts, f"the documents of {path}")
     else:
         encoder = _models.load_encoder(model)
@@ -161,10 +159,8 @@ def second_ranking(asked: Asked, queries: Mapping[str, str], made_of: Provenance
         index = open_index(path)
         if isinstance(index, BM25Index):
             return index
-        raise UsageError(
-            f"--prf-with: {path} is an index of vectors; give a BM25 index, or save its run and give that: "
-            "tilefold evaluate --save-run."
-        )
+        remedy = "give a BM25 index, or save its run and give that: tilefold evaluate --save-run."
+        raise UsageError(f"--prf-with: {path} is an index of vectors; {remedy}")
     named = _scores.read_run(path, "--prf-with")
     if "texts_sha256" in made_of.differs(named.provenance):
         raise CommandError(f"--prf-with: {path} was made from other documents than those that are searched.")
@@ -202,10 +198,8 @@ def load_late(source: str, model: str | None, texts: bool, option: str = "--rera
         return _models.load_model(made_by, f"{option}-model", ("multi-vector",))[0], store
     a_model = packaged or any((folder / f"{name}.json").is_file() for name in ("config", "modules"))
     if folder.is_dir() and not a_model:
-        raise UsageError(
-            f"{option}: {source} holds neither token vectors nor a model; make token vectors with: "
-            "tilefold encode --model MULTI_VECTOR_MODEL"
-        )
+        remedy = "make token vectors with: tilefold encode --model MULTI_VECTOR_MODEL"
+        raise UsageError(f"{option}: {source} holds neither token vectors nor a model; {remedy}")
     if model is not None:
         raise UsageError(f"{option}-model goes with token vectors in {option}, which here is a model itself.")
     if not texts:

@@ -115,11 +115,9 @@ def texts_of(collection: Collection) -> Provenance:
 def check_texts(name: str, made_by: Provenance, collection: Collection, texts: Provenance) -> None:
     """Refuse what was made from other documents than those of the collection; `name` says what, with its option."""
     if texts.differs(made_by):
-        raise CommandError(
-            f"{name} was made from other documents than those of {collection.name}: another collection, or one that "
-            "has changed since. Give its own collection with --data, or make it again from this one (tilefold encode, "
-            "tilefold index, tilefold evaluate --save-run)."
-        )
+        remedy = "Give its own with --data, or make it again (tilefold encode, tilefold index, evaluate --save-run)."
+        other = f"other documents than those of {collection.name}: another collection, or one that has changed since"
+        raise CommandError(f"{name} was made from {other}. {remedy}")
 
 
 def open_documents(data: str, index: Path, made_by: Provenance) -> Mapping[str, Document]:
@@ -139,17 +137,15 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
         if not answered:
             seen = next(iter(named.run), None)
             example = f"its first query is {seen!r}, that of the split {next(iter(judged))!r}"
-            raise CommandError(
-                f"{named.name}: no result for any of the {len(judged)} judged queries of {collection.name}, {split} "
-                f"({'it is empty' if seen is None else example}). Give the collection and the split that it was made "
-                "for: --data, --split."
-            )
+            of = f"any of the {len(judged)} judged queries of {collection.name}, {split}"
+            remedy = "Give the collection and the split that it was made for: --data, --split."
+            got = "it is empty" if seen is None else example
+            raise CommandError(f"{named.name}: no result for {of} ({got}). {remedy}")
         if not any(document in collection.documents for query in answered for document in named.run[query]):
             example = next(iter(named.run[answered[0]]))
-            raise CommandError(
-                f"{named.name}: none of its documents is in {collection.name} (it names {example!r}). Give the "
-                "collection that it was made from with --data."
-            )
+            remedy = "Give the collection that it was made from with --data."
+            got = f"none of its documents is in {collection.name} (it names {example!r})"
+            raise CommandError(f"{named.name}: {got}. {remedy}")
         if len(answered) < len(judged):
             some = f"results for {len(answered)} of the {len(judged)} judged queries of {split}"
             note(f"{named.name}: {some}; the others count as 0")

@@ -207,9 +207,7 @@ def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool
     shared = {name: count for name, count in counts.items() if count}
     if shared and not asked:
         name, count = next(iter(shared.items()))
-        raise UsageError(
-            f"--tune: the weights would be chosen on {count} of the {len(collection.qrels[name])} queries of {name}, "
-            "whose numbers are reported (--split): better than on new queries. Tune on a split of other queries, "
-            "or give --in-sample."
-        )
+        some = f"{count} of the {len(collection.qrels[name])} queries of {name}, whose numbers are reported (--split)"
+        remedy = "better than on new queries. Tune on a split of other queries, or give --in-sample."
+        raise UsageError(f"--tune: the weights would be chosen on {some}: {remedy}")
     return shared

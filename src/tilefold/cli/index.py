@@ -245,10 +245,9 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
         tokenizer = _models.load_encoder(path).tokenizer
     found = retrieval.vocabulary_fingerprint(tokenizer)
     if manifest.fingerprint and found and manifest.fingerprint != found:
-        raise CommandError(
-            f"--model: expected the vocabulary of {vectors} (fingerprint {manifest.fingerprint[:12]}), got that of "
-            f"{model} ({found[:12]}). Give the model that made the vectors."
-        )
+        expected = f"the vocabulary of {vectors} (fingerprint {manifest.fingerprint[:12]})"
+        remedy = "Give the model that made the vectors."
+        raise CommandError(f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}")
     tokens: list[str | None] = tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
     return [token or "" for token in tokens]
 

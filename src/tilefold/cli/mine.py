@@ -67,10 +67,8 @@ def mine(
     sources = {"--run": run, "--index": index, "--vectors": vectors}
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
-        raise UsageError(
-            "give one of --run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model, or a "
-            "dense --model."
-        )
+        ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
+        raise UsageError(f"give one of {ways}, or a dense --model.")
     _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
     _scores.check_writable(output, "--output")
     _models.find_models({"--model": model})
@@ -149,10 +147,8 @@ def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Ite
 
 def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) -> None:
     if not mined.queries:
-        raise CommandError(
-            f"no negative was found for any query ({mined.filtered} candidates were left out as possible false "
-            "negatives): draw from more --ranks, or filter less."
-        )
+        why = f"{mined.filtered} candidates were left out as possible false negatives"
+        raise CommandError(f"no negative was found for any query ({why}): draw from more --ranks, or filter less.")
     rows, output = mined.rows(made_by), asked["output"]
     _stamp(rows, collection)
     retrieval.write_training_rows(rows, output)

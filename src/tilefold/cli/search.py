@@ -132,9 +132,7 @@ def _demo_paths(folder: Path) -> Values:
     """The options that search what the demo left."""
     record = folder / "demo.json"
     if not record.is_file():
-        raise CommandError(
-            f"there is no finished demo in {folder}: run tilefold demo first, or name --model and --index."
-        )
+        raise CommandError(f"no finished demo in {folder}: run tilefold demo first, or name --model and --index.")
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
         at = folder / found["folder"]

@@ -179,9 +179,7 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
     if asked["bm25"] is not None:
         parts["words"] = words = open_index(asked["bm25"])
         if words.backend != "bm25":
-            raise UsageError(
-                f"--bm25: {asked['bm25']} is an index of vectors; make one with tilefold index --backend bm25."
-            )
+            raise UsageError(f"--bm25: {asked['bm25']} is an index of vectors; try tilefold index --backend bm25.")
     names = {"vectors": f"--vectors: {asked['vectors']}", "second": f"--bm25: {asked['bm25']}", "tokens": "--tokens"}
     with _options.as_options(**names, model="--tokens-model"):
         searchable = Searchable(name, index, **parts)

@@ -49,9 +49,8 @@ class Acceleration:
         try:
             owners = [self._owner(module, name) for module, name in self.places]
         except ImportError as error:
-            raise ImportError(
-                f'accelerate() changes {self.library}, which cannot be imported; pip install "{self.requirement}".'
-            ) from error
+            remedy = f'pip install "{self.requirement}".'
+            raise ImportError(f"accelerate() changes {self.library}, which cannot be imported; {remedy}") from error
         self._stock = self._stock or [getattr(owner, name) for owner, name in owners]
         for (owner, name), (_, place) in zip(owners, self.places, strict=True):
             setattr(owner, name, functions[place])
@@ -83,7 +82,6 @@ class Acceleration:
             owner = functools.reduce(getattr, classes, owner)
             getattr(owner, last)
         except AttributeError as error:
-            raise RuntimeError(
-                f"{self.library} must have {module}.{name}, got a version without it; call the functions themselves."
-            ) from error
+            got = "a version without it; call the functions themselves."
+            raise RuntimeError(f"{self.library} must have {module}.{name}, got {got}") from error
         return owner, last

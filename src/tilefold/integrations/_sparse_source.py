@@ -127,11 +127,9 @@ class SparseSource:
             reply = connection.getresponse()
             return reply.status, reply.read()
         except (OSError, http.client.HTTPException) as error:
-            waited = time.monotonic() - began
-            raise ServerError(
-                f"url: {self.url} gave no answer in {waited:.1f} s ({error or type(error).__name__}). Is it running? "
-                "tilefold serve --model MODEL"
-            ) from error
+            why = f"in {time.monotonic() - began:.1f} s ({error or type(error).__name__})"
+            text = f"url: {self.url} gave no answer {why}. Is it running? tilefold serve --model MODEL"
+            raise ServerError(text) from error
         finally:
             connection.close()
 

@@ -13,9 +13,7 @@ from tilefold.integrations._sparse_source import ServerError, SparseSource
 try:
     from langchain_qdrant import SparseEmbeddings, SparseVector
 except ImportError as missing:
-    raise ImportError(
-        "tilefold.integrations.langchain needs langchain-qdrant: pip install langchain-qdrant"
-    ) from missing
+    raise ImportError(f"{__name__} needs langchain-qdrant: pip install langchain-qdrant") from missing
 
 __all__ = ["ServerError", "TilefoldSparseEmbeddings"]
 

@@ -15,9 +15,7 @@ try:
     from llama_index.core.base.embeddings.base_sparse import BaseSparseEmbedding
     from llama_index.core.bridge.pydantic import PrivateAttr
 except ImportError as missing:
-    raise ImportError(
-        "tilefold.integrations.llama_index needs llama-index-core: pip install llama-index-core"
-    ) from missing
+    raise ImportError(f"{__name__} needs llama-index-core: pip install llama-index-core") from missing
 
 __all__ = ["ServerError", "TilefoldSparseEmbedding"]
 

@@ -23,15 +23,9 @@ from tilefold.ops import maxsim
 from tilefold.ops.implementations import IMPLS, check_impl
 
 __all__ = [
-    "Acceleration",
-    "ColBERTScores",
-    "accelerate",
-    "colbert_kd_scores",
-    "colbert_scores",
-    "colbert_scores_pairwise",
-    "is_accelerated",
-    "restore",
-]
+    "Acceleration", "ColBERTScores", "accelerate", "colbert_kd_scores", "colbert_scores", "colbert_scores_pairwise",
+    "is_accelerated", "restore",
+]  # fmt: skip
 
 
 def colbert_scores(

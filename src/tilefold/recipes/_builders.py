@@ -120,10 +120,8 @@ def _continue_weights(weights: Module, base_model: str) -> None:
         {name: list(value.shape) for name, value in module.state_dict().items()} for module in (weights, trained)
     )
     if ours != theirs:
-        raise ValueError(
-            f"base_model: the token weights of {base_model} have the parameters {theirs}, and the encoder asked for "
-            f"{ours}; set scale as it was, or start from another model."
-        )
+        asked = f"and the encoder asked for {ours}; set scale as it was, or start from another model."
+        raise ValueError(f"base_model: the token weights of {base_model} have the parameters {theirs}, {asked}")
     weights.load_state_dict(trained.state_dict())
 
 
@@ -149,10 +147,8 @@ def build_idf(spec: EncoderSpec, base: Base) -> list[Module]:
 def _counted_idf(base: Base, vocab_size: int) -> list[float]:
     """``log(1 + (N - df + 1/2) / (df + 1/2))``, the IDF of BM25."""
     if not base.texts:
-        raise ValueError(
-            "an encoder of kind 'idf' needs texts to count document frequencies in, got no text; pass texts=[..], or "
-            "idf=, a JSON file of token -> weight."
-        )
+        remedy = "pass texts=[..], or idf=, a JSON file of token -> weight."
+        raise ValueError(f"kind 'idf' needs texts to count document frequencies in, got no text; {remedy}")
     found: Counter[int] = Counter()
     for begin in range(0, len(base.texts), 256):
         batch = list(base.texts[begin : begin + 256])
@@ -202,15 +198,12 @@ def shared_network(spec: EncoderSpec, base: Base, task: str | None) -> Transform
     """The network of the document side; options of the network itself belong there."""
     for name in ("lora", "literal_residual", *(("pooling", "logit_scale") if spec.kind == "prosper" else ())):
         if getattr(spec, name) is not None:
-            raise ValueError(
-                f"{name}: set it on the document side, whose network a query side with shared_network runs."
-            )
+            raise ValueError(f"{name}: set it on the document side, whose network shared_network runs.")
     if base.network is None or (task is not None and base.network.transformer_task != task):
         needed = "a network" if task is None else f"a network for the task {task!r}"
-        raise ValueError(
-            f"shared_network: the document side must have {needed}, as kind {spec.kind!r} does; leave it out, and the "
-            "query side gets a network of its own."
-        )
+        remedy = "leave it out, and the query side gets a network of its own."
+        expected = f"{needed}, as kind {spec.kind!r} does"
+        raise ValueError(f"shared_network: the document side must have {expected}; {remedy}")
     return base.network
 
 

@@ -44,10 +44,9 @@ class TrainingRun:
             return result if isinstance(result, dict) else None
         if overwrite:
             return None
-        raise FileExistsError(
-            f"output_dir {self.output_dir} holds a model of other settings ({self._difference(record)}); "
-            "choose another one, or replace it with --overwrite (overwrite=True)."
-        )
+        remedy = "choose another one, or replace it with --overwrite (overwrite=True)."
+        got = f"a model of other settings ({self._difference(record)})"
+        raise FileExistsError(f"output_dir {self.output_dir} holds {got}; {remedy}")
 
     def open(self, *, resume: bool) -> None:
         """Prepare the work folder, and find its newest complete checkpoint."""
@@ -56,10 +55,9 @@ class TrainingRun:
         found = _complete_checkpoints(self.work_dir) if resume else {}
         if found and left is not None:
             if self._difference(left):
-                raise ValueError(
-                    f"{self.work_dir} holds an interrupted run with other settings ({self._difference(left)}); go on "
-                    "with the same settings, or discard it with resume=False (with --fresh on the command line)."
-                )
+                got = f"an interrupted run with other settings ({self._difference(left)})"
+                remedy = "or discard it with resume=False (with --fresh on the command line)."
+                raise ValueError(f"{self.work_dir} holds {got}; go on with the same settings, {remedy}")
             self.resumed_from, self.checkpoint = max(found.items())
         for entry in self.work_dir.iterdir():
             if entry.is_dir() and entry not in found.values():

@@ -281,15 +281,12 @@ def training_pairs(collection: Collection) -> list[tuple[str, str]]:
     """Texts of the (query, relevant document) pairs of the ``"train"`` split."""
     named = collection.pairs("train") if "train" in collection.qrels else []
     if not named:
-        raise ValueError(
-            f"collection {collection.name!r} has no pairs in its 'train' split (splits: "
-            f"{sorted(collection.qrels) or 'none'}); add qrels/train.tsv with at least one positive judgement."
-        )
+        got = f"(splits: {sorted(collection.qrels) or 'none'})"
+        remedy = "add qrels/train.tsv with at least one positive judgement."
+        raise ValueError(f"collection {collection.name!r} has no pairs in its 'train' split {got}; {remedy}")
     if len(named) < 2:
-        raise ValueError(
-            f"collection {collection.name!r} has a single pair in its 'train' split, which no other document is a "
-            "negative for; give at least 2 positive judgements."
-        )
+        why = "which no other document is a negative for; give at least 2 positive judgements."
+        raise ValueError(f"collection {collection.name!r} has a single pair in its 'train' split, {why}")
     return [(collection.queries[query], collection.documents[doc].contents) for query, doc in named]
 
 
@@ -323,21 +320,17 @@ def collate(trainer: Trainer, graphs: bool) -> None:
     except ValueError as error:
         if not graphs:
             raise
-        raise ValueError(
-            "graphs must be False for a model of several encoders, or of one whose batches stay padded, got True; "
-            "leave --graphs out."
-        ) from error
+        remedy = "whose batches stay padded, got True; leave --graphs out."
+        raise ValueError(f"graphs must be False for a model of several encoders, or of one {remedy}") from error
 
 
 def check_one_process() -> None:
     """Raise a ``RuntimeError`` in one of several processes of a launcher, which would share a run and its folder."""
     processes = int(os.environ.get("WORLD_SIZE") or 1)
     if processes > 1:
-        raise RuntimeError(
-            f"recipes train in one process, got WORLD_SIZE={processes}; start this without torchrun or accelerate "
-            "launch. For several GPUs, write the training with accelerate(model) and a trainer of "
-            "sentence-transformers, as docs/scale-out.md shows, and start that with the launcher."
-        )
+        remedy = "For several GPUs, write it with accelerate(model) and a stock trainer, as docs/scale-out.md shows."
+        got = f"WORLD_SIZE={processes}; start this without torchrun or accelerate launch"
+        raise RuntimeError(f"recipes train in one process, got {got}. {remedy}")
 
 
 def say_unused_gpus() -> None:

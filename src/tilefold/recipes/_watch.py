@@ -51,10 +51,9 @@ class Watcher(TrainerCallback):
         if logs and "loss" in logs:
             self.loss = float(logs["loss"])
             if not math.isfinite(self.loss):
-                raise TrainingError(
-                    f"the loss is {self.loss} after {state.global_step} steps: the training has diverged. Train "
-                    "with a smaller learning_rate, from the start (resume=False, --fresh)."
-                )
+                remedy = "Train with a smaller learning_rate, from the start (resume=False, --fresh)."
+                after = f"after {state.global_step} steps: the training has diverged"
+                raise TrainingError(f"the loss is {self.loss} {after}. {remedy}")
             self.ranking_loss = float(logs.get("base_loss", self.loss))
             if self.first_ranking_loss is None:
                 self.first_ranking_loss = self.ranking_loss
@@ -171,10 +170,8 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         step = state.global_step
         for side in SIDES:
             if self.dead[side] >= PATIENCE:
-                raise TrainingError(
-                    f"every {side} vector is zero after {step} steps: the model is dead, and no gradient revives "
-                    f"it. {REMEDY}."
-                )
+                dead = f"every {side} vector is zero after {step} steps"
+                raise TrainingError(f"{dead}: the model is dead, and no gradient revives it. {REMEDY}.")
         if self.dead["gradient"] >= PATIENCE:
             raise TrainingError(f"the gradient is zero after {step} steps: nothing is learnt any more. {REMEDY}.")
 

@@ -64,10 +64,8 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
         stream += ids if ids[-1:] == end else ids + end
     blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
     if not blocks:
-        raise ValueError(
-            f"texts must fill at least one block of {length} tokens, got {len(stream)} tokens; give more text, or a "
-            "smaller length."
-        )
+        got = f"{len(stream)} tokens; give more text, or a smaller length."
+        raise ValueError(f"texts must fill at least one block of {length} tokens, got {got}")
     return blocks
 
 
@@ -100,10 +98,8 @@ def adapt(
 
     recipe = recipe or AdaptationRecipe()
     if getattr(network.config, "is_causal", True) is False:
-        raise ValueError(
-            "network must be causal for next-token prediction, got config.is_causal=False; adapt the model first and "
-            "make it bidirectional afterwards."
-        )
+        remedy = "adapt the model first and make it bidirectional afterwards."
+        raise ValueError(f"network must be causal for next-token prediction, got config.is_causal=False; {remedy}")
     _check_head(network)
     check_one_process()
     say_unused_gpus()
@@ -156,10 +152,8 @@ def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress
                 )
             step, steps = self.state.global_step + 1, recipe.steps
             if not bool(loss.total.isfinite()):
-                raise RuntimeError(
-                    f"the loss must be a finite number, got {float(loss.total)} at step {step} of {steps}; lower "
-                    "learning_rate, or set bf16=False."
-                )
+                got = f"{float(loss.total)} at step {step} of {steps}; lower learning_rate, or set bf16=False."
+                raise RuntimeError(f"the loss must be a finite number, got {got}")
             seen[1:] = [loss._replace(total=loss.total.detach())]
             if progress is not None:
                 progress(step, steps, float(seen[-1].total))
@@ -174,16 +168,13 @@ def _check_head(network: Network) -> None:
 
     head = getattr(network, "get_output_embeddings", lambda: None)()
     if head is None or type(head).forward is not torch.nn.Linear.forward:
-        raise ValueError(
-            f"network must have a plain linear LM head, got {type(head).__name__} in {type(network).__name__}; load a "
-            "...ForCausalLM, and leave lm_head out of adapters."
-        )
+        got = f"{type(head).__name__} in {type(network).__name__}"
+        remedy = "load a ...ForCausalLM, and leave lm_head out of adapters."
+        raise ValueError(f"network must have a plain linear LM head, got {got}; {remedy}")
     with evaluated(network):
         ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
         hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
         found, expected = network(input_ids=ids, use_cache=False).logits.float(), head(hidden).float()
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-        raise ValueError(
-            f"logits must be those of the LM head, got changed ones in {type(network).__name__} (soft-capping or a "
-            "scale), which the chunked loss does not reproduce."
-        )
+        got = f"changed ones in {type(network).__name__} (soft-capping or a scale)"
+        raise ValueError(f"logits must be those of the LM head, got {got}, which the chunked loss does not reproduce.")

@@ -253,9 +253,7 @@ def fresh_masked_lm(
     if width % heads:
         raise ValueError(f"width must be a multiple of heads ({heads}), got {width}.")
     if tokenizer.pad_token_id is None or tokenizer.mask_token_id is None:
-        raise ValueError(
-            "tokenizer must have a padding and a mask token, which a masked language model is trained with."
-        )
+        raise ValueError("tokenizer must have a padding and a mask token, which a masked LM is trained with.")
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,

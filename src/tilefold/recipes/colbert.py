@@ -87,10 +87,8 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
     with seeded(recipe.seed):
         model = load_whole(MultiVectorEncoder, base)
         if not isinstance(model[0], Transformer):
-            raise ValueError(
-                f"base_model must begin with a Transformer, got {type(model[0]).__name__} in {recipe.base_model}; "
-                "models with routes or static embeddings cannot be trained by this recipe."
-            )
+            got = f"{type(model[0]).__name__} in {recipe.base_model}; the recipe trains no routes or static embeddings."
+            raise ValueError(f"base_model must begin with a Transformer, got {got}")
         if kind != "multi-vector":
             projected = kind == "dense" and any(module.endswith(".Dense") for module in saved_modules(base))
             model = _with_own_modules(model, recipe, keep_projection=projected)

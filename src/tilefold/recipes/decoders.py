@@ -93,18 +93,15 @@ def _check_causal_lm(name_or_path: str) -> None:
 
     found = sentence_transformers.__version__
     if Version(found) < Version("6.2"):
-        raise RuntimeError(
-            "causal language models need sentence-transformers 6.2 or later, which keeps the logits of all tokens, "
-            f"got {found}; pip install -U 'sentence-transformers>=6.2'."
-        )
+        got = f"{found}; pip install -U 'sentence-transformers>=6.2'."
+        why = "sentence-transformers 6.2 or later, which keeps the logits of all tokens"
+        raise RuntimeError(f"causal language models need {why}, got {got}")
     packaged = name_or_path == "minilm"
     named = [] if packaged else saved_architectures(name_or_path) or []
     if packaged or (Path(name_or_path).is_dir() and not any(name.endswith("ForCausalLM") for name in named)):
-        raise ValueError(
-            f"base_model must have a causal LM head, got {name_or_path}, whose config.json names "
-            f"{'BertModel' if packaged else ', '.join(named) or 'nothing'}; name a causal language model (Llama, "
-            "Mistral, Qwen2, Qwen3), or take a recipe for masked ones (splade-v2, splade-pp)."
-        )
+        got = f"{name_or_path}, whose config.json names {'BertModel' if packaged else ', '.join(named) or 'nothing'}"
+        remedy = "name a causal model (Llama, Mistral, Qwen), or take a recipe for masked ones (splade-v2, splade-pp)."
+        raise ValueError(f"base_model must have a causal LM head, got {got}; {remedy}")
 
 
 @contextmanager
@@ -130,11 +127,9 @@ def check_bidirectional(network: Network) -> None:
         ids %= network.get_input_embeddings().num_embeddings
         first = network.base_model(input_ids=ids).last_hidden_state[:, 0]
     if torch.equal(first[0], first[1]):
-        raise ValueError(
-            f"variant 'bidirectional' needs a model whose attention reads config.is_causal, got "
-            f"{type(network).__name__}, whose first token does not see its last one; use variant 'echo', or "
-            "transformers 5.2 or later."
-        )
+        got = f"{type(network).__name__}, whose first token does not see its last one"
+        needs = "variant 'bidirectional' needs a model whose attention reads config.is_causal"
+        raise ValueError(f"{needs}, got {got}; use variant 'echo', or transformers 5.2 or later.")
 
 
 def add_lora(transformer: Transformer, *, rank: int = 16, alpha: int = 32, dropout: float = 0.05) -> list[str]:
@@ -146,10 +141,8 @@ def add_lora(transformer: Transformer, *, rank: int = 16, alpha: int = 32, dropo
     names = {name.rpartition(".")[2] for name, _ in transformer.model.named_modules()}
     targets = [name for name in PROJECTIONS if name in names]
     if not targets:
-        raise ValueError(
-            f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got "
-            f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of your own."
-        )
+        got = f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of your own."
+        raise ValueError(f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got {got}")
     transformer.model.add_adapter(
         LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none")
     )

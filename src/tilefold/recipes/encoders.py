@@ -87,10 +87,8 @@ def _both_sides(query: EncoderSpec, document: EncoderSpec, base: Base) -> tuple[
     sizes = [side[-1].get_embedding_dimension() for side in (modules, others)]
     prints = [vocabulary_fingerprint(side[0].tokenizer) for side in (modules, others)]
     if sizes[0] != sizes[1] or prints[0] != prints[1]:
-        raise ValueError(
-            f"both sides must have one vocabulary, got {sizes[0]} and {sizes[1]} terms of "
-            f"{'the same' if prints[0] == prints[1] else 'different'} tokenizers; take base models that share theirs."
-        )
+        whose = f"{'the same' if prints[0] == prints[1] else 'different'} tokenizers; take base models that share one."
+        raise ValueError(f"both sides must have one vocabulary, got {sizes[0]} and {sizes[1]} terms of {whose}")
     return (modules, others) if first is query else (others, modules)
 
 
@@ -107,10 +105,9 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
     try:
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, AttributeError) as error:
-        raise ValueError(
-            f"{path} must hold tensors alone, got a file that cannot be read as such; it was not run. Load it where "
-            "you trust it, and save its state_dict with safetensors.torch.save_file as sparse_linear.safetensors."
-        ) from error
+        remedy = "Load it where you trust it, and save its state_dict with safetensors as sparse_linear.safetensors."
+        got = "a file that cannot be read as such; it was not run"
+        raise ValueError(f"{path} must hold tensors alone, got {got}. {remedy}") from error
     shapes = {name: list(value.shape) for name, value in state.items()} if isinstance(state, dict) else {}
     weight = shapes.get("weight", [])
     if set(shapes) != {"weight", "bias"} or len(weight) != 2 or weight[0] != 1 or shapes["bias"] != [1]:
@@ -141,10 +138,8 @@ def _build_bge_m3(spec: EncoderSpec, base: Base) -> list[Module]:
     if found is not None:
         state = load_sparse_linear(found)
         if state["weight"].shape != head.linear.weight.shape:
-            raise ValueError(
-                f"{found} must fit states of width {head.hidden_size}, got {list(state['weight'].shape)}; it belongs "
-                "to another model."
-            )
+            got = f"{list(state['weight'].shape)}; it belongs to another model."
+            raise ValueError(f"{found} must fit states of width {head.hidden_size}, got {got}")
         head.linear.load_state_dict(state)
     else:  # every token begins with a weight near 1: relu of a random layer leaves many texts without any
         with torch.no_grad():
@@ -182,10 +177,9 @@ def splate_modules(colbert: MultiVectorEncoder, masked_lm: Transformer, **option
     width = trunk.get_embedding_dimension()
     mine, other = (model.tokenizer.get_vocab() for model in (colbert, masked_lm))
     if width != head.hidden_size or mine != other:
-        raise ValueError(
-            f"masked_lm must have ColBERT's width {width} and its tokenizer of {len(mine)} tokens, got width "
-            f"{head.hidden_size} and {len(other)} tokens; take the masked language model that the ColBERT was made of."
-        )
+        got = f"{head.hidden_size} and {len(other)} tokens; take the masked LM that the ColBERT was made of."
+        expected = f"ColBERT's width {width} and its tokenizer of {len(mine)} tokens"
+        raise ValueError(f"masked_lm must have {expected}, got width {got}")
     with tempfile.TemporaryDirectory(prefix="tilefold-splate-") as folder:
         trunk.save(folder)
         frozen = FrozenTransformer.load(folder, local_files_only=True)
@@ -205,10 +199,8 @@ def mlm_head(network: Network, **options: Any) -> SplateHead:
     heads = [(_inside(network, dense), _inside(network, norm), activation) for dense, norm, activation in _HEADS]
     dense, norm, activation = next((head for head in heads if head[0] and head[1]), (None, None, None))
     if dense is None or norm is None:
-        raise ValueError(
-            f"masked_lm must have the MLM head of BERT, RoBERTa, MPNet, DistilBERT or ModernBERT, got "
-            f"{type(network).__name__}."
-        )
+        kinds = "BERT, RoBERTa, MPNet, DistilBERT or ModernBERT"
+        raise ValueError(f"masked_lm must have the MLM head of {kinds}, got {type(network).__name__}.")
     head = SplateHead(
         decoder.in_features,
         decoder.out_features,
@@ -234,10 +226,8 @@ def _build_splate(spec: EncoderSpec, base: Base) -> list[Module]:
     """A frozen ColBERT's Transformer, an adapter, and the frozen head of a masked language model."""
     colbert = ColbertRecipe(spec.base_model or base.base_model, max_length=base.max_length, seed=base.seed).start([])
     if prompts := {name: text for name, text in colbert.prompts.items() if text}:
-        raise ValueError(
-            f"the ColBERT of kind 'splate' must have no prompts here, got {prompts}; build it with "
-            "tilefold.recipes.encoders.splate_encoder, which keeps them, and train it with the stock trainer."
-        )
+        remedy = "build it with tilefold.recipes.encoders.splate_encoder, which keeps them, and a stock trainer."
+        raise ValueError(f"the ColBERT of kind 'splate' must have no prompts here, got {prompts}; {remedy}")
     masked = load_transformer(spec.head_model or "minilm", base, "fill-mask")
     with seeded(base.seed):
         return splate_modules(colbert, masked, train_bias=spec.trainable is True, logit_scale=usual_scale(masked))

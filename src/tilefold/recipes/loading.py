@@ -52,10 +52,9 @@ def check_masked_lm(name_or_path: str) -> None:
     """Refuse a backbone whose configuration names no ``...ForMaskedLM``: stock code would give it a random head."""
     named = saved_architectures(name_or_path)
     if named is not None and not any(name.endswith("ForMaskedLM") for name in named):
-        raise ValueError(
-            f"{name_or_path} has no masked-LM head (its config.json names {', '.join(named) or 'nothing'}), "
-            "and sparse vectors come from one. Take a masked language model, or a SparseEncoder that was trained."
-        )
+        got = f"its config.json names {', '.join(named) or 'nothing'}), and sparse vectors come from one"
+        remedy = "Take a masked language model, or a SparseEncoder that was trained."
+        raise ValueError(f"{name_or_path} has no masked-LM head ({got}. {remedy}")
 
 
 def saved_architectures(name_or_path: str) -> list[str] | None:
@@ -161,10 +160,9 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
     finally:
         PreTrainedModel.from_pretrained = stock
     if fresh:
-        raise ValueError(
-            f"{name_or_path}: {len(fresh)} weights are not in its files and would be random, {fresh[0]} first. Fetch "
-            "it whole, or save it again with the class that config.json names."
-        )
+        got = f"{len(fresh)} weights are not in its files and would be random, {fresh[0]} first"
+        remedy = "Fetch it whole, or save it again with the class that config.json names."
+        raise ValueError(f"{name_or_path}: {got}. {remedy}")
 
 
 def _check_tokenizer(model: Model, name_or_path: str) -> None:
@@ -174,10 +172,8 @@ def _check_tokenizer(model: Model, name_or_path: str) -> None:
     except (AttributeError, TypeError, NotImplementedError):
         return  # static embeddings, routes, images: nothing to compare
     if not 0.5 * rows <= tokens <= 1.1 * rows:  # padded vocabularies and added tokens are well within
-        raise ValueError(
-            f"{name_or_path}: its tokenizer has {tokens} tokens and its embeddings {rows}: the tokenizer's files are "
-            "missing or belong to another model. Put those of its own beside the weights."
-        )
+        why = "the tokenizer's files are missing or belong to another model. Put those of its own beside the weights."
+        raise ValueError(f"{name_or_path}: its tokenizer has {tokens} tokens and its embeddings {rows}: {why}")
 
 
 def _read(name_or_path: str, file: str) -> object:

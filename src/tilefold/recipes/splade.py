@@ -88,11 +88,8 @@ class SpladeRecipe(SparseRecipe):
 
         base, kind = self.base_model, saved_kind(self.base_model)
         if kind not in ("sparse", "backbone"):
-            raise ValueError(
-                f"base_model: {base} is a {kind} model, without the masked-LM head that SPLADE trains. Take a masked "
-                "language model, a SparseEncoder, or 'minilm'; the method colbert trains from dense and multi-vector "
-                "models."
-            )
+            remedy = "a masked LM, a SparseEncoder, or 'minilm'; colbert trains dense and multi-vector models."
+            raise ValueError(f"base_model: {base} is a {kind} model, without the LM head of SPLADE. Take {remedy}")
         if kind == "backbone":
             check_masked_lm(base)
         model = load_whole(load_encoder, base)
@@ -141,10 +138,8 @@ def untrained_splade(
                 raise LookupError("the untrained start of these documents is not in the cache, and is made from them.")
             found = texts()
             if texts_digest(found) != texts_sha256:
-                raise ValueError(
-                    f"texts: expected the documents of the digest {texts_sha256}, got {len(found)} of another. Give "
-                    "those."
-                )
+                got = f"{len(found)} of another. Give those."
+                raise ValueError(f"texts: expected the documents of the digest {texts_sha256}, got {got}")
             recipe.start(list(found.values())).save_pretrained(made)
             try:
                 names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []

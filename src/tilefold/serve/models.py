@@ -38,10 +38,9 @@ class TextTokens:
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(
-                f"model: expected a model with a fast tokenizer, got {type(tokenizer).__name__}. Save its "
-                "tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that."
-            )
+            remedy = "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that."
+            got = type(tokenizer).__name__
+            raise ValueError(f"model: expected a model with a fast tokenizer, got {got}. {remedy}")
         self._tokenizer = Tokenizer.from_str(backend.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

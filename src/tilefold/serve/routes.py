@@ -207,9 +207,7 @@ class Routes:
     async def similarity(self, body: bodies.Similarity, request: Request) -> Response:
         given, kinds = body.inputs, self.service.models.keys() & {"sparse", "dense"}
         if not kinds:
-            raise wrong_model(
-                "the model makes a vector of each token: POST /rerank, or serve a SparseEncoder or SentenceTransformer"
-            )
+            raise wrong_model("the model makes a vector of each token: POST /rerank, or serve a sparse or dense one")
         kind: Kind = "sparse" if "sparse" in kinds else "dense"
         if not given.sentences:
             raise ServeError("Empty", "`inputs.sentences` cannot be empty")

@@ -104,9 +104,7 @@ class Searchable:
         from tilefold.retrieval.qdrant import Queries
 
         if not isinstance(self.index, QdrantIndex):
-            raise ValueError(
-                f"index: expected a Qdrant collection with dense vectors, got backend {self.index.backend!r}."
-            )
+            raise ValueError(f"index: expected a Qdrant collection with dense vectors, got {self.index.backend!r}.")
         (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k)
         return {hit.id: hit.score for hit in hits}
 

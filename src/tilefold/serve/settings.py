@@ -49,7 +49,6 @@ class Limits:
             elif field.name != "auto_truncate" and value < 1:
                 raise ValueError(f"{field.name}: expected at least 1, got {value!r}.")
         if self.max_client_batch_size > self.max_concurrent_requests:
-            raise ValueError(
-                f"max_client_batch_size: expected at most max_concurrent_requests ({self.max_concurrent_requests}), "
-                f"got {self.max_client_batch_size}: such a request would never be taken."
-            )
+            most = f"max_concurrent_requests ({self.max_concurrent_requests})"
+            got = f"{self.max_client_batch_size}: such a request would never be taken."
+            raise ValueError(f"max_client_batch_size: expected at most {most}, got {got}")

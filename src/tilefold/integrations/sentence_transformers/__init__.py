@@ -10,10 +10,8 @@ and evaluators of a ``MultiVectorEncoder``.
 try:
     import sentence_transformers.sparse_encoder.modules  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        "tilefold.integrations.sentence_transformers needs sentence-transformers 6.0 or later; "
-        'pip install "tilefold[sentence-transformers]".'
-    ) from error
+    remedy = 'pip install "tilefold[sentence-transformers]".'
+    raise ImportError(f"{__name__} needs sentence-transformers 6.0 or later; {remedy}") from error
 
 from tilefold.integrations.sentence_transformers._accelerate import (
     Acceleration,

@@ -155,26 +155,20 @@ def accelerate(
         restore(model)
     if is_multi_vector(model):
         if quantize is not None:
-            raise ValueError(
-                f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see tilefold.ops.quantize_tokens."
-            )
+            raise ValueError(f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see quantize_tokens.")
         _fuse_similarity(model, impl, check)
         _carry(model, encode_token_batch=TokenBatchEncoder(model), encode=FusedEncode(model))
         return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
-        raise TypeError(
-            f"model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; "
-            "others write no big score matrix."
-        )
+        expected = "a sentence_transformers.SparseEncoder or MultiVectorEncoder"
+        raise TypeError(f"model must be {expected}, got {type(model).__name__}; others write no big score matrix.")
     pairs = find_pairs(model)
     with_head = [pair for pair in pairs if pair.head is not None]
     for pair in with_head:
         check_head(pair.head)
         if quantize is not None and not (pooling := fused_pooling(pair.pooling)).quantizable:
             name = getattr(pooling, "pooling", type(pooling).__name__)
-            raise ValueError(
-                f"quantize must be None for pooling {name!r}, got {quantize!r}; only max pooling runs in fp8."
-            )
+            raise ValueError(f"quantize must be None for pooling {name!r}, got {quantize!r}; only max runs in fp8.")
         if check:
             check_pair(pair, impl)
     for pair in pairs:
@@ -213,10 +207,8 @@ def restore(model: Model) -> None:
         TypeError: if ``model`` is not a ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a SparseEncoder or MultiVectorEncoder, got {type(model).__name__}; pass the model, not "
-            "its path."
-        )
+        got = f"{type(model).__name__}; pass the model, not its path."
+        raise TypeError(f"model must be a SparseEncoder or MultiVectorEncoder, got {got}")
     for module, name, found in list(replacements(model)):
         delattr(module, name)
         if isinstance(found, PackedInputs):
@@ -243,10 +235,9 @@ def _check_head_is_fused(transformer: Transformer, _: object) -> None:
         return
     head = transformer.model.get_output_embeddings()
     if vars(head).get("forward") is not pass_hidden_states:
-        raise RuntimeError(
-            f"the LM head must be the one that accelerate(model) saw, got a {type(head).__name__} in its place "
-            "(an adapter was added, merged or removed, or the head was replaced); call accelerate(model) again."
-        )
+        why = "an adapter was added, merged or removed, or the head was replaced"
+        got = f"a {type(head).__name__} in its place ({why}); call accelerate(model) again."
+        raise RuntimeError(f"the LM head must be the one that accelerate(model) saw, got {got}")
 
 
 def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
@@ -254,9 +245,8 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
     stock = next(kind for kind in type(model).__mro__ if kind.__name__ == "MultiVectorEncoder")
     for name in _METHODS:
         if name in vars(model) or getattr(type(model), name) is not getattr(stock, name):
-            raise ValueError(
-                f"model must score with MultiVectorEncoder.{name}, got a {type(model).__name__}; use maxsim in it."
-            )
+            got = f"a {type(model).__name__}; use maxsim in it."
+            raise ValueError(f"model must score with MultiVectorEncoder.{name}, got {got}")
     fused = [FusedSimilarity(model, name, impl) for name in _METHODS]
     for function in fused if check else []:
         _check_similarity(model, function)
@@ -273,15 +263,13 @@ def _check_similarity(model: Model, function: FusedSimilarity) -> None:
             expected, got = getattr(model, function.name)(queries, documents), function(queries, documents)
         difference, allowed = apart(got, expected), SIMILARITY_TOLERANCE * expected.abs().max().item()
     except Exception as error:
-        raise RuntimeError(
-            f"model must be able to score four short sequences on {parameter.device} for the check of accelerate(), "
-            f"but it raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
-        ) from error
+        why = f"it raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
+        check = f"score four short sequences on {parameter.device} for the check of accelerate()"
+        raise RuntimeError(f"model must be able to {check}, but {why}") from error
     if not difference <= allowed:
-        raise ValueError(
-            f"fused scores must equal those of model.{function.name} within {allowed:.3g} on four short sequences, got "
-            f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); leave such a model stock."
-        )
+        found = f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); leave such a model stock."
+        stock = f"model.{function.name} within {allowed:.3g} on four short sequences"
+        raise ValueError(f"fused scores must equal those of {stock}, got {found}")
 
 
 def encode_sparse(

@@ -42,10 +42,9 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
             pairs[key] = pair._replace(last=pair.last and pairs.get(key, pair).last)
     if not pairs:
         names = ", ".join(type(module).__name__ for module in model.modules() if isinstance(module, Module))
-        raise ValueError(
-            f"model must contain a SpladePooling after a Transformer with an LM head, got {names or 'no modules'}; "
-            "models with a SparseAutoEncoder or only static embeddings have no such head and run as they are."
-        )
+        others = "models with a SparseAutoEncoder or only static embeddings have no such head and run as they are."
+        expected = "a SpladePooling after a Transformer with an LM head"
+        raise ValueError(f"model must contain {expected}, got {names or 'no modules'}; {others}")
     _check_exclusive([pair for pair in pairs.values() if pair.head is not None], unpooled)
     return list(pairs.values())
 
@@ -77,16 +76,13 @@ def _pair_at(pipeline: list[nn.Module], poolings: list[int]) -> SpladePair:
     before = pipeline[position - 1] if position else None
     names = " -> ".join(type(module).__name__ for module in pipeline)
     if len(poolings) > 1 or not isinstance(before, Transformer):
-        raise ValueError(
-            f"one pooling of logits must directly follow a Transformer, got {names}; put nothing between them."
-        )
+        raise ValueError(f"one pooling of logits must directly follow a Transformer, got {names}; put nothing between.")
     pooling = pipeline[position]
     if isinstance(pooling, FusedPooling):
         pooling.check_fusable()
     elif type(pooling).forward is not SpladePooling.forward or "forward" in vars(pooling):
-        raise ValueError(
-            f"SpladePooling must run its own forward, got {type(pooling).__name__} with another one; use the stock one."
-        )
+        got = f"{type(pooling).__name__} with another one; use the stock one."
+        raise ValueError(f"SpladePooling must run its own forward, got {got}")
     return SpladePair(before, _find_head(before.model), pooling, position == len(pipeline) - 1)
 
 
@@ -115,10 +111,9 @@ def _find_head(network: object) -> nn.Module:
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
         return head
-    raise ValueError(
-        f"model must have an LM head before its SpladePooling, got {type(network).__name__} without one; load it with "
-        'Transformer(..., transformer_task="fill-mask") (or "text-generation"), backend "torch".'
-    )
+    remedy = 'load it with Transformer(..., transformer_task="fill-mask") (or "text-generation"), backend "torch".'
+    got = f"{type(network).__name__} without one"
+    raise ValueError(f"model must have an LM head before its SpladePooling, got {got}; {remedy}")
 
 
 def check_head(head: Any) -> None:
@@ -130,14 +125,11 @@ def check_head(head: Any) -> None:
         inside = [head.base_layer]
     for layer in [head, *inside]:
         if "forward" in vars(layer):
-            raise ValueError(
-                f"the LM head must run the forward of its class, got a {type(layer).__name__} with another one on the "
-                "instance (device_map and offloading do this); load the model without device_map."
-            )
+            got = f"a {type(layer).__name__} with another one on the instance (device_map and offloading do this)"
+            raise ValueError(f"the LM head must run the forward of its class, got {got}; load it without device_map.")
         if layer._forward_hooks or layer._forward_pre_hooks:
-            raise ValueError(
-                f"the LM head must have no hooks, got a {type(layer).__name__} with some; remove them first."
-            )
+            got = f"a {type(layer).__name__} with some; remove them first."
+            raise ValueError(f"the LM head must have no hooks, got {got}")
     base_linear(head)
 
 
@@ -175,16 +167,14 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
         elif _is_peft(layer, "Linear"):
             variants = [name for name in layer.active_adapters if name in getattr(layer, "lora_variant", {})]
             if variants or layer.fan_in_fan_out:
-                raise ValueError(
-                    f"a LoRA adapter on the LM head must be a plain one, got a variant (DoRA or alike) in "
-                    f"{variants or layer.active_adapters}; merge it first, or leave the LM head out of target_modules."
-                )
+                got = f"a variant (DoRA or alike) in {variants or layer.active_adapters}"
+                remedy = "merge it first, or leave the LM head out of target_modules."
+                raise ValueError(f"a LoRA adapter on the LM head must be a plain one, got {got}; {remedy}")
             layer = layer.base_layer
         else:
-            raise ValueError(
-                f"the LM head must be a torch.nn.Linear, plain or in a LoRA or modules_to_save wrapper of peft, got "
-                f"{type(layer).__module__}.{type(layer).__qualname__}; keep the LM head out of quantisation; merge it."
-            )
+            got = f"{type(layer).__module__}.{type(layer).__qualname__}; keep it out of quantisation; merge it."
+            expected = "a torch.nn.Linear, plain or in a LoRA or modules_to_save wrapper of peft"
+            raise ValueError(f"the LM head must be {expected}, got {got}")
     yield layer
 
 
@@ -225,13 +215,9 @@ def _is_peft(layer: nn.Module, name: str) -> bool:
 def _check_whole(weight: Tensor, head: nn.Linear, hidden: Tensor) -> None:
     """Raise an error for a sharded weight or one on another device: it is read outside of its module's forward."""
     if type(weight).__name__ == "DTensor" or weight.numel() < head.out_features * head.in_features:
-        raise RuntimeError(
-            "the weight of the LM head must be whole when the pooling reads it, got a shard of it; apply FSDP to the "
-            "whole SparseEncoder, and to the head only with reshard_after_forward=False (ZeRO-3: exclude it)."
-        )
+        remedy = "apply FSDP to the whole model, to the head with reshard_after_forward=False (ZeRO-3: exclude it)."
+        raise RuntimeError(f"the weight of the LM head must be whole when the pooling reads it, got a shard; {remedy}")
     if weight.device != hidden.device:
-        raise RuntimeError(
-            f"the weight of the LM head must be on the device of the hidden states ({hidden.device}), got "
-            f"{weight.device}; torch.nn.DataParallel replicates modules without parameters: start the training with "
-            "torchrun (DistributedDataParallel), or show it one GPU (CUDA_VISIBLE_DEVICES=0)."
-        )
+        remedy = "torch.nn.DataParallel replicates modules without parameters: use torchrun, or show it one GPU."
+        devices = f"the device of the hidden states ({hidden.device}), got {weight.device}"
+        raise RuntimeError(f"the weight of the LM head must be on {devices}; {remedy}")

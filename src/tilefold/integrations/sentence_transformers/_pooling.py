@@ -203,10 +203,8 @@ class HeadProbe:
 def check_pair(pair: SpladePair, impl: str) -> None:
     """Run the stock and the fused pair on two short texts; parameters, modes and random state do not change."""
     if any(type(parameter).__name__ == "DTensor" for parameter in pair.transformer.parameters()):
-        raise RuntimeError(
-            "model must be whole for the check of accelerate(), got a sharded one; call it before "
-            "fully_shard(model), or pass check=False."
-        )
+        remedy = "call it before fully_shard(model), or pass check=False."
+        raise RuntimeError(f"model must be whole for the check of accelerate(), got a sharded one; {remedy}")
     with as_evaluated((pair.transformer, pair.pooling)):
         try:
             features, probe = tiny_batch(pair.transformer), HeadProbe(base_linear(pair.head).out_features)
@@ -214,20 +212,18 @@ def check_pair(pair: SpladePair, impl: str) -> None:
                 output = pair.transformer(dict(features))["token_embeddings"]
             expected = pair.pooling(pair.transformer(dict(features)))["sentence_embedding"]
         except Exception as error:
-            raise RuntimeError(
-                f"model must be able to encode two short texts on its device for the check of accelerate(), but it "
-                f"raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
-            ) from error
+            why = f"it raised {type(error).__name__}: {error}; move it to its device first, or pass check=False."
+            check = "encode two short texts on its device for the check of accelerate()"
+            raise RuntimeError(f"model must be able to {check}, but {why}") from error
         _check_logits_untouched(pair, probe, output, features)
         fused = FusedForward(pair.pooling, pair.head, impl)
         with _in_place_of(pair.head, pass_hidden_states):
             got = fused(pair.transformer(dict(features)))["sentence_embedding"]
         allowed, difference = TOLERANCE * max(1.0, float(expected.abs().max())), apart(got, expected)
         if not difference <= allowed:
-            raise ValueError(
-                f"fused scores must equal stock scores within {allowed:.3g} on two short texts, got a difference of "
-                f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); leave it stock; report it."
-            )
+            far = f"{difference:.3g} (shapes {list(got.shape)} and {list(expected.shape)}); leave it stock; report it."
+            stock = f"stock scores within {allowed:.3g} on two short texts"
+            raise ValueError(f"fused scores must equal {stock}, got a difference of {far}")
 
 
 @contextmanager
@@ -242,16 +238,12 @@ def _in_place_of(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterat
 def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, features: Features) -> None:
     name = type(pair.transformer.model).__name__
     if len(probe.logits) != 1:
-        raise ValueError(
-            f"the LM head must run once per forward, got {len(probe.logits)} calls in {name}; leave it stock."
-        )
+        raise ValueError(f"the LM head must run once per forward, got {len(probe.logits)} in {name}; leave it stock.")
     logits, tokens = probe.logits[0], features["input_ids"].shape
     if logits.shape[:-1] != tokens:
-        raise ValueError(
-            f"the LM head must see every token {list(tokens)}, got {list(logits.shape[:-1])} in {name}; load causal "
-            'models with Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}}), which needs '
-            "sentence-transformers 6.2 or later."
-        )
+        remedy = 'Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}}) of sentence-transformers >= 6.2.'
+        got = f"{list(logits.shape[:-1])} in {name}"
+        raise ValueError(f"the LM head must see every token {list(tokens)}, got {got}; load it with {remedy}")
     if output.shape == logits.shape and torch.equal(output.to(logits.dtype), logits):
         return
     scale = (output.flatten()[0] / logits.flatten()[0]) if output.shape == logits.shape else None
@@ -259,10 +251,9 @@ def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, 
         bias = head_operands(pair.head, probe.hidden[0]).bias
         if bias is None:
             return  # a constant factor on the hidden states is the same factor on the logits
-    raise ValueError(
-        f"logits must reach SpladePooling as the LM head computes them, got changed ones in {name} (soft-capping, a "
-        "scale on a biased head or a cut of the vocabulary); leave the model stock, or call tilefold.ops.lsr_head."
-    )
+    got = f"changed ones in {name} (soft-capping, a scale on a biased head or a cut of the vocabulary)"
+    remedy = "leave the model stock, or call tilefold.ops.lsr_head."
+    raise ValueError(f"logits must reach SpladePooling as the LM head computes them, got {got}; {remedy}")
 
 
 def tiny_batch(transformer: Transformer) -> Features:

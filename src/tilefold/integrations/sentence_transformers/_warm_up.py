@@ -49,9 +49,8 @@ def warm_up(
         TypeError: for a model that :func:`accelerate` does not take.
     """
     if not lengths or min(lengths) < 1 or batch_size < 1:
-        raise ValueError(
-            f"lengths and batch_size must be at least 1, got lengths={list(lengths)}, batch_size={batch_size}."
-        )
+        got = f"lengths={list(lengths)}, batch_size={batch_size}"
+        raise ValueError(f"lengths and batch_size must be at least 1, got {got}.")
     if not (inference or training):
         raise ValueError("inference or training must be true, got neither: there is nothing to build.")
     check_kernels_can_be_built()

@@ -105,11 +105,9 @@ def _check_whole(features: Features) -> None:
         return
     tokens, sequences = features["input_ids"].size(1), features[OFFSETS[0]].numel() - 1
     if tokens > sequences * longest:
-        raise ValueError(
-            f"packed features must hold all offsets of their sequences, got {sequences} sequences of up to {longest} "
-            f"tokens for {tokens} tokens: somebody cut a batch by the first dimension of its tensors. Leave batches "
-            "whole (accelerator_config={'dispatch_batches': False}), or preprocess texts outside of packed_inputs()."
-        )
+        remedy = "Leave batches whole (dispatch_batches=False), or preprocess texts outside of packed_inputs()."
+        got = f"{sequences} sequences of up to {longest} tokens for {tokens} tokens: the batch was cut by its first dim"
+        raise ValueError(f"packed features must hold all offsets of their sequences, got {got}. {remedy}")
 
 
 class Batch(NamedTuple):
@@ -206,23 +204,18 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
     """
     collator = getattr(trainer, "data_collator", None)
     if collator is None:
-        raise TypeError(
-            f"trainer must be a trainer of sentence-transformers, got {type(trainer).__name__} without a data collator."
-        )
+        got = f"{type(trainer).__name__} without a data collator."
+        raise TypeError(f"trainer must be a trainer of sentence-transformers, got {got}")
     for name in ("train_dataset", "eval_dataset"):
         if isinstance(getattr(trainer, name, None), IterableDataset):
             raise ValueError(f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a length.")
     if getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None):
-        raise ValueError(
-            "dispatch_batches must not be True for batches that are collated ahead, which nobody may cut, got True in "
-            "the trainer's accelerator_config; leave it out, so that each process makes its own batches."
-        )
+        remedy = "leave it out of the trainer's accelerator_config, so that each process makes its own batches."
+        raise ValueError(f"dispatch_batches must not be True for batches that are collated ahead, got True; {remedy}")
     one = _one_packed_encoder(trainer.model)
     if graphs and not (one and join):
-        raise ValueError(
-            "graphs must be False for columns that are not joined or not packed, got True; call accelerate(model) "
-            "first and leave join=True (a model with several encoders has no joined columns)."
-        )
+        remedy = "call accelerate(model) first and leave join=True (several encoders have no joined columns)."
+        raise ValueError(f"graphs must be False for columns that are not joined or not packed, got True; {remedy}")
     if compiled and not graphs:
         raise ValueError("compiled must be False without graphs, got True; pass graphs=True, too.")
     trainer.args.logging_nan_inf_filter = False

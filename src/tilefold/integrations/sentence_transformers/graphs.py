@@ -348,10 +348,8 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
         owner: StepGraphs = ctx.owner
         if ctx.serial != owner.serial:
-            raise RuntimeError(
-                "backward must come before the next batch with collate_ahead(graphs=True), got it after another batch; "
-                "use graphs=False for a loss that needs it."
-            )
+            remedy = "got it after another batch; use graphs=False for a loss that needs it."
+            raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {remedy}")
         ctx.graph.backward(gradient)
         ctx.waits = None
         return None, None, None, None, *owner.gradients

@@ -25,23 +25,11 @@ from tilefold.integrations.sentence_transformers._sides import (
 from tilefold.ops import xtr_scores as fused_xtr_scores
 
 __all__ = [
-    "EMPTY_DOCUMENT_SCORE",
-    "XTRKDScores",
-    "XTRScores",
-    "colbert_kd_scores",
-    "colbert_scores",
-    "colbert_scores_pairwise",
-    "maxsim",
-    "maxsim_pairwise",
-    "mean_colbert_kd_scores",
-    "mean_colbert_scores",
-    "mean_colbert_scores_pairwise",
-    "mean_maxsim",
-    "mean_maxsim_pairwise",
-    "xtr_kd_scores",
-    "xtr_scores",
+    "EMPTY_DOCUMENT_SCORE", "XTRKDScores", "XTRScores", "colbert_kd_scores", "colbert_scores",
+    "colbert_scores_pairwise", "maxsim", "maxsim_pairwise", "mean_colbert_kd_scores", "mean_colbert_scores",
+    "mean_colbert_scores_pairwise", "mean_maxsim", "mean_maxsim_pairwise", "xtr_kd_scores", "xtr_scores",
     "xtr_scores_pairwise",
-]
+]  # fmt: skip
 
 _SIMILARITY = """
 
@@ -211,9 +199,7 @@ def _xtr(name: str, pairing: str, summary: str) -> Scores:
 
 def _check_groups(queries: Side, rows: Tensor) -> None:
     if queries.count != rows.size(0):
-        raise ValueError(
-            f"documents_embeddings must hold one group for each of the {queries.count} queries, got {list(rows.shape)}."
-        )
+        raise ValueError(f"documents_embeddings must hold {queries.count} groups, one a query, got {list(rows.shape)}.")
 
 
 def _alone(values: object, dims: int) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""Alphas of a model's attention layers: set, learned, loaded from a checkpoint; and its switch to entmax attention."""
+"""Alphas of a model's attention layers: set, learned, annealed, loaded; and its switch to entmax attention."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.trainer_callback import TrainerCallback
 
 from tilefold.integrations.transformers.attention import (
     ALPHA,
@@ -27,6 +29,7 @@ from tilefold.nn.entmax import EntmaxAlpha
 
 SUFFIX = f".{ALPHA}.theta"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+SHAPES = ("linear", "cosine")
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
 
 
@@ -101,14 +104,13 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
     chosen = {name: _theta_of(name, found) for name, module in model.named_modules() if module in layers}
     if not found or any(theta is None for theta in chosen.values()):
         missing = [name for name, theta in chosen.items() if theta is None]
-        raise ValueError(
-            f"name_or_path {str(name_or_path)!r} must hold learned alphas of {len(chosen)} attention layers, got "
-            f"{len(found)} (none for {', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones."
-        )
+        got = f"{len(found)} (none for {', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones."
+        expected = f"learned alphas of {len(chosen)} attention layers"
+        raise ValueError(f"name_or_path {str(name_or_path)!r} must hold {expected}, got {got}")
     made = learn_alpha(model)
     for alpha, (name, theta) in zip(made, chosen.items(), strict=True):
         if theta is None or theta.shape != alpha.theta.shape:
-            got = "nothing" if theta is None else list(theta.shape)
+            got = "nothing" if theta is None else str(list(theta.shape))
             raise ValueError(f"theta of {name} must have shape {list(alpha.theta.shape)}, got {got} in {name_or_path}.")
         with torch.no_grad():
             alpha.theta.copy_(theta)
@@ -167,10 +169,10 @@ def runs_entmax(model: nn.Module) -> bool:
     runs = {m: known.get(_implementation(m)) is entmax_attention_forward for m in modules}
     meant = [module for module in modules if not runs[module] and hasattr(module.config, ALPHA)]
     if meant:
-        raise ValueError(
-            f"model must run entmax attention where its configuration has entmax_alpha, got {len(meant)} layers with "
-            f"attn_implementation={_implementation(meant[0])!r}; call use_entmax(model, alpha), or use_softmax(model)."
-        )
+        got = f"{len(meant)} layers with attn_implementation={_implementation(meant[0])!r}"
+        remedy = "call use_entmax(model, alpha), or use_softmax(model)."
+        where = "where its configuration has entmax_alpha"
+        raise ValueError(f"model must run entmax attention {where}, got {got}; {remedy}")
     return any(runs.values())
 
 
@@ -187,6 +189,68 @@ def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
     if not all(isinstance(a, (int, float)) and not isinstance(a, bool) and 1 <= a <= 2 for a in alphas):
         raise ValueError(f"alpha must lie in [1, 2], got {alphas}.")
     return [float(value) for value in alphas]
+
+
+class AlphaSchedule(TrainerCallback):
+    """Anneal alpha from softmax to its target while a trainer runs, as AdaSplash's encoders do (arXiv 2502.12082).
+
+    A callback for ``transformers.Trainer`` and the trainers of sentence-transformers, ``callbacks=[AlphaSchedule()]``,
+    of models that run entmax attention (:func:`use_entmax`). Alpha follows the number of optimiser steps done, in
+    checkpoints, evaluations and resumed runs too, and stays at the target after ``until``. Alpha = 1 is softmax.
+
+    Args:
+        alpha: the target, in [1, 2]; one number, or one per attention layer.
+        start: alpha at the first step.
+        until: where the target is reached: a share of all steps in (0, 1] if it is a float, else a number of steps.
+        shape: ``"linear"``, or ``"cosine"``, which starts and ends slowly.
+
+    Raises:
+        ValueError: for values out of range; when training starts, for a model without entmax attention, with learned
+            alphas or another number of layers, or an ``until`` after the last step.
+    """
+
+    def __init__(
+        self, alpha: float | Sequence[float] = 1.5, *, start: float = 1.0, until: float = 0.5, shape: str = "linear"
+    ) -> None:
+        self.targets = check_alphas(alpha, len(alpha) if isinstance(alpha, Sequence) else 1)
+        self.alpha = alpha
+        (self.start,) = check_alphas(start, 1)
+        share = isinstance(until, float) and 0 < until <= 1
+        if not share and (isinstance(until, bool) or not isinstance(until, int) or until < 1):
+            raise ValueError(f"until must be a share of the steps in (0, 1] or a whole number of them, got {until!r}.")
+        if shape not in SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(map(repr, SHAPES))}, got {shape!r}.")
+        self.until, self.shape = until, shape
+
+    def alpha_at(self, step: int, steps: int) -> float | list[float]:
+        """Alpha after ``step`` of ``steps`` optimiser steps: a number, or a list if the target is one."""
+        last = max(1, math.ceil(self.until * steps) if isinstance(self.until, float) else self.until)
+        share = min(1.0, step / last)
+        if self.shape == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        values = [target if share == 1 else self.start + share * (target - self.start) for target in self.targets]
+        return values if isinstance(self.alpha, Sequence) else values[0]
+
+    def on_train_begin(
+        self, args: object, state: Any, control: object, model: nn.Module | None = None, **_: object
+    ) -> None:
+        """Check the model, and set the alpha of the first step, or of the step that training resumes from."""
+        if model is None:
+            raise ValueError("model must be passed to the callback by its trainer, got None.")
+        if not runs_entmax(model):
+            raise ValueError("model must run entmax attention, got one that runs none; call use_entmax(model) first.")
+        if has_learned_alpha(model):
+            raise ValueError("model must not have learned alphas, got some; a schedule would overwrite them.")
+        if isinstance(self.until, int) and self.until > state.max_steps:
+            raise ValueError(f"until must not lie after the last step, {state.max_steps}, got {self.until}.")
+        set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
+
+    def on_step_end(
+        self, args: object, state: Any, control: object, model: nn.Module | None = None, **_: object
+    ) -> None:
+        """Set the alpha of the next step."""
+        if model is not None:
+            set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
 
 
 def _forget_alpha(module: nn.Module) -> None:

@@ -66,26 +66,21 @@ def entmax_mask(
         ValueError: for masks that are not arguments of the attention, and for a static cache.
     """
     if mask_function is not None and not _is_known(mask_function, how):
-        raise ValueError(
-            f"mask_function must be causal, bidirectional or a sliding window for entmax attention, got "
-            f"{getattr(mask_function, '__name__', mask_function)}; pass cu_seq_lens_q and cu_seq_lens_k for packed "
-            "sequences, or use attn_implementation='sdpa'."
-        )
+        got = getattr(mask_function, "__name__", mask_function)
+        remedy = "pass cu_seq_lens_q and cu_seq_lens_k for packed sequences, or use attn_implementation='sdpa'."
+        raise ValueError(f"mask_function must be causal, bidirectional or a sliding window, got {got}; {remedy}")
     # queries are at the end of the keys; a static cache has empty slots after them
     bidirectional = mask_function is bidirectional_mask_function
     static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
     if mask_function is not None and not bidirectional and q_offset is not None and static:
-        raise ValueError(
-            f"the keys of the cache must end with the {q_length} queries for entmax attention, got {kv_length} keys "
-            f"from {kv_offset} and queries from {q_offset}; use a dynamic cache."
-        )
+        got = f"{kv_length} keys from {kv_offset} and queries from {q_offset}; use a dynamic cache."
+        raise ValueError(f"the keys of the cache must end with the {q_length} queries for entmax, got {got}")
     if attention_mask is None:
         return None
     mask = attention_mask[:, -kv_length:]
     if mask.size(1) != kv_length:
-        raise ValueError(
-            f"attention_mask must cover the {kv_length} keys, got {list(attention_mask.shape)}; use a dynamic cache."
-        )
+        got = f"{list(attention_mask.shape)}; use a dynamic cache."
+        raise ValueError(f"attention_mask must cover the {kv_length} keys, got {got}")
     return mask
 
 
@@ -147,9 +142,7 @@ def entmax_attention_forward(
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     elif attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask must be a padding mask [B, Nk] for entmax, got {list(attention_mask.shape)}; pass 2D."
-        )
+        raise ValueError(f"attention_mask must be a padding mask [B, Nk], got {list(attention_mask.shape)}; pass 2D.")
     else:
         options["key_padding_mask"] = attention_mask
     most = int(longest) if packed and isinstance(longest, int) else None
@@ -175,17 +168,13 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
     if isinstance(given, EntmaxAlpha):
         given = given()
     elif own is None and given == LEARNED:
-        raise ValueError(
-            f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; call "
-            "load_alpha(model, folder) after from_pretrained(folder), or set_alpha(model, 1.5) for another one."
-        )
+        remedy = "call load_alpha(model, folder) after from_pretrained(folder), or set_alpha(model, 1.5) for another."
+        raise ValueError(f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; {remedy}")
     elif own is None and isinstance(given, (list, tuple)):
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer >= len(given):
-            raise ValueError(
-                f"config.entmax_alpha must be one number or one for every layer, got {len(given)} for layer {layer}; "
-                "use set_alpha(model, [...]) instead."
-            )
+            got = f"{len(given)} for layer {layer}; use set_alpha(model, [...]) instead."
+            raise ValueError(f"config.entmax_alpha must be one number or one for every layer, got {got}")
         given = float(given[layer])
     alpha: float | Tensor = given
     return alpha
@@ -276,10 +265,8 @@ class SparsityRecord:
         names = self._names
         ran = [(names[module], counts.cpu()) for module, counts in self._counts.items() if counts is not None]
         if not ran:
-            raise RuntimeError(
-                "no attention layer of the model ran entmax attention while sparsity was recorded; call "
-                "use_entmax(model), and run the model inside the with block."
-            )
+            remedy = "call use_entmax(model), and run the model inside the with block."
+            raise RuntimeError(f"no attention layer ran entmax attention while sparsity was recorded; {remedy}")
         return ran
 
     def _described(self, name: str, counts: Tensor) -> LayerSparsity:

@@ -1,7 +1,8 @@
-"""Stock encoders of transformers on packed tokens: their attention, and whether a model computes the same of them."""
+"""Stock encoders of transformers on packed tokens: their attention, whether they compute the same; trainers of them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,10 +54,9 @@ def packed_attention_forward(
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
     if query.size(0) != 1 or attention_mask is not None or causal:
-        raise ValueError(
-            f"packed sequences must be one row [1, T] without a mask in an encoder, got {query.size(0)} rows, "
-            f"{'no' if attention_mask is None else 'a'} mask, causal={bool(causal)}; leave attention_mask out."
-        )
+        masked = f"{'no' if attention_mask is None else 'a'} mask, causal={bool(causal)}; leave attention_mask out."
+        expected = "one row [1, T] without a mask in an encoder"
+        raise ValueError(f"packed sequences must be {expected}, got {query.size(0)} rows, {masked}")
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None for packed attention, got a value; use padded inputs.")
@@ -259,3 +259,42 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@functools.cache
+def one_gpu(arguments_class: Any) -> Any:
+    """Training arguments with which a Trainer that no launcher started uses one GPU, however many are visible.
+
+    There transformers' Trainer would wrap the model in ``torch.nn.DataParallel``, which an accelerated model refuses.
+    Under a launcher (``torchrun``, ``accelerate launch``), on one GPU and on the CPU they change nothing::
+
+        arguments = one_gpu(SparseEncoderTrainingArguments)(output_dir="model", per_device_train_batch_size=32)
+
+    Args:
+        arguments_class: ``transformers.TrainingArguments``, or a class derived from it.
+
+    Returns:
+        A class derived from it, whose ``n_gpu`` is at most 1. What is pickled of its instances (``training_args.bin``)
+        is an instance of ``arguments_class``, and loads without tilefold.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    from transformers import TrainingArguments
+
+    if not (isinstance(arguments_class, type) and issubclass(arguments_class, TrainingArguments)):
+        raise TypeError(f"arguments_class must be transformers.TrainingArguments or derived, got {arguments_class!r}.")
+
+    class OneGpu(arguments_class):
+        @property
+        def n_gpu(self) -> int:
+            return min(1, int(super().n_gpu))
+
+        def __reduce__(self) -> Any:
+            stock = object.__new__(arguments_class)
+            vars(stock).update(vars(self))
+            return stock.__reduce_ex__(1)  # from protocol 2 on pickle wants the class of the object itself
+
+    OneGpu.__name__ = OneGpu.__qualname__ = f"OneGpu{arguments_class.__name__}"
+    OneGpu.__doc__ = f"``{arguments_class.__name__}`` whose ``n_gpu`` is at most 1; see :func:`one_gpu`."
+    return OneGpu
