@@ -89,7 +89,8 @@ class SpladeRecipe(SparseRecipe):
         base, kind = self.base_model, saved_kind(self.base_model)
         if kind not in ("sparse", "backbone"):
             remedy = "a masked LM, a SparseEncoder, or 'minilm'; colbert trains dense and multi-vector models."
-            raise ValueError(f"base_model: {base} is a {kind} model, without the LM head of SPLADE. Take {remedy}")
+            got = f"{base} is a {kind} model, without the masked-LM head that SPLADE trains"
+            raise ValueError(f"base_model: {got}. Take {remedy}")
         if kind == "backbone":
             check_masked_lm(base)
         model = load_whole(load_encoder, base)

@@ -172,9 +172,9 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
                 raise ValueError(f"a LoRA adapter on the LM head must be a plain one, got {got}; {remedy}")
             layer = layer.base_layer
         else:
-            got = f"{type(layer).__module__}.{type(layer).__qualname__}; keep it out of quantisation; merge it."
+            got = f"{type(layer).__module__}.{type(layer).__qualname__}"
             expected = "a torch.nn.Linear, plain or in a LoRA or modules_to_save wrapper of peft"
-            raise ValueError(f"the LM head must be {expected}, got {got}")
+            raise ValueError(f"the LM head must be {expected}, got {got}; keep the LM head out of quantisation; merge it.")
     yield layer
 
 

@@ -241,9 +241,10 @@ def _check_logits_untouched(pair: SpladePair, probe: HeadProbe, output: Tensor, 
         raise ValueError(f"the LM head must run once per forward, got {len(probe.logits)} in {name}; leave it stock.")
     logits, tokens = probe.logits[0], features["input_ids"].shape
     if logits.shape[:-1] != tokens:
-        remedy = 'Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}}) of sentence-transformers >= 6.2.'
         got = f"{list(logits.shape[:-1])} in {name}"
-        raise ValueError(f"the LM head must see every token {list(tokens)}, got {got}; load it with {remedy}")
+        how = 'Transformer(..., processing_kwargs={"text": {"logits_to_keep": 0}})'
+        remedy = f"load it with {how}, which needs sentence-transformers 6.2 or later."
+        raise ValueError(f"the LM head must see every token {list(tokens)}, got {got}; {remedy}")
     if output.shape == logits.shape and torch.equal(output.to(logits.dtype), logits):
         return
     scale = (output.flatten()[0] / logits.flatten()[0]) if output.shape == logits.shape else None

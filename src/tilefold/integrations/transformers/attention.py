@@ -266,7 +266,7 @@ class SparsityRecord:
         ran = [(names[module], counts.cpu()) for module, counts in self._counts.items() if counts is not None]
         if not ran:
             remedy = "call use_entmax(model), and run the model inside the with block."
-            raise RuntimeError(f"no attention layer ran entmax attention while sparsity was recorded; {remedy}")
+            raise RuntimeError(f"no attention layer of the model ran entmax attention while recorded; {remedy}")
         return ran
 
     def _described(self, name: str, counts: Tensor) -> LayerSparsity:
