@@ -173,8 +173,9 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
             layer = layer.base_layer
         else:
             got = f"{type(layer).__module__}.{type(layer).__qualname__}"
+            remedy = "keep the LM head out of quantisation; merge it."
             expected = "a torch.nn.Linear, plain or in a LoRA or modules_to_save wrapper of peft"
-            raise ValueError(f"the LM head must be {expected}, got {got}; keep the LM head out of quantisation; merge it.")
+            raise ValueError(f"the LM head must be {expected}, got {got}; {remedy}")
     yield layer
 
 
