@@ -10,7 +10,6 @@ from typing import Any
 from tilefold._typing import Model, Network, Tokenizer
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Settings, checked, whole
 from tilefold.recipes._training import Progress, check_one_process, say_unused_gpus
-from tilefold.recipes.decoders import evaluated
 from tilefold.recipes.loading import supports_bf16
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
@@ -166,12 +165,14 @@ def _check_head(network: Network) -> None:
     """Refuse a model that does more with its logits than its head: soft-capping, a scale."""
     import torch
 
+    from tilefold.integrations.transformers.packed import in_eval_mode
+
     head = getattr(network, "get_output_embeddings", lambda: None)()
     if head is None or type(head).forward is not torch.nn.Linear.forward:
         got = f"{type(head).__name__} in {type(network).__name__}"
         remedy = "load a ...ForCausalLM, and leave lm_head out of adapters."
         raise ValueError(f"network must have a plain linear LM head, got {got}; {remedy}")
-    with evaluated(network):
+    with in_eval_mode(network), torch.no_grad():
         ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
         hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
         found, expected = network(input_ids=ids, use_cache=False).logits.float(), head(hidden).float()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,25 +102,13 @@ def _check_causal_lm(name_or_path: str) -> None:
         raise ValueError(f"base_model must have a causal LM head, got {got}; {remedy}")
 
 
-@contextmanager
-def evaluated(network: Network) -> Iterator[None]:
-    """Run a network as it is evaluated, and leave it as it was."""
-    import torch
-
-    was_training = network.training
-    network.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        network.train(was_training)
-
-
 def check_bidirectional(network: Network) -> None:
     """Refuse a model that ignores ``config.is_causal = False``: its first token must depend on its last."""
     import torch
 
-    with evaluated(network):
+    from tilefold.integrations.transformers.packed import in_eval_mode
+
+    with in_eval_mode(network), torch.no_grad():
         ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=next(network.parameters()).device)
         ids %= network.get_input_embeddings().num_embeddings
         first = network.base_model(input_ids=ids).last_hidden_state[:, 0]
