@@ -37,10 +37,10 @@ test: $(STAMP) ## Run the tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile
 
 test-portable: $(STAMP) ## Run the numerics tests with other CPUs' instruction sets: AVX-512, AVX2, AMD, neither (5 to 7 minutes each)
-	$(BIN)/python tests/portable.py
+	$(BIN)/python tests/matrix.py cpus
 
 test-triton: $(STAMP) ## Compile the kernels with each release of Triton from 3.4 to 3.9; TRITONS="3.9.0" takes one
-	$(BIN)/python tests/triton_releases.py $(TRITONS:%=--triton %)
+	$(BIN)/python tests/matrix.py triton $(TRITONS:%=--row %)
 
 $(PEERS_STAMP): Makefile
 	$(PYTHON) -m venv $(PEERS)

@@ -125,6 +125,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Nor at what was made before a file, for the tests of what collects at every turn: benchmarks, and trainers."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Where workers share a GPU, a test marked ``whole_gpu`` waits until it is alone, and the others wait for it."""

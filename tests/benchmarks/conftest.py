@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.heap import small_heap
 from tests.recipes.small import small_collection
-
-__all__ = ["small_heap"]
 
 
 @pytest.fixture(scope="session")

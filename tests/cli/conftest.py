@@ -6,7 +6,6 @@ import pytest
 
 from tests import programs
 from tests.cli.program import Call, Outcome, run_cli, run_steps
-from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.recipes.small import small_collection, small_masked_lm
 from tilefold.retrieval.collection import Collection
 

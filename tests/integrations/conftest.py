@@ -9,7 +9,6 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
-from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.integrations.splade_models import VOCABULARY, build_minilm_splade, build_tiny_splade, make_tokenizer_folder
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.modules.batches import tiny_masked_lm
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.program import run_cli
-from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.recipes.small import small_collection, small_masked_lm, tiny_dense, tiny_masked_lm, tiny_reranker
 from tilefold.retrieval.collection import Collection
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tilefold.retrieval import Collection, SparseVectors, build_pydocs
 
 DOCUMENTS = [

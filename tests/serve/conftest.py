@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.heap import small_heap  # noqa: F401 - for all files of this folder
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.serve.running import Client, serving
 from tilefold import retrieval as r

@@ -1,3 +1,0 @@
-from tests.heap import small_heap
-
-__all__ = ["small_heap"]
