@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from tests import programs
-from tests.integrations.entmax_models import NAMES, batch, model, output, registered, sentence_model  # noqa: F401
+from tests.integrations.test_transformers_entmax import (  # noqa: F401
+    NAMES,
+    batch,
+    model,
+    output,
+    registered,
+    sentence_model,
+)
 from tests.processes import ROOT
 from tests.refusals import refused
 from tilefold.integrations.transformers import AlphaSchedule, learn_alpha, record_sparsity, set_alpha, use_entmax

@@ -140,13 +140,10 @@ def test_both_copies_of_an_echo_share_the_limit_and_bound_no_batch(splade: Any, 
     assert 20 < room < 32 and manifest.truncated["count"] == sum(count > room for count in (24, 40))
 
 
-def test_texts_that_are_cut_on_the_left_are_counted(splade: Any, way: Any, tmp_path: Path) -> None:
-    splade.tokenizer.truncation_side = "left"
-    try:
-        with way(splade):
-            assert encode_collection(splade, TEXTS, tmp_path).truncated["count"] == CUT
-    finally:
-        splade.tokenizer.truncation_side = "right"
+def test_texts_that_are_cut_on_the_left_are_counted(splade: Any, way: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(splade.tokenizer, "truncation_side", "left")
+    with way(splade):
+        assert encode_collection(splade, TEXTS, tmp_path).truncated["count"] == CUT
 
 
 def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
@@ -206,14 +203,11 @@ def test_a_text_is_cut_behind_as_many_tokens_as_the_model_reads(splade: Any) -> 
         assert splade.tokenizer(cut, **settings)["input_ids"] == splade.tokenizer(text, **settings)["input_ids"]
 
 
-def test_what_cannot_be_cut_safely_is_left_whole(splade: Any) -> None:
+def test_what_cannot_be_cut_safely_is_left_whole(splade: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["cats", "q" * 200_000, " ".join(WORDS * 100)[: 30 * splade.max_seq_length]]
     assert cut_texts(splade, texts) == texts
-    splade.tokenizer.truncation_side = "left"
-    try:
-        assert cut_texts(splade, ["cats " * 100_000]) == ["cats " * 100_000]
-    finally:
-        splade.tokenizer.truncation_side = "right"
+    monkeypatch.setattr(splade.tokenizer, "truncation_side", "left")
+    assert cut_texts(splade, ["cats " * 100_000]) == ["cats " * 100_000]
 
 
 def test_a_prompt_before_the_text_is_part_of_what_is_shown(splade: Any, monkeypatch: pytest.MonkeyPatch) -> None:

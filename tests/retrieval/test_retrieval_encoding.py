@@ -192,20 +192,16 @@ def test_an_interrupted_run_goes_on_and_its_bits_are_the_same(way: Way, tmp_path
     ],
 )
 def test_resuming_with_other_settings_is_refused(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str, change: dict[str, Any], message: str
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, change: dict[str, Any], message: str, monkeypatch: Any
 ) -> None:
     way = Way(request.getfixturevalue(name), name == "splade", False)
     options = {"texts": TEXTS, "folder": tmp_path} | ({"top_k": 20} if way.sparse else {"shard_size": 2})
     way.encode(**options)
-    length = change.pop("document_length", None)
-    if length is not None:
-        length, way.model[0].document_length = way.model[0].document_length, length
-    try:
-        refused(DataError, message, way.encode, **{**options, **change})
-        assert way.encode(**{**options, **change}, resume=False).complete
-    finally:
-        if length is not None:
-            way.model[0].document_length = length
+    if "document_length" in change:
+        monkeypatch.setattr(way.model[0], "document_length", change["document_length"])
+    options |= {key: value for key, value in change.items() if key != "document_length"}
+    refused(DataError, message, way.encode, **options)
+    assert way.encode(**options, resume=False).complete
 
 
 def test_a_trained_model_has_another_fingerprint(splade: Any) -> None:

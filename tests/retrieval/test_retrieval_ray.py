@@ -247,9 +247,11 @@ def refusal(tmp_path: Path, cluster: RayCluster, error: type[Exception]) -> str:
     return str(caught.value)
 
 
-def test_a_ray_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_is_missing_and_wrong_sizes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.data", None)
     assert "pip install 'tilefold[ray]'" in refusal(tmp_path, RayCluster(), MissingPackageError)
+    for wrong in ({"workers": 0}, {"worker_cpus": 0}, {"worker_gpus": -1}):
+        refused(ValueError, "expected at least", RayCluster, **wrong)
 
 
 @pytest.mark.usefixtures("warned")
@@ -263,8 +265,3 @@ def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: 
     assert f"no answer from 127.0.0.1:{free_port} after 0 s" in message and "ray start --head" in message
     assert "ray job submit" in refusal(tmp_path, RayCluster("ray://here:1"), ValueError)
     assert "expected host:port" in refusal(tmp_path, RayCluster("here"), ValueError)
-
-
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"worker_cpus": 0}, {"worker_gpus": -1}])
-def test_sizes_of_a_cluster_are_checked(wrong: dict[str, Any]) -> None:
-    refused(ValueError, "expected at least", RayCluster, **wrong)
