@@ -12,10 +12,10 @@ import torch
 
 from tests.refusals import refused
 from tilefold.bench import results
-from tilefold.bench.plan import Shape, texts_per_second, training
 from tilefold.bench.runner import CSV_KEY, BenchRow, measure_peaks
 from tilefold.bench.spec import BenchCase, Ceilings, Work, get_spec, operators, parse_dtype
 from tilefold.bench.timing import TimeBudget, Timing, in_fresh_process, resident_peak_mib, time_cpu
+from tilefold.cli.info import Shape, texts_per_second, training
 
 
 @pytest.mark.parametrize("op", operators())

@@ -1,7 +1,6 @@
 """Losses and regularisers of learned sparse retrieval that sentence-transformers lacks, as parts of ``SpladeLoss``."""
 
-from tilefold.losses.activated_lm import ActivatedLmLoss, activated_lm_loss
-from tilefold.losses.functional import anti_zero, df_weights, flops, l1, l2
+from tilefold.losses.functional import ActivatedLmLoss, activated_lm_loss, anti_zero, df_weights, flops, l1, l2
 from tilefold.losses.ranking import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
 from tilefold.losses.regularizers import (
     AntiZeroLoss,

@@ -32,9 +32,10 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
     if scores.dim() != 2:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
     wide = torch.promote_types(scores.dtype, torch.float32)
-    if type(scores) is Tensor or not _is_dtensor(scores):
+    found = _distributed_columns(scores)
+    if found is None:
         return Columns(scores.to(wide), None, ranks_of(group))
-    local, mesh, dim = _local_columns(scores)
+    local, mesh, dim = found
     if group == "world":
         if mesh.size() != dist.get_world_size():
             raise ValueError(
@@ -76,18 +77,14 @@ def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
     return total
 
 
-def _is_dtensor(scores: Tensor) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(scores, DTensor)
-
-
-def _local_columns(scores: Any) -> tuple[Tensor, Any, int | None]:
+def _distributed_columns(scores: Any) -> tuple[Tensor, Any, int | None] | None:
     """This rank's columns of a DTensor, its mesh, and the mesh dimension that shards them (``None``: not sharded)."""
-    from torch.distributed.tensor import Replicate, Shard
+    if type(scores) is Tensor or not dist.is_available():
+        return None
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    if not isinstance(scores, DTensor):
+        return None
     sharded = [i for i, placement in enumerate(scores.placements) if not isinstance(placement, Replicate)]
     if len(sharded) > 1 or any(scores.placements[i] != Shard(1) for i in sharded):
         raise ValueError(

@@ -67,8 +67,7 @@ class PairwiseSoftmaxLoss(nn.Module):
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
         """The mean probability of the negatives, a scalar in [0, 1]; labels are not read."""
-        _check_columns(embeddings, 3, "a query, a relevant document and negatives")
-        queries, *documents = (column.to(_wide(column)) for column in embeddings)
+        queries, *documents = _columns(embeddings, 3, "a query, a relevant document and negatives")
         relevant, *negatives = ((queries * document).sum(dim=1) for document in documents)
         return torch.sigmoid(torch.stack(negatives) - relevant).mean()
 
@@ -83,17 +82,14 @@ class TermRecallLoss(nn.Module):
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
         """The mean squared error over the terms of the relevant documents, a scalar; labels are not read."""
-        _check_columns(embeddings, 2, "a query and a relevant document")
-        queries, documents = (column.to(_wide(column)) for column in embeddings[:2])
+        queries, documents, *_ = _columns(embeddings, 2, "a query and a relevant document")
         present = (documents != 0).to(documents.dtype)
         target = (queries.detach() != 0).to(documents.dtype)
         return (present * (documents - target).square()).sum() / present.sum().clamp(min=1)
 
 
-def _wide(scores: Tensor) -> torch.dtype:
-    return torch.promote_types(scores.dtype, torch.float32)
-
-
-def _check_columns(embeddings: Sequence[Tensor], least: int, what: str) -> None:
+def _columns(embeddings: Sequence[Tensor], least: int, what: str) -> list[Tensor]:
+    """The columns in fp32 (fp64)."""
     if len(embeddings) < least:
         raise ValueError(f"embeddings must have at least {least} columns ({what}), got {len(embeddings)}.")
+    return [column.to(torch.promote_types(column.dtype, torch.float32)) for column in embeddings]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilefold.losses._collectives import Group, columns_of
-from tilefold.losses.functional import anti_zero, check_curve, df_weights, flops, l1, l2
+from tilefold.losses.functional import anti_zero, df_weights, flops, l1, l2
 from tilefold.losses.ranking import WeightedTerms, check_term
 
 
@@ -62,23 +62,16 @@ class GlobalFlopsLoss(_Thresholded):
 
 
 class L1Loss(_Thresholded):
-    """``mean_b sum_v |w|``, see :func:`tilefold.losses.l1`.
+    """``mean_b sum_v |w|``, see :func:`tilefold.losses.l1`; arguments are those of :class:`GlobalFlopsLoss`.
 
     A mean over rows is the same on any number of ranks with equal batches; ``group`` matters where they differ.
-
-    Args:
-        threshold, group: as in :class:`GlobalFlopsLoss`.
     """
 
     _penalty = staticmethod(l1)
 
 
 class L2Loss(_Thresholded):
-    """``mean_b sum_v w^2``, see :func:`tilefold.losses.l2`.
-
-    Args:
-        threshold, group: as in :class:`GlobalFlopsLoss`.
-    """
+    """``mean_b sum_v w^2``, see :func:`tilefold.losses.l2`; arguments are those of :class:`GlobalFlopsLoss`."""
 
     _penalty = staticmethod(l2)
 
@@ -140,7 +133,7 @@ class DFFlopsLoss(Regularizer):
         super().__init__(group)
         if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
             raise ValueError(f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.")
-        check_curve(alpha, beta)
+        df_weights(torch.zeros(1), alpha=alpha, beta=beta)  # refuses numbers out of range
         self.alpha, self.beta, self.refresh_every, self.threshold = alpha, beta, refresh_every, threshold
         self.register_buffer("weights", None, persistent=False)
         self.register_buffer("_counts", None, persistent=False)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tilefold.nn.lsr_head import LSRHead
+from tilefold.nn.heads import LSRHead
 
 
 class VocabularyParallel(ParallelStyle):

@@ -43,8 +43,8 @@ def build_mlm(spec: EncoderSpec, base: Base) -> list[Module]:
 
 def head_pooling(spec: EncoderSpec, transformer: Transformer, pooling: str) -> Module:
     """``SpladePooling`` if the options are its own, else :class:`tilefold.modules.HeadPooling`."""
+    from tilefold.modules import stock_module
     from tilefold.modules.head_pooling import HeadPooling
-    from tilefold.modules.loading import stock_module
 
     made = HeadPooling(
         pooling,

@@ -25,7 +25,7 @@ from tilefold.integrations.transformers.attention import (
     entmax_attention_forward,
     register,
 )
-from tilefold.nn.entmax import EntmaxAlpha
+from tilefold.nn.heads import EntmaxAlpha
 
 SUFFIX = f".{ALPHA}.theta"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from tilefold.integrations.transformers.packed import BIDIRECTIONAL_WINDOWS, conjuncts
-from tilefold.nn.entmax import EntmaxAlpha
+from tilefold.nn.heads import EntmaxAlpha
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import EntmaxStats, live_blocks
 

@@ -1,0 +1,258 @@
+"""Linear layers to the vocabulary or to one weight per token, fused with what follows them, and learned alphas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilefold.ops import lsr_head, token_scatter, token_scatter_sparse
+
+
+class LinearParameters(nn.Module):
+    """``weight`` ``[rows, D]`` and ``bias`` ``[rows]`` or ``None``, drawn as ``nn.Linear`` draws them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    shown: tuple[str, ...]  # options that are printed
+
+    def __init__(
+        self, hidden_size: int, rows: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.size(1)
+
+    def reset_parameters(self) -> None:
+        """Draw fresh parameters as ``nn.Linear`` does: uniform within ``1 / sqrt(D)``."""
+        bound = 1 / math.sqrt(max(self.hidden_size, 1))
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        shown = "".join(f", {name}={getattr(self, name)!r}" for name in self.shown)
+        return f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}{shown}"
+
+
+class LSRHead(LinearParameters):
+    """Scores of a sequence over the vocabulary, without the ``[B, S, V]`` logits.
+
+    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.lsr_head`, which documents the mathematics. The
+    paper is Sparton (arXiv 2603.25011); ``forward(hidden, mask)`` has the signature of its ``SpartonHead``.
+
+    Args:
+        hidden_size, vocab_size: D, the width of the hidden states, and V, the number of output terms.
+        bias: whether each term has a bias.
+        pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``, over the tokens of a sequence.
+        activation: ``"log1p_relu"`` (SPLADE), ``"log1p_log1p_relu"``, ``"relu"``, ``"softplus"`` or ``"none"``.
+        logit_scale: factor on ``hidden @ weight.T``, before the bias.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``.
+        device, dtype: of the parameters ``weight`` ``[V, D]`` and ``bias`` ``[V]`` or ``None``.
+    """
+
+    shown = ("pooling", "activation", "logit_scale", "impl")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = True,
+        pooling: str = "max",
+        activation: str = "log1p_relu",
+        logit_scale: float = 1.0,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, bias, device, dtype)
+        self.pooling, self.activation, self.logit_scale, self.impl = pooling, activation, logit_scale, impl
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.size(0)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> LSRHead:
+        """A head that shares the parameters of ``linear`` (``[V, D]``), which may itself be tied to an embedding.
+
+        Args:
+            linear: for instance ``model.get_output_embeddings()`` of a masked language model.
+            options: ``pooling``, ``activation``, ``logit_scale`` and ``impl`` of the constructor.
+
+        Raises:
+            TypeError: if ``linear`` is no ``nn.Linear``.
+        """
+        _check_linear(linear)
+        head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
+        head.tie_weights(linear)
+        return head
+
+    def tie_weights(self, linear: nn.Linear) -> None:
+        """Share ``weight`` and ``bias`` with ``linear`` from now on; gradients and updates reach both.
+
+        Raises:
+            TypeError: if ``linear`` is no ``nn.Linear``.
+        """
+        _check_linear(linear)
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """``[B, V]`` scores.
+
+        Args:
+            hidden: ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
+            attention_mask: ``[B, S]``, nonzero = keep; all tokens are kept without it.
+            cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
+        """
+        return lsr_head(
+            hidden,
+            self.weight,
+            self.bias,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            pooling=self.pooling,
+            activation=self.activation,
+            logit_scale=self.logit_scale,
+            impl=self.impl,
+        )
+
+
+def _check_linear(linear: object) -> None:
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(
+            f"linear must be a torch.nn.Linear, got {type(linear).__name__}; "
+            "pass the output embeddings of the model, for instance model.get_output_embeddings()."
+        )
+
+
+class TokenWeightHead(LinearParameters):
+    """Scores over the vocabulary from one learned weight per token, without term expansion.
+
+    A thin owner of ``weight`` and ``bias`` around :func:`tilefold.ops.token_scatter`, which documents the mathematics.
+    This is the head of uniCOIL (arXiv 2106.14807) and the lexical one of BGE-M3 (arXiv 2402.03216). The parameters have
+    the names and shapes of ``nn.Linear(hidden_size, 1)``, so the state dict of such a layer loads unchanged: BGE-M3's
+    ``sparse_linear.pt`` with ``head.load_state_dict(torch.load(path, weights_only=True))``.
+
+    Args:
+        hidden_size, vocab_size, bias, impl, device, dtype: as in :class:`LSRHead`; ``weight`` is ``[1, D]``, ``bias``
+            ``[1]`` or ``None``.
+        reduce: ``"max"`` or ``"sum"`` over the tokens with the same id.
+        activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or ``"none"``.
+        ignore_ids: ids whose tokens do not count, for instance those of CLS, SEP, PAD and UNK.
+    """
+
+    shown = ("reduce", "activation", "ignore_ids", "impl")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = True,
+        reduce: str = "max",
+        activation: str = "relu",
+        ignore_ids: Iterable[int] | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, 1, bias, device, dtype)
+        self.vocab_size, self.reduce, self.activation, self.impl = vocab_size, reduce, activation, impl
+        self.ignore_ids = tuple(ignore_ids or ())
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear, vocab_size: int, **options: Any) -> TokenWeightHead:
+        """A head that shares the parameters of ``layer``, an ``nn.Linear(D, 1)``.
+
+        Args:
+            layer: for instance the ``sparse_linear`` of a BGE-M3 model, or the ``tok_proj`` of a uniCOIL model.
+            vocab_size: V.
+            options: ``reduce``, ``activation``, ``ignore_ids`` and ``impl`` of the constructor.
+
+        Raises:
+            TypeError: if ``layer`` is not an ``nn.Linear``.
+            ValueError: if it has more than one output.
+        """
+        if not isinstance(layer, nn.Linear):
+            raise TypeError(
+                f"layer must be a torch.nn.Linear, got {type(layer).__name__}; "
+                "call tilefold.token_scatter on the weights that other layers give."
+            )
+        if layer.out_features != 1:
+            raise ValueError(f"layer must have one output, got {layer.out_features}; a decoder goes into LSRHead.")
+        head = cls(layer.in_features, vocab_size, layer.bias is not None, device="meta", **options)
+        head.weight, head.bias = layer.weight, layer.bias
+        return head
+
+    def forward(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """``[B, V]`` scores; ``input_ids`` are ``[B, S]`` or packed ``[T]``, the rest is as in :class:`LSRHead`."""
+        operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
+        return token_scatter(*operands, **options, impl=self.impl)
+
+    def encode(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+    ) -> Tensor:
+        """The scores above ``min_weight`` as a ``[B, V]`` CSR tensor, at most ``top_k`` per row; not differentiable.
+
+        The other arguments are those of :meth:`forward`; see :func:`tilefold.ops.token_scatter_sparse`.
+        """
+        with torch.no_grad():
+            operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
+            return token_scatter_sparse(*operands, **options, top_k=top_k, min_weight=min_weight)
+
+    def _arguments(self, hidden: Tensor, input_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
+        options: dict[str, Any] = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "reduce": self.reduce}
+        options |= {"activation": self.activation, "ignore_ids": self.ignore_ids}
+        return (functional.linear(hidden, self.weight, self.bias), input_ids, self.vocab_size), options
+
+
+class EntmaxAlpha(nn.Module):
+    """One learned alpha in (1, 2) per head, ``1 + sigmoid(theta)``, so that no optimiser step leaves that range.
+
+    Args:
+        heads: number of heads.
+        initial: alpha at the start, strictly between 1 and 2.
+
+    Raises:
+        ValueError: for no heads, or an ``initial`` outside (1, 2).
+    """
+
+    def __init__(self, heads: int, initial: float = 1.5) -> None:
+        super().__init__()
+        if heads < 1:
+            raise ValueError(f"heads must be at least 1, got {heads}.")
+        if not 1 < initial < 2:
+            raise ValueError(f"initial must lie strictly between 1 and 2, got {initial}; the ends cannot be learned.")
+        self.theta = nn.Parameter(torch.full((heads,), math.log((initial - 1) / (2 - initial))))
+
+    def forward(self) -> Tensor:
+        """The alphas, ``[heads]`` fp32."""
+        return 1 + torch.sigmoid(self.theta.float())
+
+    def extra_repr(self) -> str:
+        return f"heads={self.theta.numel()}"
