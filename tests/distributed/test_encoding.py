@@ -158,17 +158,13 @@ def test_the_bytes_are_those_of_one_process_and_every_rank_gets_the_manifest(
     assert calls[0] == (0, 73) and calls[-1] == (73, 73) and calls == sorted(set(calls)) and not others
 
 
-def test_shards_of_one_batch_keep_a_rank_going(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
-    sizes = {"shard_size": 2, "batch_tokens": 4096}
-    encode_collection(load(tiny_folder, True), TEXTS, tmp_path / "one", **{**OPTIONS, **sizes})
-    two_ranks.run(encode, tiny_folder, tmp_path / "two", sizes)
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
-def test_a_plain_model_is_shared_too(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
-    plain = {"batch_tokens": None}
-    encode_collection(load(tiny_folder, False), TEXTS, tmp_path / "one", **{**OPTIONS, **plain})
-    two_ranks.run(encode, tiny_folder, tmp_path / "two", {"fast": False, **plain})
+@pytest.mark.parametrize(("fast", "sizes"), [(True, {"shard_size": 2, "batch_tokens": 4096}),
+                                             (False, {"batch_tokens": None})])  # fmt: skip
+def test_shards_of_one_batch_keep_a_rank_going_and_a_plain_model_is_shared_too(
+    two_ranks: Ranks, tiny_folder: Path, tmp_path: Path, fast: bool, sizes: dict[str, Any]
+) -> None:
+    encode_collection(load(tiny_folder, fast), TEXTS, tmp_path / "one", **{**OPTIONS, **sizes})
+    two_ranks.run(encode, tiny_folder, tmp_path / "two", {"fast": fast, **sizes})
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 

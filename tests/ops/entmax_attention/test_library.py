@@ -114,16 +114,11 @@ def test_errors_name_the_argument() -> None:
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_broken_offsets_and_bounds_raise_on_the_cpu(impl: str) -> None:
+def test_missing_offsets_and_bounds_that_are_too_small_raise_on_the_cpu(impl: str) -> None:
     q, good = torch.randn(5, 2, 8), torch.tensor([0, 2, 5])
-    must = "must start with 0, never fall"
-    falls = torch.tensor([0, 2**31 - 1, -2, 5], dtype=torch.int32)  # in 32 bits no difference is negative
-    for cu_q, cu_k, bound, text in [
-        *[(good, torch.tensor([x, 2, y]), None, rf"cu_seqlens_k {must} and end at .* T of k, got cu_seqlens_k\[.*= ")
-          for x, y in ((1, 5), (0, 4), (0, 6))],
-        (falls, falls, None, f"cu_seqlens_q {must}"),
-        (good, None, None, "cu_seqlens_k must be given"),
-        (good, good, 2, "max_seqlen_k must be at least 3, the longest sequence of keys, got 2"),
-    ]:  # fmt: skip
-        options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_k": bound, "impl": impl}
+    for cu_k, bound, text in (
+        (None, None, "cu_seqlens_k must be given"),
+        (good, 2, "max_seqlen_k must be at least 3, the longest sequence of keys, got 2"),
+    ):
+        options = {"cu_seqlens_q": good, "cu_seqlens_k": cu_k, "max_seqlen_k": bound, "impl": impl}
         refused(ValueError, text, entmax_attention, q, q, q, **options)

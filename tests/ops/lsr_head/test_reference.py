@@ -213,30 +213,6 @@ def test_arguments_that_are_wrong(function: Any, changed: dict[str, Any], error:
     refused(error, f"^{re.escape(message)}$", function, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ([1, 2, 6], "cu_seqlens[0] = 1"),
-        ([-1, 2, 6], "cu_seqlens[0] = -1"),
-        ([0, 4, 2, 6], "cu_seqlens[2] = 2 after 4"),
-        ([0, -2, 6], "cu_seqlens[1] = -2 after 0"),
-        ([0, 2, 5], "cu_seqlens[-1] = 5 with 6 rows in hidden"),
-        ([0, 2, 7], "cu_seqlens[-1] = 7 with 6 rows in hidden"),
-        ([0], "cu_seqlens[-1] = 0 with 6 rows in hidden"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
-@pytest.mark.parametrize("pooling", ["max", "sum", "mean", "cls", "last"])
-def test_offsets_that_are_no_cumulative_lengths(pooling: str, impl: str, values: list[int], problem: str) -> None:
-    expected = (
-        f"cu_seqlens must start with 0, never fall and end at the number of rows T of hidden, got {problem}; build it "
-        "as the cumulative sum of the sequence lengths with a 0 in front."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        lsr_head(PACKED, WEIGHT, cu_seqlens=torch.tensor(values).int(), pooling=pooling, impl=impl)
-
-
 def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     if triton_installed():
         importlib.import_module("tilefold.ops.lsr_head.plans")  # else its kernels would be interpreted ever after

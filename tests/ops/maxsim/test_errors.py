@@ -54,22 +54,6 @@ VALUES = [
     ({"temperature": math.inf}, "temperature must be a positive Python number or None, got inf."),
     ({"impl": "cuda"}, "impl must be one of 'auto', 'reference', 'tiled', 'triton', got 'cuda'."),
     (
-        {"documents": PACKED, "cu_seqlens_d": torch.tensor([0, 4, 2, 6])},
-        "cu_seqlens_d must start with 0, never fall and end at the number of rows T of documents, got "
-        "cu_seqlens_d[2] = 2 after 4; build it as the cumulative sum of the sequence lengths with a 0 in front.",
-    ),
-    (
-        {"queries": PACKED, "cu_seqlens_q": torch.tensor([0, 4])},
-        "cu_seqlens_q must start with 0, never fall and end at the number of rows T of queries, got "
-        "cu_seqlens_q[-1] = 4 with 6 rows in queries; build it as the cumulative sum of the sequence lengths with a 0 "
-        "in front.",
-    ),
-    (
-        {"queries": PACKED, "cu_seqlens_q": torch.tensor([1, 6])},
-        "cu_seqlens_q must start with 0, never fall and end at the number of rows T of queries, got "
-        "cu_seqlens_q[0] = 1; build it as the cumulative sum of the sequence lengths with a 0 in front.",
-    ),
-    (
         {"pairing": torch.tensor([[0, 0], [1, 2]])},
         "pairing must hold indices below the number of documents (2), got 2 in pair 1; drop that pair or fix "
         "its index.",

@@ -6,6 +6,7 @@ import copy
 import importlib
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,6 +180,51 @@ def test_function_transforms_and_forward_mode_are_those_of_the_reference_or_an_e
     torch.testing.assert_close(tangent, (gradient * direction).sum(), rtol=1e-4, atol=1e-6)
     with pytest.raises(RuntimeError, match="impl must be 'reference' in forward-mode differentiation"):
         torch.func.jvp(lambda t: operator(t, "auto"), (X,), (direction,))
+
+
+ROWS_OF_SIX = torch.ones(6, D)
+
+
+def attend_to_six(name: str, offsets: Tensor, impl: str) -> Any:
+    """Six keys in all; where the offsets of keys are wrong, those of queries are right and as many."""
+    if name == "cu_seqlens_q":
+        return entmax_attention(*[ROWS_OF_SIX[:, None]] * 3, cu_seqlens_q=offsets, cu_seqlens_k=offsets, impl=impl)
+    rows, right = (6 if len(offsets) > 1 else 0), torch.tensor([0] + [6] * (len(offsets) - 1))
+    keys = ROWS_OF_SIX[:, None]
+    return entmax_attention(keys[:rows], keys, keys, cu_seqlens_q=right, cu_seqlens_k=offsets, impl=impl)
+
+
+# name of the offsets, unit and tensor that they divide, and a call
+DIVIDED: list[tuple[str, str, str, Callable[[Tensor, str], Any]]] = [
+    *(("cu_seqlens", "rows", "hidden",
+       lambda cu, impl, p=p: lsr_head(ROWS_OF_SIX, X[0], cu_seqlens=cu, pooling=p, impl=impl))
+      for p in ("max", "sum", "mean", "cls", "last")),
+    ("cu_seqlens", "tokens", "weights",
+     lambda cu, impl: token_scatter(torch.ones(6), IDS.flatten()[:6], 9, cu_seqlens=cu, impl=impl)),
+    ("cu_seqlens_q", "rows", "queries", lambda cu, impl: maxsim(ROWS_OF_SIX, X, cu_seqlens_q=cu, impl=impl)),
+    ("cu_seqlens_d", "rows", "documents", lambda cu, impl: maxsim(X, ROWS_OF_SIX, cu_seqlens_d=cu, impl=impl)),
+    *((f"cu_seqlens_{side}", "rows", side, lambda cu, impl, s=side: attend_to_six(f"cu_seqlens_{s}", cu, impl))
+      for side in "qk"),
+]  # fmt: skip
+NO_LENGTHS = {
+    (1, 2, 6): "[0] = 1", (-1, 2, 6): "[0] = -1", (0, 4, 2, 6): "[2] = 2 after 4", (0, -2, 6): "[1] = -2 after 0",
+    (0, 2, 5): "[-1] = 5 with 6 {} in {}", (0, 2, 7): "[-1] = 7 with 6 {} in {}", (0,): "[-1] = 0 with 6 {} in {}",
+    (0, 2**31 - 1, -2, 6): "[2] = -2 after 2147483647",  # in 32 bits no difference is negative
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", NO_LENGTHS, ids=str)
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize(("name", "unit", "tensor", "call"), DIVIDED)
+def test_offsets_that_are_no_cumulative_lengths(
+    name: str, unit: str, tensor: str, call: Callable[[Tensor, str], Any], impl: str, values: tuple[int, ...]
+) -> None:
+    problem = name + NO_LENGTHS[values].format(unit, tensor)
+    said = (
+        f"{name} must start with 0, never fall and end at the number of {unit} T of {tensor}, got {problem}; build it "
+        "as the cumulative sum of the sequence lengths with a 0 in front."
+    )
+    refused(ValueError, f"^{re.escape(said)}$", call, torch.tensor(values, dtype=torch.int32), impl)
 
 
 UNHASHABLE = {

@@ -226,19 +226,3 @@ def test_an_id_outside_of_the_vocabulary_is_named_with_its_place(wrong: int, imp
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     assert not token_scatter(WEIGHTS, ids, 9, attention_mask=mask, impl=impl).any()
     assert not token_scatter(WEIGHTS, ids, 9, ignore_ids=[wrong], impl=impl).any()
-
-
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
-def test_offsets_that_are_no_cumulative_lengths(impl: str) -> None:
-    for values, problem in {
-        (1, 2, 6): "cu_seqlens[0] = 1",
-        (0, 4, 2, 6): "cu_seqlens[2] = 2 after 4",
-        (0, 2, 5): "cu_seqlens[-1] = 5 with 6 tokens in weights",
-        (0,): "cu_seqlens[-1] = 0 with 6 tokens in weights",
-    }.items():
-        expected = (
-            "cu_seqlens must start with 0, never fall and end at the number of tokens T of weights, got "
-            f"{problem}; build it as the cumulative sum of the sequence lengths with a 0 in front."
-        )
-        given = PACKED | {"vocab_size": 9, "cu_seqlens": torch.tensor(values), "impl": impl}
-        refused(ValueError, f"^{re.escape(expected)}$", token_scatter, **given)
