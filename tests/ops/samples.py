@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,13 @@ class Sample:
 def dout(scores: Tensor) -> Tensor:
     """A gradient for ``scores``, the same in every call, made where they lie: a graph may be captured."""
     return torch.linspace(-1, 1, scores.numel(), device=scores.device).view(scores.shape).to(scores.dtype)
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """All results are there, with the same bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 def unaligned(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.kernels import triton_interpreted
 from tests.ops.base import Row
 from tests.ops.conftest import Target
+from tests.ops.samples import same
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import configs
 from tilefold.ops.entmax_attention.api import ATTENTION
@@ -80,8 +81,7 @@ def test_every_option(target: Target, way: None, options: dict[str, Any], n: int
 def test_a_window_wider_than_any_sequence_hides_nothing(target: Target, window: int) -> None:
     inputs = entmax_attention_inputs(1, 1, LENGTHS[1], 16, device=target.device)
     wide = entmax_attention_results(inputs, impl=target.impl, window=window)
-    for name, value in entmax_attention_results(inputs, impl=target.impl).items():
-        assert torch.equal(wide[name], value), name
+    same(wide, entmax_attention_results(inputs, impl=target.impl))
 
 
 @ways(*BLOCKWISE)
@@ -197,8 +197,7 @@ def test_results_repeat_bit_for_bit(target: Target) -> None:
     for n in LENGTHS[: 1 if INTERPRETED else 2]:
         inputs = entmax_attention_inputs(1, 2, n, 16, kv_heads=1, device=target.device)
         runs = [entmax_attention_results(inputs, impl=target.impl, dropout_p=0.2) for _ in range(2)]
-        for name, value in runs[0].items():
-            assert torch.equal(value, runs[1][name]), name
+        same(runs[1], runs[0])
 
 
 def test_dropout_drops_the_same_weights_everywhere(target: Target) -> None:

@@ -18,13 +18,6 @@ ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """All results are there, with the same bits."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-
-
 def close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **tolerance: Any) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)

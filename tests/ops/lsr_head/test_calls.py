@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.ops.base import releases
 from tests.ops.conftest import Target
-from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, close, leaves_of, same
+from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, close, leaves_of
+from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight

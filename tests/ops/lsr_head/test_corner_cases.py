@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.conftest import Target
-from tests.ops.lsr_head.helpers import ACTIVATIONS, F16, INTERPRETED, POOLINGS, close, leaves_of, same, within_budget
+from tests.ops.lsr_head.helpers import ACTIVATIONS, F16, INTERPRETED, POOLINGS, close, leaves_of, within_budget
+from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget, nan_poisoned_empty

@@ -16,6 +16,7 @@ import torch
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.samples import same
 from tilefold.ops import maxsim
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import PAIRINGS, assert_maxsim_matches, maxsim_inputs, maxsim_results
@@ -111,8 +112,7 @@ def test_odd_shapes(target: Target, shape: tuple[int, int, int, int, int], pairi
 def test_results_repeat_to_the_bit(target: Target, pairing: str, options: dict[str, Any]) -> None:
     inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", device=target.device)
     first, second = (maxsim_results(inputs, impl=target.impl, **options) for _ in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    same(second, first)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -136,8 +136,7 @@ def test_masks_of_any_dtype_keep_what_is_not_zero(target: Target, kind: torch.dt
     inputs = maxsim_inputs(*SHAPE, layout="holes", device=target.device)
     masks = {name: (2 * getattr(inputs, name)).to(kind) for name in ("query_mask", "document_mask")}
     found = maxsim_results(dataclasses.replace(inputs, **masks), impl=target.impl)
-    for name, value in maxsim_results(inputs, impl=target.impl).items():
-        assert torch.equal(found[name], value)
+    same(found, maxsim_results(inputs, impl=target.impl))
 
 
 @pytest.mark.parametrize("options", [{}, {"mask_mode": "zero"}, {"temperature": 0.5}], ids=["max", "zero", "smooth"])
@@ -148,8 +147,7 @@ def test_nan_is_seen_where_it_is_kept_and_nowhere_else(target: Target, pairing: 
     poisoned.queries[inputs.query_mask == 0] = math.nan
     poisoned.documents[inputs.document_mask == 0] = math.nan
     found = maxsim_results(poisoned, impl=target.impl, **options)
-    for name, value in maxsim_results(inputs, impl=target.impl, **options).items():
-        assert torch.equal(found[name], value), name
+    same(found, maxsim_results(inputs, impl=target.impl, **options))
     if isinstance(inputs.pairing, torch.Tensor):
         inputs.pairing[0] = 0  # the first query and the first document keep all their tokens
     poisoned.documents.view(-1, *inputs.documents.shape[-2:])[0, 1, 3] = math.nan

@@ -26,6 +26,7 @@ from tests.ops.base import (
 from tests.ops.conftest import Target
 from tests.ops.launching import combine_kernel, row_query_kernel
 from tests.ops.launching import launch as shared_launch
+from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim import plans
@@ -48,13 +49,6 @@ def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def given(*shape: int, **layout: Any) -> MaxSimInputs:
     return maxsim_inputs(*shape, dtype=DTYPE, device=DEVICE, **layout)
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert value.dtype == expected[name].dtype and value.shape == expected[name].shape, name
-        assert torch.equal(value, expected[name]), name
 
 
 ONE_LAUNCH: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
@@ -179,7 +173,7 @@ def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(monkeypa
         warnings.simplefilter("error", FallbackWarning)
         for _ in range(2):
             tried.clear()
-            assert_same(maxsim_results(inputs, impl="triton"), found)
+            same(maxsim_results(inputs, impl="triton"), found)
             assert tried.count("all_pairs_kernel") <= 1, "the plan that failed was kept"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.samples import same
 from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.padding import LAYOUTS
@@ -35,11 +36,6 @@ if not INTERPRETED:
     SHAPES += [(7, 33, 100), (1, 128, 9), (3, 129, 517), (2, 513, 100), (1, 2049, 300), (2, 5000, 1000)]
     SHAPES += [(300, 3, 40), (2, 40, 60_000)]
 every_reduction = pytest.mark.parametrize("reduce", REDUCTIONS)
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_whole_numbers_with_ties_agree_in_every_bit_with_the_reference(
     for activation in ("none",) if INTERPRETED else ("relu", "none"):
         found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=target.impl)
         truth = token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference")
-        assert_equal(found, truth)
+        same(found, truth)
 
 
 @every_reduction
@@ -110,7 +106,7 @@ def test_two_runs_give_the_same_bits(target: Target, dtype: torch.dtype, reduce:
     shape = SHAPE if INTERPRETED else (6, 3000, 50)
     inputs = token_scatter_inputs(*shape, layout="holes", dtype=dtype, device=target.device)
     first, second = (token_scatter_results(inputs, reduce=reduce, impl=target.impl) for _ in range(2))
-    assert_equal(first, second)
+    same(first, second)
 
 
 def strided(tensor: Tensor, style: str) -> Tensor:
@@ -153,7 +149,7 @@ def test_neither_strides_nor_dtypes_of_integers_nor_masked_tokens_matter_and_eve
     expected = token_scatter_results(inputs, reduce=reduce, ignore_ids=[0], impl=target.impl)
     with nan_poisoned_empty():
         other = inputs if change is None else changed(inputs, change)
-        assert_equal(token_scatter_results(other, reduce=reduce, ignore_ids=[0], impl=target.impl), expected)
+        same(token_scatter_results(other, reduce=reduce, ignore_ids=[0], impl=target.impl), expected)
 
 
 @pytest.mark.parametrize(
