@@ -61,7 +61,7 @@ def test_what_a_later_rank_says_is_shown(capfd: pytest.CaptureFixture[str], monk
     assert capfd.readouterr().err.count("broken") == 1
 
 
-def test_a_dry_run_says_all_and_writes_nothing(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
+def test_a_dry_run_says_all_that_a_run_writes(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
     place = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
     asked = (*place, "--shard-size", "5", "--dry-run")
     printed = call(*asked)
@@ -73,15 +73,13 @@ def test_a_dry_run_says_all_and_writes_nothing(call: Call, masked_lm: str, share
     assert found["hours"] == pytest.approx(16 / (2 * 8) / 3600) and found["rate_from"] == "given with --rate"
     assert found["tokens"] == round(found["tokens_per_text"] * 16) and 8 < found["tokens_per_text"] < 30
     assert found["gigabytes"] == pytest.approx(found["bytes_per_text"] * 16 / 1e9)
+    assert "4 texts in 1 shards" in call(*place, "--queries", "--split", "test", "--dry-run").out
     assert not (tmp_path / "v").exists()
-    call("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
+    assert "16 texts = 16 encoded + 0 not encoded" in call(*place).out
+    assert measured(call(*place, "--json"))["texts"] == 16
+    assert json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16
     written = sum(file.stat().st_size for file in (tmp_path / "v").glob("*.parquet"))
     assert written / 16 == pytest.approx(found["bytes_per_text"], rel=0.01), "all texts are in the sample"
-
-
-def test_a_dry_run_of_queries_and_of_pydocs_needs_no_table(call: Call, masked_lm: str, shared: Path) -> None:
-    asked = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", "v", "--queries", "--split", "test")
-    assert "4 texts in 1 shards" in call(*asked, "--dry-run").out
 
 
 def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(call: Call, masked_lm: str, tmp_path: Path) -> None:
@@ -97,13 +95,6 @@ def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(call: Call, maske
     assert (
         refused.code == 1 and "--data: the tokenizer refuses all 1 texts of the sample (TextEncodeInput" in refused.err
     )
-
-
-def test_the_rows_add_up_in_what_is_printed(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
-    asked = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
-    assert "16 texts = 16 encoded + 0 not encoded" in call(*asked).out
-    assert measured(call(*asked, "--json"))["texts"] == 16
-    assert json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16
 
 
 def test_a_cluster_that_is_not_there_is_an_error_of_one_line(
