@@ -15,8 +15,8 @@ from tests.serve.running import Client, serving
 from tests.serve.test_serve_sockets import hold, inputs_in_flight, posted, service, wait_until
 from tilefold import retrieval as r
 from tilefold.serve import batching
-from tilefold.serve.answers import ServeError
 from tilefold.serve.batching import Lane, Metrics
+from tilefold.serve.bodies import ServeError
 from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service

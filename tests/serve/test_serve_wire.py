@@ -19,8 +19,8 @@ from sentence_transformers.sentence_transformer.modules import Normalize, Poolin
 from tests.refusals import refused
 from tests.serve.running import Client, Reply, serving
 from tests.serve.test_serve_contract import TEXTS, similar
-from tilefold.serve.answers import cosines
 from tilefold.serve.app import create_app
+from tilefold.serve.bodies import cosines
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits

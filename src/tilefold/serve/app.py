@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tilefold._version import __version__
-from tilefold.serve.answers import ServeError, plain
+from tilefold.serve.bodies import ServeError, plain
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.models import SIDES
 from tilefold.serve.routes import Routes

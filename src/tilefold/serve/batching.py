@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tilefold.serve.answers import ServeError
+from tilefold.serve.bodies import ServeError
 
 __all__ = ["Answer", "Lane", "Metrics", "Permits"]
 

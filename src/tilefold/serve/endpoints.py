@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ValidationError
 
-from tilefold.serve.answers import ClientGoneError, ServeError, invalid
+from tilefold.serve.bodies import ClientGoneError, ServeError, invalid
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 

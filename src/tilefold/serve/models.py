@@ -20,7 +20,7 @@ from tilefold.integrations.transformers.packed import padding_position
 from tilefold.retrieval.encoding import encode_batch
 from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
-from tilefold.serve.answers import Row, ServeError, Vector, empty, invalid, strongest
+from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, strongest
 
 __all__ = ["Kind", "Served", "Side", "TextTokens", "Way"]
 

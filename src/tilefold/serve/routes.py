@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from tilefold._version import __version__
 from tilefold.ops import maxsim
-from tilefold.serve import answers, bodies
-from tilefold.serve.answers import ServeError, empty, invalid, wrong_model
+from tilefold.serve import bodies
+from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
 from tilefold.serve.endpoints import JSON, add_route, explained
 from tilefold.serve.models import Kind, Side, TextTokens
 from tilefold.serve.service import Asked, Outcome, Service, all_of
@@ -101,7 +101,7 @@ class Routes:
 
     async def _written(self, rows: list[Any], write: Write, size: Callable[[Any], int] = len) -> bytes:
         """JSON list of the rows, which a helper thread writes."""
-        return answers.listed(await self.service.in_portions(rows, write, self.service.off_loop, size))
+        return bodies.listed(await self.service.in_portions(rows, write, self.service.off_loop, size))
 
     async def _vectors(
         self, kind: Kind, body: bodies.EmbedAll, write: Write, size: Callable[[Any], int] = len, normalize: bool = True
@@ -110,17 +110,17 @@ class Routes:
         return self._answer(await self._written(outcome.rows, write, size), outcome, kind, _method(body.inputs))
 
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
-        write = partial(answers.sparse_rows, body=body, token=self.service.model("sparse").text.token)
+        write = partial(bodies.sparse_rows, body=body, token=self.service.model("sparse").text.token)
         return await self._vectors("sparse", body, write, lambda row: len(row[0]))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
-        return await self._vectors("multi-vector", body, answers.matrices, lambda row: row.numel())
+        return await self._vectors("multi-vector", body, bodies.matrices, lambda row: row.numel())
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
         self._check_dense()
 
-        def write(rows: Sequence[answers.Vector]) -> list[bytes]:
-            return answers.vectors([_shaped(row, body.dimensions, body.normalize) for row in rows])
+        def write(rows: Sequence[bodies.Vector]) -> list[bytes]:
+            return bodies.vectors([_shaped(row, body.dimensions, body.normalize) for row in rows])
 
         return await self._vectors("dense", body, write, normalize=body.normalize)
 
@@ -130,7 +130,7 @@ class Routes:
         rows = [_shaped(row, body.dimensions, True) for row in outcome.rows]
         write = partial(_openai_entries, body.encoding_format == "base64")
         entries = await self._written(list(enumerate(rows)), write, lambda each: len(each[1]))
-        rest = answers.plain({"model": self.service.model("dense").name, "usage": _usage(outcome)})
+        rest = bodies.plain({"model": self.service.model("dense").name, "usage": _usage(outcome)})
         content = b'{"object":"list","data":' + entries + b"," + rest[1:]
         return self._answer(content, outcome, "dense", _method(body.input))
 
@@ -150,7 +150,7 @@ class Routes:
         if body.documents is None:
             shown = [{"text": text} if body.return_text else {} for text in texts]
             found: Any = [{"index": at, "score": scores[at]} | shown[at] for at in order]
-            return self._answer(answers.plain(found), outcome, "multi-vector")
+            return self._answer(bodies.plain(found), outcome, "multi-vector")
         results = [
             {"index": at, "relevance_score": scores[at]}
             | ({"document": {"text": texts[at]}} if body.return_documents else {})
@@ -158,7 +158,7 @@ class Routes:
         ]
         name = self.service.model("multi-vector").name
         found = {"id": f"rerank-{uuid.uuid4().hex}", "model": name, "usage": _usage(outcome), "results": results}
-        return self._answer(answers.plain(found), outcome, "multi-vector")
+        return self._answer(bodies.plain(found), outcome, "multi-vector")
 
     async def score(self, body: bodies.Score, request: Request) -> Response:
         """Scores in the order of the request, as vLLM answers."""
@@ -180,7 +180,7 @@ class Routes:
             "data": [{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)],
             "usage": _usage(outcome),
         }
-        return self._answer(answers.plain(found), outcome, "multi-vector")
+        return self._answer(bodies.plain(found), outcome, "multi-vector")
 
     async def _scored(
         self, queries: list[str], texts: list[str], body: bodies.Rerank | bodies.Score, name: str
@@ -213,7 +213,7 @@ class Routes:
             raise ServeError("Empty", "`inputs.sentences` cannot be empty")
         asked = self._asked(body.parameters or bodies.Encoded())
         outcome = await self._encoded(kind, [given.source_sentence, *given.sentences], asked)
-        content = await self.service.off_loop(lambda: answers.plain(answers.cosines(outcome.rows, kind)))
+        content = await self.service.off_loop(lambda: bodies.plain(bodies.cosines(outcome.rows, kind)))
         return self._answer(content, outcome, kind)
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:
@@ -233,7 +233,7 @@ class Routes:
             except ValidationError as error:
                 raise invalid(explained(error, f"instances.{at}")) from None
         found = await all_of([asyncio.ensure_future(work(each, request)) for each, work in checked])
-        content = answers.listed([bytes(answer.body) for answer in found])
+        content = bodies.listed([bytes(answer.body) for answer in found])
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
@@ -246,10 +246,10 @@ class Routes:
 
             def write(texts: list[str]) -> list[bytes]:
                 found = model.text.tokenize(texts, body.add_special_tokens, prompt, in_bytes=body.offsets == "bytes")
-                return list(map(answers.plain, found))
+                return list(map(bodies.plain, found))
 
             found = await self.service.in_portions(texts, write, self.service.in_tokenizer)
-        return Response(answers.listed(found), media_type=JSON)
+        return Response(bodies.listed(found), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
         service, model = self.service, self.service.first_model
@@ -257,10 +257,10 @@ class Routes:
             service.check_size(body.ids, model, self.side, "ids")
 
             def write(ids: list[list[int]]) -> list[bytes]:
-                return [answers.plain(model.text.decode(each, body.skip_special_tokens)) for each in ids]
+                return [bodies.plain(model.text.decode(each, body.skip_special_tokens)) for each in ids]
 
             found = await service.in_portions(body.ids, write, service.in_tokenizer)
-        return Response(answers.listed(found), media_type=JSON)
+        return Response(bodies.listed(found), media_type=JSON)
 
     async def info(self, request: Request) -> Response:
         model = self.service.first_model
@@ -279,7 +279,7 @@ class Routes:
             "models": {each.kind: each.name for each in self.service.models.values()},
             "side": self.side,
         }
-        return Response(answers.plain(answer), media_type=JSON)
+        return Response(bodies.plain(answer), media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.render(), media_type="text/plain; version=0.0.4")
@@ -314,7 +314,7 @@ def _resolved(text: TextTokens, inputs: list[Any], prompted: bool) -> list[Any]:
 
 def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]:
     coded = [
-        b'"' + base64.b64encode(row.astype("<f4").tobytes()) + b'"' if in_base64 else answers.vectors([row])[0]
+        b'"' + base64.b64encode(row.astype("<f4").tobytes()) + b'"' if in_base64 else bodies.vectors([row])[0]
         for _, row in rows
     ]
     entry = b'{"object":"embedding","embedding":%b,"index":%d}'

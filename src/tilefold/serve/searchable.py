@@ -18,7 +18,7 @@ from tilefold.retrieval.reranking import contents_of
 from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
-from tilefold.serve.answers import Row, strongest
+from tilefold.serve.bodies import Row, strongest
 from tilefold.serve.models import Served, TextTokens
 
 __all__ = ["Searchable"]

@@ -20,8 +20,7 @@ from tilefold.retrieval.reranking import Reranking
 from tilefold.retrieval.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.tokens import TokenVectors
 from tilefold.retrieval.vectors import SparseVectors
-from tilefold.serve.answers import ServeError, invalid, plain
-from tilefold.serve.bodies import Body
+from tilefold.serve.bodies import Body, ServeError, invalid, plain
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import Asked, Service

@@ -16,7 +16,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tilefold.serve.answers import ServeError
+from tilefold.serve.bodies import ServeError
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 

@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tilefold.serve.answers import ServeError, empty, invalid, wrong_model
 from tilefold.serve.batching import Lane, Metrics, Permits
+from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
 
