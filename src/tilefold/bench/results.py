@@ -148,7 +148,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Prov
     """
     stamped = [{**row, **asdict(provenance)} for row in rows]
     fresh = [{name: _cell(value) for name, value in row.items()} for row in stamped]
-    kept = _read_with(path, key) if path.exists() else []
+    kept = read_csv(path, key) if path.exists() else []
     replaced = {tuple(row[name] for name in key) for row in fresh}
     merged = [row for row in kept if tuple(row[name] for name in key) not in replaced] + fresh
     columns = list(dict.fromkeys(name for row in [*fresh, *kept] for name in row))
@@ -164,14 +164,9 @@ def _cell(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def read_csv(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file, as text."""
+def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The rows of a CSV file, as text; ``ValueError`` if it lacks one of the ``key`` columns."""
     with Path(path).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _read_with(path: Path, key: Sequence[str]) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         missing = [name for name in key if name not in (reader.fieldnames or [])]
         if missing:

@@ -166,12 +166,7 @@ class DFFlopsLoss(Regularizer):
 class RegularizerSum(WeightedTerms, Regularizer):
     """A weighted sum of regularisers for one side, as naver's trainer adds anti-zero to FLOPS.
 
-    Args:
-        terms: pairs of a module with ``compute_loss_from_embeddings``, ours or sentence-transformers', and a weight.
-
-    Raises:
-        TypeError: if a term has no ``compute_loss_from_embeddings``.
-        ValueError: if there is no term.
+    Argument and errors are those of :class:`tilefold.losses.WeightedLosses`.
     """
 
     kind, remedy = "a regulariser", "regularisers of tilefold.losses or of sentence-transformers"

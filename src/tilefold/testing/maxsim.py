@@ -56,8 +56,7 @@ class MaxSimInputs(padding.Problem):
             if side not in sides:
                 continue
             tokens = getattr(self, name)
-            mask = getattr(self, mask_name)
-            kept = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
+            kept = _kept(tokens, getattr(self, mask_name))
             lengths = kept.reshape(-1, kept.size(-1)).sum(dim=1)
             changes |= {name: tokens[kept], mask_name: None, f"cu_seqlens_{side}": padding.offsets(lengths)}
         return dataclasses.replace(self, **changes)
@@ -150,10 +149,8 @@ def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
     if options.get("temperature") is not None:
         return inputs
     exact = inputs.cast(torch.float64)
-    kept = [part.reshape(-1) != 0 for part in (_ones(exact.queries), _ones(exact.documents))]
-    for i, mask in enumerate((exact.query_mask, exact.document_mask)):
-        if mask is not None:
-            kept[i] = mask.reshape(-1) != 0
+    sides = ((exact.queries, exact.query_mask), (exact.documents, exact.document_mask))
+    kept = [_kept(tokens, mask).reshape(-1) for tokens, mask in sides]
     queries, documents = (t.reshape(-1, t.size(-1)) for t in (exact.queries, exact.documents))
     if options.get("normalize"):
         queries, documents = (torch.nn.functional.normalize(t, dim=-1) for t in (queries, documents))
@@ -175,8 +172,8 @@ def with_one_answer(inputs: MaxSimInputs, **options: Any) -> MaxSimInputs:
     return dataclasses.replace(inputs, dscores=dscores)
 
 
-def _ones(tokens: Tensor) -> Tensor:
-    return torch.ones(tokens.shape[:-1], device=tokens.device)
+def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
 
 
 def _offsets(tokens: Tensor, cu_seqlens: Tensor | None) -> list[int]:
@@ -218,7 +215,7 @@ def clear_retrievals(inputs: MaxSimInputs, top_k: int, *, normalize: bool = Fals
     for tokens, mask in ((exact.queries, exact.query_mask), (exact.documents, exact.document_mask)):
         flat = tokens.reshape(-1, tokens.size(-1)).nan_to_num()
         rows.append(torch.nn.functional.normalize(flat, dim=-1) if normalize else flat)
-        kept.append((_ones(tokens) if mask is None else mask).reshape(-1) != 0)
+        kept.append(_kept(tokens, mask).reshape(-1))
     sims = rows[0] @ rows[1][kept[1]].T  # [Tq, kept]
     clear = torch.ones(sims.size(0), dtype=torch.bool, device=sims.device)
     if sims.size(1) > top_k and sims.numel():
