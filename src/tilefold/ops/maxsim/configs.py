@@ -91,7 +91,8 @@ STREAM = (
     Row({"capability": HOPPER}, {"prefetch": 256}, "H200"),
     Row(INT8, {"programs": 6}, "H200"),
     Row(
-        INT8 | SMALL | {"release": Between(least=(3, 9))}, {"programs": 5, "registers": 96},
+        INT8 | SMALL | {"release": Between(least=(3, 9))},
+        {"programs": 5, "registers": 96},
         "H200, Triton 3.9, where six programs do not fit packed documents, 32 x 10,000 x 300 in us: 82, with six 98 "
         "(3.6: 76)",
     ),
@@ -100,7 +101,8 @@ STREAM = (
     Row(INT8 | {"rows": 64, "wide": True}, {"programs": 3, "registers": None}, "H200"),
     Row(FP8, {"programs": 5}, "H200"),
     Row(
-        FP8 | SMALL | {"release": Between(least=(3, 9))}, {"programs": 4, "registers": 128},
+        FP8 | SMALL | {"release": Between(least=(3, 9))},
+        {"programs": 4, "registers": 128},
         "H200, Triton 3.9, where five programs do not fit, 32 x 10,000 x 300 in us: 122, packed 104; with five 153 and "
         "118 (3.6: 111 and 89)",
     ),
