@@ -120,8 +120,9 @@ def test_forward_builds_without_spills(capability: int, dtype: torch.dtype, aske
     for pairing in ("all", "index" if "masked" in asked else "aligned"):
         for launch in planned(capability, dtype, pairing=pairing, **asked):
             if launch.kernel.__name__ in ("all_pairs_kernel", "listed_pairs_kernel"):
-                # 8 bytes, before and after the loop, of one variant on 10.0
-                check(launch, capability, dtype, 8 if capability == 100 and "normalize" in asked else 0)
+                # 8 bytes, before and after the loop, of one variant on 10.0; with 3.9 in the loop of another on 8.0
+                looped = 1 / 70 if (release(), capability, asked.get("dim")) == ((3, 9), 80, 768) else 0.0
+                check(launch, capability, dtype, 8 if capability == 100 and "normalize" in asked else 0, looped)
 
 
 QUANTIZED: list[tuple[torch.dtype, torch.dtype, dict[str, Any]]] = [
@@ -161,7 +162,7 @@ GRADIENTS = [("maximum", "all", 32), ("maximum", "all", 16384), ("maximum", "ali
              ("smooth", "all", 32), ("smooth", "aligned", 32), ("smooth", "index", 32)]  # fmt: skip
 
 # bytes, and the share of a loop, of lists of fewer than 16,384 query rows in fp32
-LISTED = {(80, torch.float32): (16, 1 / 30), (90, torch.float32): (16, 1 / 600)}
+LISTED = {(80, torch.float32): (16, 1 / 25), (90, torch.float32): (16, 1 / 600)}
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled and masked"])
@@ -183,6 +184,8 @@ def test_gradients_build_without_spills(
         spilled, looped = 16 if packed or scaled else 0, 0.0
         if rows == 32 and launch.kernel.__name__ == "ddocuments_listed_kernel":
             spilled, looped = LISTED.get((capability, dtype), (spilled, looped))
+        if (release(), capability) == ((3, 9), 80) and scaled and "documents" in launch.kernel.__name__:
+            looped = 1 / 17  # 16 bytes of two kernels
         check(launch, capability, dtype, spilled, looped, **unit)
 
 
