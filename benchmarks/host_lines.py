@@ -12,23 +12,9 @@ import ast
 from pathlib import Path
 
 OPS = Path(__file__).parents[1] / "src" / "tilefold" / "ops"
-SHARED = (
-    "activation",
-    "checks",
-    "entmax",
-    "entmax_root",
-    "onednn",
-    "philox",
-    "winners",
-    "__init__",
-)  # mathematics, checks
-PLANS = (
-    "plans",
-    "_gradient_plans",
-    "configs",
-    "_torch_ops",
-    "_torch_ops_xtr",
-)
+# mathematics and checks
+SHARED = ("activation", "checks", "entmax", "entmax_root", "onednn", "philox", "winners", "__init__")
+PLANS = ("plans", "configs")
 
 
 def counted(path: Path) -> bool:
@@ -36,7 +22,7 @@ def counted(path: Path) -> bool:
     parts = path.relative_to(OPS).parts
     if parts[0] == "_shared":
         return path.stem not in SHARED
-    return path.stem in PLANS or path.stem.startswith("launch") or path.stem in ("operands", "layout", "plan", "rows")
+    return path.stem in PLANS
 
 
 def host_lines(path: Path) -> int:
