@@ -98,7 +98,8 @@ def scores_of_sides(
     place = home if device is None else torch.device(device)
     budget = CHUNK_ELEMENTS if chunk_elements is None else chunk_elements
     if pairing == "aligned" and queries.count != documents.count:
-        raise ValueError(f"there must be one document for each of the {queries.count} queries, got {documents.count}.")
+        expected = f"there must be one document for each of the {queries.count} queries"
+        raise ValueError(f"{expected}, got {documents.count} documents.")
     if queries.count == 0 or documents.count == 0:
         return torch.zeros((queries.count, documents.count) if pairing == "all" else (0,), device=home)
 

@@ -199,7 +199,8 @@ def _xtr(name: str, pairing: str, summary: str) -> Scores:
 
 def _check_groups(queries: Side, rows: Tensor) -> None:
     if queries.count != rows.size(0):
-        raise ValueError(f"documents_embeddings must hold {queries.count} groups, one a query, got {list(rows.shape)}.")
+        expected = f"documents_embeddings must hold one group for each of the {queries.count} queries"
+        raise ValueError(f"{expected}, got {list(rows.shape)}.")
 
 
 def _alone(values: object, dims: int) -> Tensor | None:
