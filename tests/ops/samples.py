@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
-from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, token_scatter
+from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_tokens, quantize_weight, token_scatter
 
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 Shape = tuple[int, ...]
@@ -75,6 +75,14 @@ def head(pooling: str = "max", *shape: int, vocab: int = 40, dtype: torch.dtype 
 
 def late(queries: Shape, documents: Shape, dtype: torch.dtype = FP32, **options: Any) -> Sample:
     return Sample("maxsim", maxsim, (queries, documents), options, dtype)
+
+
+def quantized_head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return lsr_head(hidden, quantize_weight(weight), **options)
+
+
+def quantized_documents(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
+    return maxsim(queries, quantize_tokens(documents, "int8"), **options)
 
 
 def attention(keys: int = 21, learned: bool = False, **options: Any) -> Sample:

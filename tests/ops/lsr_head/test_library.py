@@ -1,14 +1,12 @@
-"""The LSR head as torch operators: opcheck, torch.compile, autocast, inference mode, second derivatives, memory."""
+"""The LSR head under torch.compile and autocast, and what memory it takes; opcheck: ``shared/test_compiled.py``."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +16,7 @@ from tests.ops.base import Buffer, Setting, _reset_high_water
 from tests.ops.base import head_problem as _problem
 from tests.ops.base import head_tiles as _tiles
 from tests.ops.lsr_head.helpers import F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
-from tilefold.ops import lsr_head, quantize_weight
-from tilefold.ops.lsr_head import chosen_impl
+from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import (
     LSRHeadInputs,
@@ -35,69 +32,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def op_samples(device: str) -> list[tuple[str, str, tuple[Any, ...]]]:
-    """(name, case, arguments) for every operator that the LSR head registers.
-
-    Each pooling and each layout meets every choice of gradients, but not all three of them each other.
-    """
-    samples: list[tuple[str, str, tuple[Any, ...]]] = []
-    forward = torch.ops.tilefold.lsr_head
-    layouts = (("full", F32), ("right", F16), ("packed", F32))
-    for (row, pooling), (column, (layout, dtype)) in itertools.product(enumerate(POOLINGS), enumerate(layouts)):
-        inputs = lsr_head_inputs(5, 9, 16, 21, layout=layout, dtype=dtype, device=device)
-        options, impl = (pooling, "softplus", 0.5, dtype, dtype, dtype), chosen_impl(inputs.hidden)
-        hidden, weight, bias = leaves_of(inputs)
-        place, case = (inputs.attention_mask, inputs.cu_seqlens), f"{pooling}-{layout}-{dtype}"
-        samples.append(("lsr_head", case, (hidden, *place, weight, None, bias, *options, True, impl)))
-        plain = (inputs.hidden, *place, inputs.weight, None, inputs.bias)
-        with torch.no_grad():
-            results = forward(*plain, *options, True, impl)
-        names = ("hidden", "attention_mask", "cu_seqlens", "weight", "bias", "scores", "winners")
-        values = zip(names, (*plain[:4], inputs.bias, *results), strict=True)
-        saved = [value if name in _problem.POOLINGS[pooling].reads else None for name, value in values]
-        needs = ([True, True, True], [False, True, False], [True, False, False])[(row + column) % 3]
-        back = (inputs.dscores, *saved, *options, needs, impl)
-        samples.append(("lsr_head_backward", f"{case}-{needs}", back))
-        if pooling == "max":
-            rounded = quantize_weight(inputs.weight)
-            quantized = (inputs.hidden, *place, rounded.values, rounded.scale, inputs.bias, *options, False, "auto")
-            samples.append(("lsr_head", f"fp8-{case}", quantized))
-    return samples
-
-
-def test_every_registered_operator_has_a_sample() -> None:
-    prefix = "tilefold::"
-    names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
-    ours = {n.removeprefix(prefix).split(".")[0] for n in names if n.startswith(prefix)}
-    ours = {name for name in ours if name.startswith("lsr_head")}
-    assert ours == {name for name, _, _ in op_samples("cpu")}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_operators_pass_opcheck(device: str) -> None:
-    for name, case, arguments in op_samples(device):
-        operator = getattr(torch.ops.tilefold, name).default
-        # the schema check compares inputs by arithmetic that fp8 does not have
-        checks = ("test_faketensor", "test_aot_dispatch_dynamic") if case.startswith("fp8") else ALL_CHECKS
-        try:
-            torch.library.opcheck(operator, arguments, test_utils=checks)
-        except Exception as error:
-            raise AssertionError(f"tilefold::{name} fails opcheck for {case}: {error}") from error
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradients_of_transposed_operands_have_the_strides_that_the_fake_kernels_promise(device: str) -> None:
-    for layout in ("right", "packed"):
-        inputs = lsr_head_inputs(5, 9, 16, 24, layout=layout, device=device)
-        hidden = inputs.hidden.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
-        weight = inputs.weight.T.contiguous().T.requires_grad_()
-        place = (inputs.attention_mask, inputs.cu_seqlens)
-        for pooling in POOLINGS:
-            options = (pooling, "relu", 1.0, F32, F32, None, True, chosen_impl(hidden))
-            torch.library.opcheck(torch.ops.tilefold.lsr_head.default, (hidden, *place, weight, None, None, *options))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own

@@ -119,21 +119,6 @@ def test_a_weight_larger_than_a_slab_is_quantized_whole(monkeypatch: pytest.Monk
     torch.testing.assert_close(lsr_head(hidden, whole), expected)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_it_compiles_in_one_graph(device: str) -> None:
-    inputs = lsr_head_inputs(3, 16, 32, 40, dtype=F32, device=device)
-    weight = quantize_weight(inputs.weight)
-
-    def scores(hidden: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-        return lsr_head(hidden, QuantizedWeight(values, scale), inputs.bias)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
-    expected = scores(inputs.hidden, weight.values, weight.scale)
-    assert torch.equal(compiled(inputs.hidden, weight.values, weight.scale), expected)
-
-
 WEIGHT = quantize_weight(torch.ones(5, 4))
 REFUSED = [
     ({"pooling": "sum"}, ValueError, "pooling must be 'max' with a QuantizedWeight, got 'sum'"),

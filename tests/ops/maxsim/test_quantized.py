@@ -87,17 +87,6 @@ def test_queries_are_rounded_to_the_bits_of_quantize_tokens(target: Target, rows
     assert ordinary.sum() == rows - 2
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter")
-def test_the_quantized_operator_passes_opcheck_and_compiles_whole() -> None:
-    inputs = maxsim_inputs(3, 4, 5, 9, 16)
-    documents = quantize_tokens(inputs.documents)
-    given = (inputs.queries, documents.values, *[None] * 5, documents.scales)
-    arguments = (*given, "all", False, 0.0, False, False, 0, False, "tiled")
-    torch.library.opcheck(torch.ops.tilefold.maxsim.default, arguments)
-    compiled = torch.compile(maxsim, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(inputs.queries, documents), maxsim(inputs.queries, documents))
-
-
 def test_what_quantized_documents_and_the_best_of_them_refuse() -> None:
     queries, documents = torch.randn(2, 3, 8), quantize_tokens(torch.randn(2, 4, 8))
     with pytest.raises(ValueError, match="documents must be a floating tensor where a gradient is asked for"):

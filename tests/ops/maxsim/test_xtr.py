@@ -154,21 +154,6 @@ def test_nothing_of_the_size_of_the_similarities_is_kept() -> None:
 
 
 @here
-def test_the_operator_passes_opcheck_and_compiles_whole() -> None:
-    torch._dynamo.reset()
-    inputs = maxsim_inputs(3, 4, 5, 9, 16, layout="holes")
-    leaves = [t.clone().requires_grad_() for t in (inputs.queries, inputs.documents)]
-    rest = (inputs.query_mask, inputs.document_mask, None, None, None, None, 7, False, True, True, "tiled")
-    torch.library.opcheck(torch.ops.tilefold.xtr_scores.default, (*leaves, *rest))
-    compiled = torch.compile(xtr_scores, fullgraph=True, backend="aot_eager")
-    masks = {"query_mask": inputs.query_mask, "document_mask": inputs.document_mask, "top_k": 7}
-    found, expected = (function(*leaves, **masks) for function in (compiled, xtr_scores))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)))
-    torch._dynamo.reset()
-
-
-@here
 def test_autocast_and_empty_sides() -> None:
     inputs = maxsim_inputs(3, 4, 5, 9, 16, dtype=torch.bfloat16).cast(torch.float32)
     queries = inputs.queries.clone().requires_grad_()

@@ -1,17 +1,35 @@
-"""Public functions compile whole, once for batches of all sizes, with gradients like those of eager calls."""
+"""Public functions compile whole, once for batches of all sizes; their registered operators pass opcheck."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels import triton_interpreted
-from tests.ops.samples import MASK, OFFSETS, Sample, attention, head, late, rows, scatter, scattered
+from tests.ops.samples import (
+    MASK,
+    OFFSETS,
+    Sample,
+    attend,
+    attention,
+    dout,
+    head,
+    late,
+    quantized_documents,
+    quantized_head,
+    rows,
+    scatter,
+    scattered,
+)
+from tilefold.ops import QuantizedWeight, lsr_head, maxsim, quantize_tokens, quantize_weight, xtr_scores
+from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter"),
@@ -23,11 +41,30 @@ LAYOUTS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 ]  # fmt: skip
 SCATTERS = [scatter(reduce=reduce, ignore_ids=(2,), **layout) for reduce in ("max", "sum") for _, layout in LAYOUTS]
 HEADS = [head(pooling, *shape, **layout) for pooling in POOLINGS for shape, layout in LAYOUTS]
-CALLS = [rows(), rows((1,)), attention(causal=True), attention(learned=True, key_padding_mask=MASK)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("sample", [*CALLS, *SCATTERS, *HEADS], ids=lambda each: f"{each.name} {[*each.options]}")
+def paired(pairing: str, layout: str, **options: Any) -> Sample:
+    inputs = maxsim_inputs(3, 4, 5, 9, 16, pairing=pairing, layout=layout)
+    place = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in inputs.layout.items()}
+    return late(inputs.queries.shape, inputs.documents.shape, **place, **options)
+
+
+SMOOTH = {"temperature": 0.5, "reduction": "mean", "normalize": True}
+LATE = {(pairing, layout): [paired(pairing, layout), paired(pairing, layout, **SMOOTH)]
+        for pairing in PAIRINGS for layout in ("full", "holes", "packed")}  # fmt: skip
+LENGTHS = LATE.pop(("index", "packed"))  # whose longest query is a value
+XTR = Sample("xtr_scores", xtr_scores, ((3, 5, 16), (4, 9, 16)), {"top_k": 7, "document_mask": [[1] * 8 + [0]] * 4})
+CALLS = [rows(), rows((1,)), attention(causal=True), attention(learned=True, key_padding_mask=MASK), XTR]
+CALLS += [*SCATTERS, *HEADS, *(sample for samples in LATE.values() for sample in samples)]
+
+
+def named(sample: Sample) -> str:
+    return f"{sample.name} {[*sample.options]}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", CALLS, ids=named)
 def test_a_public_function_compiles_whole_with_gradients(sample: Sample, device: str) -> None:
     given = sample.given(device)
 
@@ -43,6 +80,97 @@ def test_a_public_function_compiles_whole_with_gradients(sample: Sample, device:
         function(*leaves).backward()
         results.append([alone, *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(*results)
+
+
+QUANTIZED: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Any]]] = {
+    "lsr_head": (lambda x, weight: lsr_head(x, QuantizedWeight(weight.values, weight.scale)), quantize_weight),
+    "maxsim": (maxsim, quantize_tokens),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_functions_of_quantized_operands_compile_whole(name: str, device: str) -> None:
+    function, quantize = QUANTIZED[name]
+    x, other = torch.randn(3, 16, 32, device=device), torch.randn(40, 32, device=device)
+    operand = quantize(other if name == "lsr_head" else other.view(4, 10, 32))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, operand), function(x, operand))
+
+
+class Seen(TorchDispatchMode):
+    """Calls of this package's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tilefold":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def operator_calls(sample: Sample, device: str, turned: bool = False) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Operators that calls of a function make, with a gradient of all leaves, of the first, and of the second."""
+    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    count = len(sample.shapes)
+    for needed in ([True] * count, [i == 0 for i in range(count)], [i == 1 for i in range(count)]):
+        leaves = [leaf.detach().requires_grad_(need and not sample.inference)
+                  for leaf, need in zip(sample.leaves(device), needed, strict=True)]  # fmt: skip
+        if turned:
+            leaves = [x.transpose(0, -1).contiguous().transpose(0, -1).detach().requires_grad_() for x in leaves]
+        with Seen() as seen:
+            scores = sample.function(*leaves, **sample.given(device))
+            if scores.requires_grad:
+                scores.backward(dout(scores))
+        for func, args in seen.calls:
+            backward = func._opname.endswith("_backward")
+            plain = [x.detach().requires_grad_(x.requires_grad and not backward) if isinstance(x, Tensor) else x
+                     for x in args]  # fmt: skip
+            found.setdefault(f"{func} {needed if backward else None}", (func, tuple(plain)))
+    return list(found.values())
+
+
+def counted(*operands: Tensor, **options: Any) -> Tensor:
+    out: Tensor = attend(*operands, return_stats=True, **options)[0]
+    return out
+
+
+HEADS_OF_TWO = ((2, 2, 150, 16),) * 3
+OPERATORS = [*CALLS, *LENGTHS, replace(XTR, options=XTR.options | {"impute": True}, inference=True)]
+OPERATORS += [replace(sample, dtype=torch.float16) for sample in (HEADS[1], SCATTERS[4])]
+OPERATORS += [replace(sample, dtype=torch.bfloat16, inference=True) for sample in (HEADS[2], SCATTERS[5])]
+OPERATORS += [
+    Sample("entmax_attention", counted, HEADS_OF_TWO, {"causal": True, "scale": 0.25}),
+    Sample("entmax_attention", counted, (*HEADS_OF_TWO, (2,)), {"key_padding_mask": [[1, 0] * 75, [0] * 150]}),
+    attention(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
+    Sample("lsr_head", quantized_head, ((2, 16, 16), (40, 16)), inference=True),
+    Sample("maxsim", quantized_documents, ((3, 5, 16), (4, 9, 16)), inference=True),
+]
+
+
+def checks_of(args: tuple[Any, ...]) -> tuple[str, ...]:
+    """All, but that of the schema compares inputs by arithmetic that fp8 does not have."""
+    some = ("test_faketensor", "test_aot_dispatch_dynamic")
+    fp8 = any(isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn for x in args)
+    return some if fp8 else (*some, "test_schema", "test_autograd_registration")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", OPERATORS, ids=named)
+def test_operators_pass_opcheck(sample: Sample, device: str) -> None:
+    calls = operator_calls(sample, device)
+    if "lsr_head" in sample.name and not sample.inference:
+        calls += operator_calls(sample, device, turned=True)[:1]
+    for func, args in calls:
+        torch.library.opcheck(func, args, test_utils=checks_of(args))
+
+
+def test_every_registered_operator_is_checked() -> None:
+    names = {str(name).split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    seen = {func._schema.name for sample in OPERATORS for func, _ in operator_calls(sample, "cpu")}
+    assert seen == {name for name in names if name.startswith("tilefold::") and "toy" not in name}
 
 
 def holes(count: int, length: int) -> list[list[int]]:

@@ -11,17 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.samples import Sample, attend, dout, entmax_rows, head, late, scatter
-from tilefold.ops import maxsim, quantize_tokens
+from tests.ops.samples import Sample, attend, dout, entmax_rows, head, late, quantized_documents, scatter
+from tilefold.ops import maxsim
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing.maxsim import maxsim_inputs, maxsim_results
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-
-
-def quantized(queries: Tensor, documents: Tensor, impl: str) -> Tensor:
-    return maxsim(queries, quantize_tokens(documents, "int8"), impl=impl)
 
 
 def of_rows(rows: int, **options: Any) -> Sample:
@@ -38,7 +34,7 @@ SAMPLES = {
     "maxsim, smooth": of_rows(49, temperature=0.5),
     "maxsim, aligned": of_rows(51, pairing="aligned"),
     "maxsim, inference": replace(of_rows(53), inference=True),
-    "maxsim, int8": Sample("maxsim", quantized, ((3, 13, 64), (11, 17, 64)), {}, BF16, inference=True),
+    "maxsim, int8": Sample("maxsim", quantized_documents, ((3, 13, 64), (11, 17, 64)), {}, BF16, inference=True),
     "lsr_head": head("max", 3, 37, 64, vocab=1024, dtype=BF16),
     "lsr_head, sum": head("sum", 3, 37, 64, vocab=1024, dtype=BF16),
     "lsr_head, inference": replace(head("max", 3, 37, 64, vocab=1024, dtype=BF16), inference=True),

@@ -24,16 +24,28 @@ from triton.errors import TritonError
 from tests.kernels import triton_interpreted
 from tests.ops.base import FallbackWarning, KernelUnavailableError, fallback, impl
 from tests.ops.launching import launch
-from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, late, rows, scatter, unaligned
+from tests.ops.samples import (
+    MASK,
+    OFFSETS,
+    Sample,
+    attention,
+    dout,
+    head,
+    late,
+    quantized_documents,
+    quantized_head,
+    rows,
+    scatter,
+    unaligned,
+)
 from tests.ops.toy import TOY, TWO_LAUNCHES, toy
 from tests.refusals import refused
-from tilefold.ops import lsr_head, maxsim, quantize_weight, xtr_scores
+from tilefold.ops import lsr_head, xtr_scores
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import lsr_head_rows
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.ops.maxsim.api import MAXSIM
-from tilefold.ops.maxsim.quantized import quantize_tokens
 from tilefold.ops.maxsim.xtr import XTR
 from tilefold.ops.token_scatter.api import SCATTER
 
@@ -52,14 +64,6 @@ def results(case: Sample, impl: str, compiled: bool = False, made: Any = None) -
     run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     scores = run(*leaves)
     return [scores.detach(), *([] if case.inference else torch.autograd.grad(scores, leaves, dout(scores)))]
-
-
-def quantized_head(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
-    return lsr_head(hidden, quantize_weight(weight), impl=impl)
-
-
-def quantized_documents(queries: Tensor, documents: Tensor, impl: str, **options: Any) -> Tensor:
-    return maxsim(queries, quantize_tokens(documents, "int8"), impl=impl, **options)
 
 
 def capacity(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
