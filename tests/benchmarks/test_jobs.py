@@ -21,7 +21,8 @@ from benchmarks.results_table import markdown_table
 from benchmarks.search_plot import plot_search
 from benchmarks.train_data import TINY, load_tokenizer, made_pairs, make_encoder, valid_share
 from benchmarks.train_run import GATE_STEPS, Measured, run
-from tests.distributed.models import VOCABULARY, save_tiny_splade
+from tests.distributed.ranks import TEXTS, VOCABULARY
+from tests.recipes.small import tiny_masked_lm
 from tilefold.bench.results import collect, read_csv, write_csv
 from tilefold.bench.runner import CSV_KEY, BenchRow
 from tilefold.retrieval import SparseVectors, build_index
@@ -108,9 +109,7 @@ def test_the_truth_is_compared_with_a_sum_over_all_vectors() -> None:
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("datasets")
     pytest.importorskip("sentence_transformers")
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_splade("bert", folder)
-    return folder
+    return tiny_masked_lm(tmp_path_factory.mktemp("tiny"), TEXTS)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-colbert"])

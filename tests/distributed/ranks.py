@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from tests import programs
 
-START_SECONDS = 300.0  # a busy machine may take a minute to import torch in every process
-JOB_SECONDS = 300.0
+SECONDS = 300.0  # of a job; on a busy machine torch alone takes a minute to be imported in every process
+VOCABULARY = 131  # of the models that ranks train; prime: no number of ranks divides it
+TEXTS = [
+    "the quick brown fox",
+    "jumps over a lazy dog again and again until the dog weighs words",
+    "fox",
+    "sparse retrieval weighs the words of a vocabulary",
+    "a lazy dog again",
+    "the vocabulary of a quick fox",
+]
 
 
 @dataclass(frozen=True)
@@ -33,82 +42,52 @@ class Ranks:
     """A world of ``size`` processes on ``device_type``: gloo on the CPU, NCCL (with gloo beside it) on GPUs."""
 
     def __init__(self, size: int, device_type: str) -> None:
-        self.size = size
-        self.device_type = device_type
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self.size, self.device_type = size, device_type
+        self._pools: list[ProcessPoolExecutor] = []
+        self._pids: list[int] = []
+
+    def start(self, job: Callable[..., Any], *args: Any) -> list[Future[Any]]:
+        """``job(rank, *args)`` on every rank."""
+        cuda = self.device_type == "cuda"
+        places = [Rank(i, self.size, torch.device(self.device_type, *([i] if cuda else []))) for i in range(self.size)]
+        if not self._pools:
+            meeting = f"file://{tempfile.mkdtemp(prefix='tilefold-ranks-')}/meeting"
+            self._pools = [ProcessPoolExecutor(1, programs.context(), _join, (place, meeting)) for place in places]
+            self._pids = [future.result() for future in [pool.submit(os.getpid) for pool in self._pools]]
+        return [pool.submit(_run, place, job, args) for pool, place in zip(self._pools, places, strict=True)]
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """``job(rank, *args)`` on every rank; the results in their order. Raises AssertionError if one rank fails."""
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes:
-            pipe.send((job, args))
-        answers = [pipe.recv() if pipe.poll(JOB_SECONDS) else (False, "no answer: a deadlock?") for pipe in self._pipes]
-        failures = [f"rank {rank}: {answer}" for rank, (well, answer) in enumerate(answers) if not well]
-        if failures:
+        """The results of a job by rank. Raises AssertionError if one of them fails or does not answer."""
+        futures = self.start(job, *args)
+        done, late = wait(futures, SECONDS, FIRST_EXCEPTION)
+        errors = [str(future.exception()) for future in done if future.exception()]
+        if errors or late:
             self.close()  # the others may wait in a collective
-            raise AssertionError("\n".join(failures))
-        return [answer for _, answer in answers]
+            raise AssertionError("\n".join(errors) or "no answer: a deadlock?")
+        return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the processes; the next job starts new ones."""
-        with contextlib.suppress(OSError, EOFError):
-            for pipe in self._pipes:
-                pipe.send((None, ()))
-        for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
-
-    def _start(self) -> None:
-        context = programs.context()
-        handle, meeting = tempfile.mkstemp(prefix="tilefold-ranks-")
-        os.close(handle)
-        Path(meeting).unlink()
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.size, self.device_type, meeting, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        for pipe in self._pipes:
-            if not pipe.poll(START_SECONDS):
-                self.close()
-                raise AssertionError("the ranks did not start")
-            pipe.recv()
+        """End the processes at once, since orderly exits take seconds; the next job starts new ones."""
+        for pid, pool in zip(self._pids, self._pools, strict=True):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            pool.shutdown()
+        self._pools, self._pids = [], []
 
 
-def _serve(rank: int, size: int, device_type: str, meeting: str, pipe: Connection) -> None:
+def _join(place: Rank, meeting: str) -> None:
     torch.set_num_threads(1)
-    cuda = device_type == "cuda"
-    device = torch.device(device_type, rank) if cuda else torch.device(device_type)
-    if cuda:
-        torch.cuda.set_device(device)
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
-    )
-    pipe.send(rank)
-    while True:
-        try:
-            job, args = pipe.recv()
-        except EOFError:
-            break
-        if job is None:
-            break
-        try:
-            torch.manual_seed(0)
-            answer = (True, job(Rank(rank, size, device), *args))
-        except BaseException:  # whatever it is, the test must hear of it
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
-    torch.distributed.destroy_process_group()
-    pipe.send(rank)
-    os._exit(0)  # an orderly exit of the interpreter takes seconds once compilers are loaded
+        "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo",
+        init_method=meeting, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=SECONDS),
+    )  # fmt: skip
+
+
+def _run(place: Rank, job: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.manual_seed(0)
+    try:
+        return job(place, *args)
+    except BaseException:  # whatever it is, the test must hear of it
+        raise AssertionError(f"rank {place.rank}: {traceback.format_exc()}") from None

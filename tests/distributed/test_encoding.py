@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from unittest import mock
 import pytest
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
 
-from tests import programs
 from tests.distributed.ranks import Rank, Ranks
 from tests.integrations.multi_vector_models import build_colbert
-from tests.processes import ROOT, environment
 from tests.refusals import refused
 from tilefold._files import LOCK, hold_folder
 from tilefold.integrations.sentence_transformers import accelerate
@@ -93,31 +91,20 @@ def few_texts() -> dict[str, Any]:
     return dict(list(TEXTS.items())[60:71])
 
 
-def one_does_not_come(rank: Rank, model_folder: Path, output: Path) -> str:
+def one_does_not_come(rank: Rank, model_folder: Path, output: Path) -> Any:
     """What the first rank is told when it calls alone."""
-    if rank.rank:
-        return ""
-    usual, _meeting.MEET_SECONDS = _meeting.MEET_SECONDS, 1.0
-    try:
-        encode_collection(load(model_folder, True), TEXTS, output, **OPTIONS)
-    except RankError as error:
-        return str(error)
-    finally:
-        _meeting.MEET_SECONDS = usual
-    return "nothing"
+    with mock.patch.object(_meeting, "MEET_SECONDS", 1.0):
+        return None if rank.rank else encode(rank, model_folder, output)
 
 
 def alone(rank: Rank, model_folder: Path, output: Path) -> Any:
     """Each rank on its own, into a folder of its own."""
-    return asdict(encode_collection(load(model_folder, True), TEXTS, output / str(rank.rank), group=None, **OPTIONS))
+    return encode(rank, model_folder, output / str(rank.rank), {"group": None})
 
 
-def dies(rank: int, model: Any, folder: Path, meet: Path) -> str:
-    """The second of two forked ranks ends by itself after some batches; what the first one raises, and how soon."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
-    if rank:
+def dies(rank: Rank, model_folder: Path, folder: Path) -> tuple[float, int, str]:
+    """The second rank ends by itself after some batches; how soon the first raises, after what progress, and what."""
+    if rank.rank:
         take, left = Shard.take, [3]
 
         def kill(self: Any, batch: Any, job: Any) -> None:
@@ -130,11 +117,11 @@ def dies(rank: int, model: Any, folder: Path, meet: Path) -> str:
         Shard.take = kill  # type: ignore[method-assign, assignment]
     reported = [0]
     try:
+        model = load(model_folder, True)
         encode_collection(model, TEXTS, folder / "v", progress=lambda done, total: reported.append(done), **OPTIONS)
     except RankError as error:
-        waited = time.time() - float((folder / "died").read_text())
-        return f"{waited:.2f} {reported[-1]} {error}"
-    return "nothing was raised"
+        return time.time() - float((folder / "died").read_text()), reported[-1], str(error)
+    raise AssertionError("nothing was raised")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -238,37 +225,24 @@ def test_what_fails_on_one_rank_ends_all(two_ranks: Ranks, tiny_folder: Path, tm
 
 
 def test_a_rank_that_does_not_come_is_missed(two_ranks: Ranks, tiny_folder: Path, tmp_path: Path) -> None:
-    told, _ = two_ranks.run(one_does_not_come, tiny_folder, tmp_path / "v")
-    assert "expected a call on every rank of the process group within 1 s" in told and "group=None" in told
+    (kind, told, _), _ = two_ranks.run(one_does_not_come, tiny_folder, tmp_path / "v")
+    assert (
+        kind == "RankError"
+        and "expected a call on every rank of the process group within 1 s" in told
+        and "group=None" in told
+    )
     two_ranks.close()  # gloo is of no use after that
 
 
-DIES = """
-import os, sys
-from pathlib import Path
-from tests.distributed import test_encoding as jobs
-model, folder = jobs.load(Path(sys.argv[1]), True), Path(sys.argv[2])
-children = []
-for rank in range(2):
-    children.append(os.fork())
-    if not children[-1]:
-        print(jobs.dies(rank, model, folder, folder / "meet"), flush=True)
-        os._exit(0)
-print([os.waitpid(child, 0)[1] for child in children])
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, so that one import serves all")
 def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
-    tiny_folder: Path, whole: Path, tmp_path: Path
+    two_ranks: Ranks, tiny_folder: Path, whole: Path, tmp_path: Path
 ) -> None:
-    given = environment(ROOT, TOKENIZERS_PARALLELISM="false")
-    done = programs.run("-c", DIES, tiny_folder, tmp_path, env=given, timeout=100)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2 and json.loads(lines[1]) == [0, 9], done.stdout + done.stderr
-    waited, reported, told = lines[0].split(" ", 2)
-    assert float(waited) < 5 and told == f"rank 1 ended before the work was done. {KEPT}"
-    assert read_manifest(tmp_path / "v").n_documents >= int(reported) - 2
+    first, second = two_ranks.start(dies, tiny_folder, tmp_path)
+    waited, reported, told = first.result(timeout=100)
+    refused(BrokenProcessPool, "terminated abruptly", second.result)
+    two_ranks.close()
+    assert waited < 5 and told == f"rank 1 ended before the work was done. {KEPT}"
+    assert read_manifest(tmp_path / "v").n_documents >= reported - 2
     encode_collection(load(tiny_folder, True), TEXTS, tmp_path / "v", **OPTIONS)
     assert contents(tmp_path / "v") == contents(whole)
 

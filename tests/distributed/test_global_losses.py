@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.distributed.models import TEXTS, VOCABULARY
-from tests.distributed.ranks import Rank, Ranks
+from tests.distributed.ranks import TEXTS, VOCABULARY, Rank, Ranks
 from tests.distributed.test_training import assert_same_gradients, load, my_texts
 from tests.refusals import refused
 from tilefold.losses import (

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.models import TEXTS
-from tests.distributed.ranks import Rank, Ranks
+from tests.distributed.ranks import TEXTS, Rank, Ranks
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.losses import GlobalFlopsLoss

@@ -1,4 +1,4 @@
-"""Real SPLADE models: the MiniLM trunk under a masked-language-model head, and tiny ones of other architectures."""
+"""Tiny SPLADE models with the real tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
-from tests.integrations.splade_models import VOCABULARY, build_minilm_splade, build_tiny_splade, make_tokenizer_folder
+from tests.integrations.splade_models import build_tiny_splade
+from tests.recipes.small import VOCABULARY, make_tokenizer_folder
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +22,6 @@ def seeded() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"), VOCABULARY)
-
-
-@pytest.fixture(scope="session")
-def minilm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a stock SparseEncoder with the real all-MiniLM-L6-v2 trunk."""
-    folder = tmp_path_factory.mktemp("minilm-splade")
-    build_minilm_splade(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

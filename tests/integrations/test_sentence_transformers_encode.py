@@ -15,10 +15,10 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
-from tests.integrations.splade_models import FP32_BUDGET, TEXTS, VOCABULARY, assert_close
+from tests.integrations.splade_models import FP32_BUDGET, TEXTS, assert_close
 from tests.ops.interpreter import NEEDS_INTERPRETER
 from tests.processes import ROOT, environment
-from tests.recipes.small import small_masked_lm
+from tests.recipes.small import VOCABULARY, small_masked_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 from tilefold.integrations.sentence_transformers.stream import TextStream

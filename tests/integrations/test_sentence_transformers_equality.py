@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from tests.integrations.splade_models import (
     TEXTS,
-    VOCABULARY,
     assert_close,
     assert_same_training,
     build_tiny_splade,
@@ -28,14 +27,16 @@ from tests.integrations.splade_models import (
     tiny_transformer,
     without_dropout,
 )
+from tests.recipes.small import VOCABULARY
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 from tilefold.modules import StaticQuery
+from tilefold.recipes.backbone import minilm_splade
 
 
 @pytest.mark.parametrize(("strategy", "activation"), [("max", "relu"), ("sum", "log1p_relu")])
-def test_minilm_trains_with_the_stock_scores_and_gradients(minilm_folder: Path, strategy: str, activation: str) -> None:
-    stock = SparseEncoder(str(minilm_folder), device="cpu")
+def test_minilm_trains_with_the_stock_scores_and_gradients(strategy: str, activation: str) -> None:
+    stock: Any = minilm_splade(TEXTS, device="cpu")
     stock[1].pooling_strategy, stock[1].activation_function = strategy, activation
     assert_same_training(without_dropout(stock), without_dropout(fused_copy(stock)))
 

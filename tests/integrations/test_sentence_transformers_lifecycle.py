@@ -26,8 +26,9 @@ from transformers import TrainingArguments
 
 from tests import programs
 from tests.integrations.multi_vector_models import build_colbert, needs_stock
-from tests.integrations.splade_models import TEXTS, VOCABULARY, assert_close, build_tiny_splade
+from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade
 from tests.kernels import triton_interpreted
+from tests.recipes.small import VOCABULARY
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import (
     _packing,

@@ -43,6 +43,8 @@ PAIRS = Dataset.from_dict(
         "positive": [f"a function gives the {word}" + " of a long list" * steps for steps, word in enumerate(WORDS)],
     }
 )
+# without padding in a column
+EQUAL = Dataset.from_dict({"anchor": PAIRS["anchor"], "positive": [f"a function gives the {word}" for word in WORDS]})
 # Of the largest gradient, in fp64. Without padding sums run in another order, and what cancels in them (the gradient of
 # token types adds up those of all tokens) is some hundred roundings off, up to 8e-14.
 ROUNDING = 1e-10
@@ -176,18 +178,23 @@ def test_a_loss_that_is_nan_is_logged_as_nan_and_nobody_waits_for_it(tiny: Spars
     assert math.isnan(logged_losses(trainer)[0]) and not trainer.args.logging_nan_inf_filter
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}])
+RUNS: list[dict[str, Any]] = [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"data": EQUAL}]
+
+
+@pytest.mark.parametrize("options", [*RUNS, {"data": EQUAL, "bf16": True}])
 def test_a_training_run_has_the_stock_losses(options: dict[str, Any], tiny: SparseEncoder, tmp_path: Path) -> None:
     expected = train(copy.deepcopy(tiny), tmp_path / "stock", ahead=False, **options)
     runs = []
     for name in ("packed", *(() if options else ("again",))):
         packed = fused_copy(tiny)
         runs.append(train(packed, tmp_path / name, ahead=True, **options))
-    assert len(runs[0]) == 6 and runs[0] == pytest.approx(expected, rel=1e-4) and runs[-1] == runs[0]
+    # in bf16 the stock side rounds its logits to 8 bits, and a step hands the difference on to the next
+    tolerance, rounding = (2e-2, 2**-6) if "bf16" in options else (1e-4, 1e-5)
+    assert len(runs[0]) == 6 and runs[0] == pytest.approx(expected, rel=tolerance) and runs[-1] == runs[0]
     packed.save_pretrained(str(tmp_path / "saved"))
     assert "tilefold" not in (tmp_path / "saved" / "config.json").read_text()
     again = SparseEncoder(str(tmp_path / "saved"), device="cpu")
-    assert_close(packed.encode(TEXTS).to_dense(), again.encode(TEXTS).to_dense(), 1e-5)
+    assert_close(packed.encode(TEXTS).to_dense(), again.encode(TEXTS).to_dense(), rounding)
 
 
 def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> None:

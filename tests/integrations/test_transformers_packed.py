@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from tests import programs
-from tests.integrations.splade_models import tiny_network
+from tests.recipes.small import tiny_network
 from tilefold.integrations.transformers.packed import (
     PACKED,
     packed_hidden_states,

@@ -13,8 +13,8 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
 from torch.nn.functional import linear, softplus
 
-from tests.integrations.splade_models import VOCABULARY, make_tokenizer_folder, tiny_network
 from tests.modules.batches import IGNORED, TEXTS, Batch, batch, same, tiny_masked_lm
+from tests.recipes.small import VOCABULARY, make_tokenizer_folder, tiny_network
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.losses import TermRecallLoss

@@ -37,6 +37,23 @@ TEXTS = [
     "x",
     "sparse retrieval weighs the words of a vocabulary",
 ]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+_CAUSAL = {**_ENDS, "num_key_value_heads": 2}
+NETWORKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("Bert", "MaskedLM", {}),
+    "distilbert": ("DistilBert", "MaskedLM", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}),
+    "roberta": ("Roberta", "MaskedLM", {"pad_token_id": 0}),
+    "xlm-roberta": ("XLMRoberta", "MaskedLM", {"pad_token_id": 0}),
+    "mpnet": ("MPNet", "MaskedLM", {"pad_token_id": 0}),
+    "albert": ("Albert", "MaskedLM", {"embedding_size": 16}),
+    "modernbert": (
+        "ModernBert", "MaskedLM", {**_ENDS, "cls_token_id": 101, "sep_token_id": 102, "attn_implementation": "sdpa"}
+    ),
+    "llama": ("Llama", "CausalLM", _CAUSAL),
+    "granite": ("Granite", "CausalLM", _CAUSAL),
+    "gemma2": ("Gemma2", "CausalLM", {**_CAUSAL, "head_dim": 16}),
+}  # fmt: skip
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 
@@ -67,13 +84,25 @@ def make_tokenizer_folder(folder: Path, words: int | None = None) -> Path:
     return folder
 
 
+def tiny_network(kind: str, vocab_size: int = VOCABULARY, *, seed: int = 0, bias: float = 0.1, **options: Any) -> Any:
+    """A small random transformers model with an LM head; its bias deviates from 0 by ``bias``, as that of trained ones.
+
+    That also lifts a few logits above zero.
+    """
+    name, head, own = NETWORKS[kind]
+    torch.manual_seed(seed)
+    sizes = {} if kind == "distilbert" else SIZES
+    given = {**sizes, "vocab_size": vocab_size, "max_position_embeddings": 64, **own, **options}
+    network = getattr(transformers, f"{name}For{head}")(getattr(transformers, f"{name}Config")(**given))
+    decoder = network.get_output_embeddings()
+    if bias and decoder.bias is not None:
+        torch.nn.init.normal_(decoder.bias, std=bias)
+    return network
+
+
 def small_masked_lm(folder: Path, seed: int = 0) -> Path:
     """A BertForMaskedLM of two narrow layers over the first words of MiniLM, with its tokenizer."""
-    torch.manual_seed(seed)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
-    )
-    model = transformers.BertForMaskedLM(config)
+    model = tiny_network("bert", max_position_embeddings=512, seed=seed, bias=0.0)
     torch.nn.init.normal_(model.bert.embeddings.word_embeddings.weight, std=0.3)
     model.save_pretrained(str(folder))
     return make_tokenizer_folder(folder, VOCABULARY)
@@ -102,21 +131,20 @@ def wordpiece(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 
 def tiny_masked_lm(
-    folder: Path, texts: Collection | list[str], kind: str = "bert", *, layers: int = 3, seed: int = 0
+    folder: Path,
+    texts: Collection | list[str],
+    kind: str = "bert",
+    *,
+    layers: int = 3,
+    bias: float = 0.0,
+    **options: Any,
 ) -> Path:
-    """A BertForMaskedLM or ModernBertForMaskedLM of narrow layers over a vocabulary of its own."""
+    """A :func:`tiny_network` over a vocabulary of its own."""
     if isinstance(texts, Collection):
         texts = [*texts.contents().values(), *texts.queries.values()]
     tokenizer = wordpiece(texts)
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 48}
-    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": 0}
-    if kind == "bert":
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-    else:
-        ids = {"bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
-        config = transformers.ModernBertConfig(**sizes, **ids, attn_implementation="sdpa")
-        model = transformers.ModernBertForMaskedLM(config)
+    given = {"vocab_size": len(tokenizer), "num_hidden_layers": layers, "bias": bias, "pad_token_id": 0}
+    model = tiny_network(kind, **given | options)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
