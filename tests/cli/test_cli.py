@@ -141,9 +141,7 @@ def test_training_again_returns_the_finished_model(call: Call, work: Path, maske
     fails(call("train", *same, "--steps", "3"), 1, "differs in --steps")
 
 
-def test_damaged_weights_and_a_missing_package_are_said(
-    call: Call, work: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_damaged_weights_and_packages_are_said(call: Call, work: Path, tmp_path: Path, monkeypatch: Any) -> None:
     shutil.copytree(work / "model", broken := tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")
     encode = ("encode", "--data", work / "data", "--output", tmp_path / "v", "--model")

@@ -258,9 +258,7 @@ def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(call: C
         assert json.loads(found.out)["measures"]["RR"] == pytest.approx(value)
 
 
-def test_ids_that_no_run_can_hold_are_refused_first(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_that_no_run_holds_are_refused_first(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collection = small_collection()
     collection.documents = {"my doc.txt": Document("my doc.txt", "", "About csv files.")} | dict(collection.documents)
     collection.save_beir(tmp_path / "data")

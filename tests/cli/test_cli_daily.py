@@ -150,9 +150,7 @@ QUERIES = "how do I work with csv files\n\nq2\thow do I work with sockets\n"
 
 
 @pytest.mark.parametrize("way", ["-", "file", "shell"])
-def test_many_queries_load_once(
-    call: Call, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_many_queries_load_once(call: Call, work: Path, tmp_path: Path, monkeypatch: Any, way: str) -> None:
     loads: Any = []
     load = loading.load_saved
     monkeypatch.setattr(loading, "load_saved", lambda *given: loads.append(given) or load(*given))
@@ -259,9 +257,7 @@ def test_encode_says_where_it_resumes(call: Call, cut: Path, tmp_path: Path) -> 
     assert nothing[0] == "encoding has nothing left to do: 16 of 16 were done before (--fresh does them again)"
 
 
-def test_train_says_that_it_resumes_and_what_it_starts_from(
-    call: Call, cut: Path, masked_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_says_that_it_resumes(call: Call, cut: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any) -> None:
     trained = ("train", "--data", cut / "data", "--model", masked_lm, "--batch-size", "4", "--lr", "1e-5")
     asked = (*trained, "--steps", "4", "--save-steps", "2", "--output", tmp_path / "m")
 

@@ -32,9 +32,7 @@ def test_two_processes_write_what_one_writes_and_say_it_once(tmp_path: Path) -> 
     assert one == two
 
 
-def test_a_number_of_devices_that_makes_no_sense_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_of_devices_that_make_no_sense_are_refused(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     asked = ("encode", "--model", "minilm", "--output", tmp_path / "v", "--devices")
     for devices in ("0", "none", "1.5"):
         assert run_cli(*asked, devices) == 2
@@ -97,9 +95,7 @@ def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(call: Call, maske
     )
 
 
-def test_a_cluster_that_is_not_there_is_an_error_of_one_line(
-    call: Call, masked_lm: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_cluster_is_said(call: Call, masked_lm: str, shared: Path, tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("ray")
     asked = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v", "--engine", "ray")
     fails(call(*asked, "--address", "nowhere"), 1, "--address: expected host:port")

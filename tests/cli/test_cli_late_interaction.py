@@ -122,9 +122,7 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
     done(call("search", "queues", *places, "--rerank", broken, "--rerank-model", shared / "late"))
 
 
-def test_evaluate_and_search_give_the_figures_of_an_exact_index(
-    call: Call, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_qdrant_has_exact_figures(call: Call, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any) -> None:
     http = OverHttp()
     http.key = "sesame-77-open"
     monkeypatch.setenv("QDRANT_API_KEY", http.key)

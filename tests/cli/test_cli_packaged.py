@@ -79,9 +79,7 @@ def test_minilm_is_evaluated_as_a_dense_model_and_with_an_index(call: Any, work:
         assert measured(call(*evaluate, *options))["measures"]["nDCG@10"] > 0.5
 
 
-def test_without_its_cache_minilm_is_made_again_from_the_same_documents_only(
-    call: Any, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minilm_is_made_again_from_its_documents_only(call: Any, work: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
     search = ("search", QUERY, "--index", work / "index", "--model", "minilm")
     fails(call(*search), 2, "is the untrained start, made from the documents of", "with --data")

@@ -126,9 +126,7 @@ def test_what_is_not_there_is_said_with_what_is(beir: Path) -> None:
         refused(FileNotFoundError, rf"{name}: no such file.* A BEIR folder has corpus\.jsonl", r.load_beir, beir)
 
 
-def test_pydocs_has_the_promised_size_and_cuts_the_query_from_its_document_and_from_no_other(
-    pydocs: r.Collection,
-) -> None:
+def test_pydocs_has_its_size_and_cuts_queries_from_their_documents(pydocs: r.Collection) -> None:
     def normal(text: str) -> str:
         return " ".join(re.findall(r"\w+", text.casefold()))
 

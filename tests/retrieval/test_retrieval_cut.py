@@ -73,9 +73,7 @@ def test_an_interrupted_run_counts_each_text_once(splade: Any, way: Any, tmp_pat
         assert encode_collection(splade, TEXTS, tmp_path, **options).truncated == manifest.truncated
 
 
-def test_a_text_that_fails_does_not_change_the_count_of_the_others(
-    splade: Any, way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_fails_changes_no_other_count(splade: Any, way: Any, tmp_path: Path, monkeypatch: Any) -> None:
     preprocess = splade.preprocess
 
     def explode(batch: list[str], **options: Any) -> Any:
@@ -112,9 +110,7 @@ def test_each_route_has_its_own_limit_and_special_tokens(splade: Any, way: Any, 
 
 
 @pytest.mark.parametrize("expansion", [None, "fixed", "min"])
-def test_queries_of_token_vectors_are_cut_where_their_own_length_ends(
-    splade: Any, way: Any, tmp_path: Path, expansion: str | None
-) -> None:
+def test_queries_have_a_length_of_their_own(splade: Any, way: Any, tmp_path: Path, expansion: str | None) -> None:
     folder = splade[0].tokenizer.name_or_path
     given = {} if expansion is None else {"query_expansion": {"strategy": expansion, "length": 62}}
     model = MultiVectorEncoder(

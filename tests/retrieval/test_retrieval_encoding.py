@@ -100,9 +100,7 @@ def contents(folder: Path, pattern: str = "*") -> dict[str, bytes]:
 
 @pytest.mark.parametrize("batch", [{}, {"batch_tokens": 20}, {"batch_size": 2}])
 @pytest.mark.filterwarnings("ignore:batch_tokens does nothing")
-def test_rows_are_those_of_the_stock_model_in_the_order_of_the_texts(
-    way: Way, tmp_path: Path, batch: dict[str, int]
-) -> None:
+def test_rows_are_those_of_the_stock_model_in_their_order(way: Way, tmp_path: Path, batch: dict[str, int]) -> None:
     calls: list[tuple[int, int]] = []
     report = {"progress": lambda *done: calls.append(done)}
     manifest = way.encode(TEXTS, tmp_path, shard_size=3, **report, **batch)
@@ -119,9 +117,7 @@ def test_rows_are_those_of_the_stock_model_in_the_order_of_the_texts(
 
 @pytest.mark.parametrize("storage", ["fp16", "int8"])
 @pytest.mark.parametrize("kind", ["document", "query"])
-def test_a_stream_stores_token_vectors_as_a_plain_model_does(
-    late: Any, tmp_path: Path, storage: str, kind: Any
-) -> None:
+def test_a_stream_stores_token_vectors_as_a_plain_model(late: Any, tmp_path: Path, storage: str, kind: Any) -> None:
     options: dict[str, Any] = {"storage": storage, "kind": kind, "shard_size": 3}
     r.encode_tokens(late, TEXTS, tmp_path / "plain", **options)
     with accelerate(late):
@@ -237,9 +233,7 @@ def test_bad_texts_lose_no_others(way: Way, tmp_path: Path, monkeypatch: pytest.
     assert made == {20: [7], 1: [0, 0, *[1] * 7, 0, 0]}
 
 
-def test_texts_of_which_each_fails_are_an_error_and_not_a_result(
-    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_all_fail_are_an_error(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preprocess = way.model.preprocess
     monkeypatch.setattr(
         way.model, "preprocess", lambda batch, **options: preprocess(batch, **options) if batch == ["a"] else 1 / 0
@@ -273,9 +267,7 @@ def test_a_text_with_nan_is_listed_and_a_model_of_nan_is_an_error(way: Way, tmp_
             network.cls.predictions.decoder.weight = tied
 
 
-def test_a_batch_that_the_device_refuses_is_encoded_in_parts(
-    fast: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_the_device_refuses_is_divided(fast: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = fast[1].forward
     whole = type(head).__call__
 

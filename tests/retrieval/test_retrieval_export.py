@@ -59,9 +59,7 @@ def same(found: dict[str, dict[str, float]], wanted: dict[str, dict[str, float]]
 @pytest.mark.parametrize("export", EXPORTERS)
 @settings(max_examples=20, deadline=None)
 @given(weights=st.lists(st.lists(WEIGHT, min_size=5, max_size=5), min_size=1, max_size=6))
-def test_files_hold_every_weight_to_the_last_bit(
-    export: Any, weights: list[list[float]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_files_hold_every_bit_of_weights(export: Any, weights: list[list[float]], tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("export") / "files"
     vectors = SparseVectors.from_rows({f"d{i}": dict(enumerate(row)) for i, row in enumerate(weights)}, 5)
     tokens = ["##s", 'a"\\', "\u2028", "cells", "Ä"]
@@ -71,9 +69,7 @@ def test_files_hold_every_weight_to_the_last_bit(
 
 
 @pytest.mark.parametrize("export", EXPORTERS)
-def test_a_folder_of_shards_gives_the_files_of_the_vectors_in_memory(
-    export: Any, make_vectors: Make, tmp_path: Path
-) -> None:
+def test_shards_give_the_files_of_the_vectors_in_memory(export: Any, make_vectors: Make, tmp_path: Path) -> None:
     vectors = make_vectors(50)
     vectors.provenance = Provenance("m" * 64, "t" * 64)
     write_vectors(vectors, tmp_path / "vectors", shard_size=7)
@@ -103,9 +99,7 @@ def test_terms_that_would_become_one_are_refused(export: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("export", EXPORTERS)
-def test_other_files_are_never_replaced_and_an_earlier_export_is(
-    export: Any, make_vectors: Make, tmp_path: Path
-) -> None:
+def test_an_earlier_export_is_replaced_and_no_other_file(export: Any, make_vectors: Make, tmp_path: Path) -> None:
     export(make_vectors(5), tmp_path / "out")
     export(make_vectors(3), tmp_path / "out")
     assert len(read_back(tmp_path / "out")) == 3
@@ -157,9 +151,7 @@ ONE = ROWS({"a": {0: 1.0}}, 2)
         (export_vespa, ONE, {"texts": {"a": "ding\a"}}, r"no text with the control character '\\x07', got one for 'a'"),
     ],
 )
-def test_what_an_engine_cannot_keep_is_refused(
-    export: Any, vectors: SparseVectors, options: Any, message: str, tmp_path: Path
-) -> None:
+def test_what_no_engine_keeps_is_refused(export: Any, vectors: Any, options: Any, message: str, tmp_path: Path) -> None:
     refused(DataError, message, export, vectors, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
 

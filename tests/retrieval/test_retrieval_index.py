@@ -41,9 +41,7 @@ def test_unseen_terms_empty_rows_and_large_k(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ALL)
-def test_a_saved_index_gives_the_same_results_and_nothing_is_printed(
-    backend: str, make_vectors: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, tmp_path: Path, capfd: Any) -> None:
     documents, queries = make_vectors(300), make_vectors(20, seed=1, prefix="q")
     index = build_index(documents, backend)
     assert isinstance(index, SparseIndex)
@@ -87,9 +85,7 @@ def test_what_no_index_can_be_asked_or_made_of_is_refused(backend: str, make_vec
         ("seismic", {}, r"up to 65504, got 70000"),
     ],
 )
-def test_unknown_backends_wrong_options_and_large_weights_are_refused(
-    backend: str, options: dict[str, Any], message: str
-) -> None:
+def test_wrong_backends_options_and_weights_are_refused(backend: str, options: dict[str, Any], message: str) -> None:
     refused(ValueError, message, build_index, SparseVectors.from_rows({"a": {0: 7e4}}, 5), backend, **options)
 
 
@@ -122,9 +118,7 @@ def test_a_missing_or_damaged_index_is_named(backend: str, make_vectors: Make, t
         ("qdrant", {"url": "http://localhost"}, "expected a text as collection of the options, got None"),
     ],
 )
-def test_options_of_another_type_in_an_edited_manifest_are_named(
-    backend: str, changes: dict[str, Any], message: str, make_vectors: Make, tmp_path: Path
-) -> None:
+def test_edited_options_are_named(backend: str, changes: Any, message: str, make_vectors: Make, tmp_path: Path) -> None:
     index: Any = build_index(make_vectors(20), backend)
     index.save(tmp_path / "index")
     manifest = tmp_path / "index" / "index.json"
@@ -157,9 +151,7 @@ def test_weights_of_16_bits_cost_half_an_ulp(backend: str, options: dict[str, An
         assert row and all(hit.score == pytest.approx(scores[hit.id], rel=2**-11) for hit in row)
 
 
-def test_seismic_indexes_vocabularies_beyond_16_bits(
-    make_vectors: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seismic_indexes_large_vocabularies(make_vectors: Make, tmp_path: Path, monkeypatch: Any) -> None:
     documents, queries = make_vectors(100, vocab_size=250_002), make_vectors(5, vocab_size=250_002)
     few = build_index(documents, "seismic")  # fewer than 65,536 terms in use: renumbered into 16 bits
     monkeypatch.setattr("tilefold.retrieval.index.seismic._SMALL_VOCABULARY", 100)
@@ -292,9 +284,7 @@ def test_opening_reads_no_postings_and_a_query_only_its_own(make_vectors: Make, 
 
 
 @pytest.mark.parametrize("name", ["documents.npy", "weights.npy"])
-def test_damaged_postings_are_refused_by_the_queries_that_read_them(
-    name: str, make_vectors: Make, tmp_path: Path
-) -> None:
+def test_damaged_postings_are_refused_by_queries_that_read_them(name: str, make_vectors: Make, tmp_path: Path) -> None:
     built: Any = build_index(make_vectors(100))
     built.save(tmp_path)
     offsets = built._postings.offsets

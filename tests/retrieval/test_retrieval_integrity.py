@@ -164,9 +164,7 @@ def test_weights_that_are_none_are_refused_whatever_the_checksums_say(weight: fl
         *(("vocab", 0, content, "") for content in ("[]", "{}", '{"a": -1}', "[" * 100_000)),
     ],
 )
-def test_arrays_and_words_of_bm25_that_are_not_its_own_are_refused(
-    name: str, at: int, value: Any, message: str, copied: Any
-) -> None:
+def test_arrays_and_words_of_bm25_must_be_its_own(name: str, at: int, value: Any, message: str, copied: Any) -> None:
     folder = copied("bm25")
     file = "indptr.csc.index.npy" if name == "vocab" else f"{name}.csc.index.npy"
     values = np.load(folder / file)
@@ -266,9 +264,7 @@ LEFT = {
 
 @pytest.mark.parametrize("end", LEFT)
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_program_that_closes_nothing_leaves_checksums_of_its_files_or_none(
-    end: str, changed: bool, copied: Any
-) -> None:
+def test_a_program_that_closes_nothing_leaves_right_checksums_or_none(end: str, changed: bool, copied: Any) -> None:
     folder = copied("qdrant")
     code = f"""
 import os
@@ -294,9 +290,7 @@ if {changed}:
     refused(DataError, rf"{page.name}: damaged", r.load_index, folder)
 
 
-def test_a_closed_collection_is_let_go_in_silence_while_python_takes_its_modules_apart(
-    copied: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_collection_ends_in_silence_as_python_does(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
     collection = QdrantCollection.embedded(copied("qdrant"))
@@ -325,9 +319,7 @@ def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(cop
 
 
 @pytest.mark.parametrize("free", [[0], [100, 100, 63], [1000, 1000, 1000, 64]], ids=["create", "batch", "optimize"])
-def test_a_disk_that_is_full_is_said_before_the_engine_writes_where_there_is_no_space(
-    free: list[int], tmp_path: Path, make_vectors: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_first(free: list[int], tmp_path: Path, make_vectors: Make, monkeypatch: Any) -> None:
     vectors, queries, reported = make_vectors(4000), make_vectors(3, seed=1, prefix="q"), [0]
     usage = namedtuple("usage", "free")
 
@@ -346,9 +338,7 @@ def test_a_disk_that_is_full_is_said_before_the_engine_writes_where_there_is_no_
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
 
-def test_a_copy_asks_for_space_on_the_disk_that_it_goes_to(
-    copied: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_asks_for_space_where_it_goes(copied: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, usage = copied("qdrant"), namedtuple("usage", "free")
     index = r.load_index(folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(1 << 30 if Path(place) == folder else 0))
@@ -361,9 +351,7 @@ def test_a_copy_asks_for_space_on_the_disk_that_it_goes_to(
     assert use("qdrant", tmp_path / "copy") == use("qdrant", folder)
 
 
-def test_checksums_are_on_the_disk_before_they_have_their_name_and_gone_before_a_change(
-    copied: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksums_are_durable_and_gone_before_a_change(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, synced = copied("qdrant"), list[tuple[str, bool]]()
     real = os.fsync
 

@@ -98,9 +98,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(splade: Any, tmp_pat
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the process that is killed is forked")
 @pytest.mark.parametrize("backend", ["exact", "bm25", "seismic"])
-def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
-    backend: str, tmp_path: Path, make_vectors: Any
-) -> None:
+def test_a_saved_index_is_whole_after_a_kill_at_any_moment(backend: str, tmp_path: Path, make_vectors: Any) -> None:
     if backend == "bm25":
         built: list[Any] = [r.BM25Index.build({f"{side}{i}": f"cats sleep {i}" for i in range(50)}) for side in "ab"]
     else:
@@ -123,9 +121,7 @@ def test_an_index_saved_again_and_again_is_whole_after_a_kill_at_any_moment(
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_directory_that_takes_the_place_of_another_leaves_nothing_beside_it(
-    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swapped_directory_leaves_nothing_beside_it(at_once: bool, tmp_path: Path, monkeypatch: Any) -> None:
     if not at_once:  # a system or file system without it
         monkeypatch.setattr("tilefold._files.exchange", lambda one, other: False)
     for name in ("new", "there"):
@@ -152,9 +148,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_of_any_name(tmp_path: Pa
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".notes.tmp", "run.jsonl", "run.trec"]
 
 
-def test_a_file_that_fails_leaves_the_former_one_alone_and_has_the_permissions_of_new_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_fails_leaves_the_former_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").write_text("whole")
     with pytest.raises(KeyError), atomic_file(tmp_path / "run") as file:
         file.write_text("half")

@@ -118,9 +118,7 @@ def test_equal_scores_are_in_the_order_of_ids_whichever_are_cut_off(place: Open)
         assert none == nowhere == []
 
 
-def test_dense_and_token_vectors_are_ranked_fused_and_reranked_in_one_collection(
-    place: Open, make_vectors: Make
-) -> None:
+def test_dense_and_token_vectors_are_ranked_fused_and_reranked(place: Open, make_vectors: Make) -> None:
     stored, asked = documents(make_vectors(60)), make_vectors(6, terms=8, seed=1, prefix="q")
     collection = place(ALL)
     collection.upsert(stored)
@@ -302,9 +300,7 @@ def test_documents_that_cannot_be_stored_are_named(make_vectors: Make) -> None:
         refused(ValueError, message, call)
 
 
-def test_an_embedded_collection_is_open_once_and_the_second_try_does_it_no_harm(
-    make_vectors: Make, tmp_path: Path
-) -> None:
+def test_an_embedded_collection_is_open_once_and_unharmed_by_others(make_vectors: Make, tmp_path: Path) -> None:
     vectors = make_vectors(30)
     with QdrantCollection.embedded(tmp_path / "c", SPARSE) as collection:
         collection.upsert(Documents(vectors.ids[:20], vectors.take(range(20))))
@@ -364,9 +360,7 @@ def test_an_index_in_a_folder_replaces_an_earlier_one_when_it_is_complete(make_v
     refused(FileExistsError, "nothing was overwritten", build_index, vectors, "qdrant", folder=tmp_path / "index")
 
 
-def test_an_index_on_a_server_is_a_folder_with_its_address(
-    make_vectors: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_on_a_server_is_a_folder_with_its_url(make_vectors: Make, tmp_path: Path, monkeypatch: Any) -> None:
     http = OverHttp()
     http.key = "sesame-9d1c"
     monkeypatch.setenv("QDRANT_API_KEY", http.key)
@@ -414,9 +408,7 @@ def test_wrong_options_of_the_index_are_named(make_vectors: Make, tmp_path: Path
         assert "secret" not in str(caught.value) and "se cret" not in str(caught.value)
 
 
-def test_a_missing_package_says_how_to_install_it(
-    make_vectors: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_package_is_said(make_vectors: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module, package, options in (
         ("qdrant_edge", "qdrant-edge-py", {}),
         ("qdrant_client", "qdrant-client", {"url": "http://localhost", "collection": "a"}),

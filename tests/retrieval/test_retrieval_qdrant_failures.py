@@ -218,9 +218,7 @@ def test_a_build_that_lost_its_server_goes_on_where_it_was(http: OverHttp, make_
 
 
 @pytest.mark.parametrize("at", ["collection.json", "index.json"])
-def test_a_process_killed_while_it_writes_a_record_leaves_an_index_that_is_read_and_replaced(
-    make_vectors: Make, tmp_path: Path, at: str
-) -> None:
+def test_a_process_killed_while_it_writes_a_record_leaves_an_index(make_vectors: Make, tmp_path: Path, at: str) -> None:
     folder, vectors = tmp_path / "index", make_vectors(5)
     build_index(vectors, "qdrant", folder=folder).close()
     code = f"""

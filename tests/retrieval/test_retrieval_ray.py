@@ -91,9 +91,7 @@ def warned() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("warned")
-def test_the_command_and_a_worker_are_killed_and_the_bytes_are_those_of_one_process(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_kills_the_bytes_are_those_of_one_process(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
     import ray
 
     output = tmp_path / "vectors"

@@ -61,9 +61,7 @@ def pairs(rows: TrainingRows) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_cross_encoder_gives_its_logits_and_goes_on_after_an_interruption(
-    rows: TrainingRows, cross_encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cross_encoder_gives_its_logits(rows: Any, cross_encoder: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(teachers, "SHARD", 20)
     teacher = Teacher("small", "cross-encoder", cross_encoder)
 

@@ -47,9 +47,7 @@ def test_vectors_survive_shards_on_disk_bit_for_bit(make_vectors: Make, tmp_path
 
 
 @pytest.mark.parametrize("backend", ["exact", "seismic"])
-def test_model_and_texts_travel_from_vectors_to_disk_to_rows_and_into_an_index(
-    make_vectors: Make, tmp_path: Path, backend: str
-) -> None:
+def test_model_and_texts_travel_from_vectors_into_an_index(make_vectors: Make, tmp_path: Path, backend: str) -> None:
     made = Provenance("ab" * 32, "cd" * 32)
     vectors = replace(make_vectors(12), provenance=made)
     r.write_vectors(vectors, tmp_path / "v", shard_size=5)
@@ -63,18 +61,14 @@ def test_model_and_texts_travel_from_vectors_to_disk_to_rows_and_into_an_index(
     assert mixed.provenance == Provenance()
 
 
-def test_rows_by_name_come_in_the_order_of_the_folder_and_others_are_left_out(
-    make_vectors: Make, tmp_path: Path
-) -> None:
+def test_rows_by_name_come_in_the_order_of_the_folder(make_vectors: Make, tmp_path: Path) -> None:
     vectors = make_vectors(10)
     r.write_vectors(vectors, tmp_path / "v", shard_size=3)
     assert same(r.read_rows(tmp_path / "v", ["d7", "nobody", "d2", "d3"]), vectors.take([2, 3, 7]))
     assert len(r.read_rows(tmp_path / "v", ["nobody"])) == 0
 
 
-def test_shards_are_left_with_receipts_and_those_without_any_vector_are_written_again(
-    make_vectors: Make, tmp_path: Path
-) -> None:
+def test_shards_have_receipts_and_those_without_vectors_are_made_again(make_vectors: Make, tmp_path: Path) -> None:
     lister, other = r.SparseVectorWriter(tmp_path, **OWN), r.SparseVectorWriter(tmp_path, **OWN, lists=False)
     failed = {f"f{i}": "RuntimeError: no memory" for i in range(16)}
     stored = other.store_shard(1, make_vectors(3, prefix="e"))
@@ -93,9 +87,7 @@ def test_shards_are_left_with_receipts_and_those_without_any_vector_are_written_
 
 
 @pytest.mark.parametrize("place", ["s.sha256_file", "s.ShardWriter._save"])
-def test_a_killed_writer_loses_only_its_last_shard_and_is_cleared_up(
-    make_vectors: Make, tmp_path: Path, place: str
-) -> None:
+def test_a_killed_writer_loses_only_its_last_shard(make_vectors: Make, tmp_path: Path, place: str) -> None:
     code = (
         "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"
         "writer = v.SparseVectorWriter(sys.argv[1], vocab_size=500, fingerprint='f' * 64)\n"

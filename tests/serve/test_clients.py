@@ -159,9 +159,7 @@ def dot(query: Mapping[int, float], row: Mapping[int, float]) -> float:
 
 
 @pytest.mark.parametrize("over", ["model", "url"])
-def test_langchain_ranks_by_the_dot_product_of_our_vectors(
-    client: Client, sparse: Any, collection: Collection, over: str
-) -> None:
+def test_langchain_ranks_by_our_dot_products(client: Client, sparse: Any, collection: Collection, over: str) -> None:
     pytest.importorskip("langchain_qdrant", reason="langchain-qdrant is not installed; make test-clients brings it")
     from langchain_core.documents import Document
     from langchain_qdrant import QdrantVectorStore, RetrievalMode, SparseEmbeddings

@@ -217,9 +217,7 @@ WRONG: list[tuple[str, Any, str]] = [
         ("/nowhere", {}, 404, "Validation", "there is no such route"),
     ],
 )
-def test_errors_have_the_documented_codes_kinds_and_words(
-    client: Client, path: str, body: Any, status: int, kind: str, message: str
-) -> None:
+def test_errors_are_as_documented(client: Client, path: str, body: Any, status: int, kind: str, message: str) -> None:
     reply = client.post(path, body)
     assert (reply.status, reply.json["error_type"]) == (status, kind)
     assert message in reply.json["error"]

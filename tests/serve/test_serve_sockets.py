@@ -342,9 +342,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("backend", ["qdrant", "exact"])
-def test_what_was_begun_is_answered_and_a_killed_server_starts_again(
-    backend: str, vectors: r.SparseVectors, masked_lm: str, tmp_path: Path
-) -> None:
+def test_killed_servers_start_again(backend: str, vectors: r.SparseVectors, masked_lm: str, tmp_path: Path) -> None:
     index, expected = tmp_path / "papers", None
     built = r.build_index(vectors, backend, **({"folder": index} if backend == "qdrant" else {}))
     built.save(index)

@@ -236,9 +236,7 @@ def test_similarity_is_the_cosine_of_the_vectors_that_the_model_makes(client: Cl
     assert cosines([one, other, empty, one], "sparse") == pytest.approx([12 / 25, 0.0, 1.0])
 
 
-def test_vertex_answers_each_instance_as_its_own_route_would_or_gives_back_its_permits(
-    client: Any, sparse: Any
-) -> None:
+def test_vertex_answers_each_instance_or_gives_back_its_permits(client: Any, sparse: Any) -> None:
     ranked = {"query": "csv", "texts": TEXTS, "return_text": True}
     instances = [{"inputs": TEXTS[0], "top_k": 4}, ranked, {"inputs": TEXTS[1:]}]
     first, second, third = client.post("/vertex", {"instances": instances, "parameters": {}}).json["predictions"]
