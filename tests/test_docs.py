@@ -130,22 +130,6 @@ def test_the_example_of_an_operator_in_the_readme_runs_on_this_machine(capsys: p
     assert capsys.readouterr().out.strip()
 
 
-def test_the_first_screen_of_the_readme_names_the_two_commands_of_a_fresh_clone() -> None:
-    first = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40])
-    commands = {
-        words[1]: comment
-        for language, body in FENCE.findall(first)
-        if language == "sh"
-        for words, comment in re.findall(r"^(make \w+)\s+# (.+)$", body, re.MULTILINE)
-        for words in [words.split()]
-    }
-    assert {"demo", "test"} <= commands.keys()
-    targets = dict(re.findall(r"^(\w[\w-]*):[^=\n]*## (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for name in ("demo", "test"):
-        assert re.search(r"\d+ minutes", commands[name]), "each says how long it takes"
-        assert name in targets
-
-
 def tables(path: Path) -> list[list[str]]:
     """The tables of a document, each the list of its lines."""
     found: list[list[str]] = [[]]
@@ -226,17 +210,6 @@ def test_the_results_that_the_readme_names_are_in_the_tables_of_benchmarks() -> 
     named = re.findall(r"\d[\d,.]*(?= (?:→|ms|MiB|to \d|pairs))", first)
     measured = re.findall(r"\d[\d,.]*\d|\d", (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
     assert len(named) >= 12 and not set(named) - set(measured)
-
-
-COUNTED = "bytes?|bits?|numbers?|weights?|scales?|vectors?|pairs?|alphas?|evaluations?|instructions?|programs?|ms|KB|MB"
-UNIT = "token|row|entry|head|pair|query|document|text|step|layer|rank|sequence|score|program|second|multiprocessor|tile"
-A_FOR_PER = re.compile(rf"\b(?:one|two|\d[\d.,]*|{COUNTED}) an? (?:{UNIT})\b(?! of\b)")
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
-def test_rates_are_written_with_per(path: Path) -> None:
-    text = re.sub(r"\s+", " ", path.read_text(encoding="utf-8"))
-    assert not (found := A_FOR_PER.findall(text)), f"{label(path)}: write 'per' instead of 'a' in {found}"
 
 
 READMES = sorted(PACKAGE.rglob("README.md"))

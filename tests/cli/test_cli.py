@@ -1,24 +1,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import programs
 from tests.cli.program import Call, done, fails, measured
 from tests.recipes.small import small_collection
-from tests.refusals import refused
 from tilefold import __version__, cli
 from tilefold.retrieval import read_trec_run, read_vectors, write_vectors
-from tilefold.retrieval.errors import DataError
 
 VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "bench", "warmup", "info")
 
@@ -89,24 +83,15 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
     stored = read_vectors(work / "vectors")
     write_vectors(stored, tmp_path / "vectors", shard_size=4)
     places = ("--model", work / "model", "--index", work / "index", "--vectors", tmp_path / "vectors")
-    query = "how do I work with csv files"
-    whole = measured(call("search", query, *places, "--k", "2", "--json"))["hits"]
-    hit = {hit["id"] for hit in whole}
-    shards = [tmp_path / "vectors" / f"part-{number:05d}.parquet" for number in range(4)]
-    held = [set(stored.ids[4 * number : 4 * number + 4]) for number in range(4)]
-
-    def damage(shard: Path) -> None:
+    search = ("search", "how do I work with csv files", *places, "--k", "2", "--json")
+    whole = measured(call(*search))["hits"]
+    others = [at for at in range(4) if not {hit["id"] for hit in whole} & set(stored.ids[4 * at : 4 * at + 4])]
+    for at in others:
+        shard = tmp_path / "vectors" / f"part-{at:05d}.parquet"
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1  # among the weights
         shard.write_bytes(content)
-
-    for shard, ids in zip(shards, held, strict=True):
-        if not ids & hit:
-            damage(shard)
-    refused(DataError, "damaged", read_vectors, tmp_path / "vectors")
-    assert measured(call("search", query, *places, "--k", "2", "--json"))["hits"] == whole
-    damage(next(shard for shard, ids in zip(shards, held, strict=True) if ids & hit))
-    fails(call("search", query, *places, "--k", "2", "--json"), 1, "its checksum is not the one")
+    assert others and measured(call(*search))["hits"] == whole
 
 
 def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,22 +142,3 @@ def test_a_missing_demo_and_a_damaged_record_say_to_run_it(call: Call, tmp_path:
         cli.main(["search", "x", "--debug"])
     (tmp_path / "demo.json").write_text("{")
     fails(call("search", "x", "--demo", tmp_path), 1, "is damaged: run tilefold demo again")
-
-
-def test_ctrl_c_leaves_with_130_and_says_how_to_go_on(work: Path, masked_lm: str, tmp_path: Path) -> None:
-    args = ["--data", str(work / "data"), "--model", masked_lm, "--output", str(tmp_path / "m"), "--steps", "100000"]
-    out, err = tmp_path / "out", tmp_path / "err"
-    with programs.start("-m", "tilefold.cli", "train", *args, "--batch-size", "4", stdout=out, stderr=err) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not list((tmp_path / "m.training").glob("checkpoint-*/tilefold_whole.json")):
-                assert time.monotonic() < deadline, "no checkpoint within two minutes"
-                assert process.poll() is None, err.read_text()
-                time.sleep(0.02)
-            os.kill(process.pid, signal.SIGINT)
-            code = process.wait(timeout=120)
-        finally:
-            process.kill()
-    assert code == 130
-    assert (out.read_text(), "run the same command again to resume" in err.read_text()) == ("", True)
-    assert "Traceback" not in err.read_text()

@@ -1,16 +1,13 @@
-"""``python -m tests.retrieval.ray_killed FOLDER SEED [KILLS]``: commands on a real Ray, killed at random moments.
+"""Commands on a real Ray that are killed; with ``nodes FOLDER`` as arguments, one of two nodes is lost.
 
-Each command is a process of its own with workers on this machine. After the kills one more goes to the end, with a
-worker that dies once, and the folder must have the bytes that one process writes. With ``nodes FOLDER``, two nodes on
-this machine, each with a raylet and an object store, encode; one is lost on the way, and a second command goes on from
-a folder in which shards are missing.
+The two nodes are on this machine, each with a raylet and an object store. One is lost on the way, and a second command
+goes on from a folder in which shards are missing: the folder must have the bytes that one process writes.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -24,7 +21,7 @@ import torch
 
 from tests import programs
 from tests.recipes.small import small_masked_lm
-from tilefold.retrieval import encode_collection, read_manifest
+from tilefold.retrieval import encode_collection
 from tilefold.retrieval.encoding import SparseEncoding
 from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
 
@@ -83,16 +80,12 @@ def encode_alone(model: Path, output: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def killed(
-    model: Path, output: Path, shards: int, pause: float, environment: dict[str, str], workers: int | None = None
-) -> int:
-    """Kill a command `pause` seconds after that many shards have appeared; how many there are then."""
-    before, most = written(output), [] if workers is None else [workers]
-    command = ("-m", "tests.retrieval.ray_killed", "run", model, output, *most)
-    with programs.start(*command, env=environment) as process:
-        while written(output) < before + shards and process.poll() is None:
+def killed(model: Path, output: Path) -> int:
+    """Kill a command with one worker when two shards have appeared; how many there are then."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with programs.start("-m", "tests.retrieval.ray_killed", "run", model, output, 1, env=environment) as process:
+        while written(output) < 2 and process.poll() is None:
             time.sleep(0.01)
-        time.sleep(pause)
         process.send_signal(signal.SIGKILL)
     return written(output)
 
@@ -101,11 +94,6 @@ def same_files(one: Path, other: Path) -> bool:
     """Whether two folders have the same files with the same bytes, apart from what a killed process was writing."""
     names, others = ({file.name for file in folder.iterdir() if file.is_file()} for folder in (one, other))
     return names == others and all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def load_and_say(folder: str, nodes: str) -> Any:
@@ -123,60 +111,41 @@ def lose_a_node(home: Path) -> None:
 
     for name in ("model", "nodes"):
         (home / name).mkdir(parents=True)
-    model, output = small_masked_lm(home / "model"), home / "vectors"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    model, output, nodes = small_masked_lm(home / "model"), home / "vectors", home / "nodes"
     encode_alone(model, home / "alone")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    command = [sys.executable, "-m", "tests.retrieval.ray_killed", "node", cluster.address, str(model), str(home)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": cluster.address}
+    command = [sys.executable, "-m", "tests.retrieval.ray_killed", "run", str(model), str(output)]
     try:
         other = cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
         with subprocess.Popen(command, env=environment) as process:
             until = time.monotonic() + SECONDS
-            while (written(output) < 4 or len(list((home / "nodes").iterdir())) < 2) and process.poll() is None:
+            while (written(output) < 4 or len(list(nodes.iterdir())) < 2) and process.poll() is None:
                 assert time.monotonic() < until, "both nodes should have begun"
                 time.sleep(0.02)
-            say(f"a node is lost with {written(output)} of {-(-len(TEXTS) // SHARD)} shards")
+            lost = written(output)
             cluster.remove_node(other, allow_graceful=False)
             assert process.wait(SECONDS) == 0
-        nodes, manifest = len(list((home / "nodes").iterdir())), read_manifest(output)
-        assert nodes >= 2 and same_files(output, home / "alone")
-        say(f"{manifest.n_texts} = {manifest.n_documents} + {len(manifest.failed)}, the same bytes, {nodes} nodes")
+        assert len(list(nodes.iterdir())) >= 2 and same_files(output, home / "alone")
         for number in (1, 7):
             (output / f"part-{number:05d}.parquet").unlink()
         subprocess.run(command, env=environment, check=True, timeout=SECONDS)
         assert same_files(output, home / "alone")
-        say("the same bytes after two shards were taken away")
     finally:
         cluster.shutdown()
+    sys.stdout.write(f"the same bytes after a node was lost with {lost} of {-(-len(TEXTS) // SHARD)} shards\n")
 
 
 def main() -> None:
-    if sys.argv[1] == "nodes":
-        lose_a_node(Path(sys.argv[2]))
+    what, place, *rest = sys.argv[1:]
+    if what == "nodes":
+        lose_a_node(Path(place))
         return
-    if sys.argv[1] == "node":
-        address, folder, place = sys.argv[2:]
-        run(functools.partial(load_and_say, folder, str(Path(place) / "nodes")), Path(place) / "vectors", address)
-        return
-    if sys.argv[1] == "run":
-        workers = int(sys.argv[4]) if len(sys.argv) > 4 else None
-        run(functools.partial(load, sys.argv[2]), sys.argv[3], os.environ.get("RAY_ADDRESS"), workers)
-        return
-    home, moments = Path(sys.argv[1]), random.Random(int(sys.argv[2]))  # noqa: S311
-    (home / "model").mkdir(parents=True)
-    model, output = small_masked_lm(home / "model"), home / "vectors"
-    for _ in range(int(sys.argv[3]) if len(sys.argv) > 3 else 3):
-        shards = moments.choice([0, 1, 3, 5])
-        pause = moments.uniform(0.0, 0.3) if shards else moments.uniform(2.0, 15.0)
-        say(f"killed with {killed(model, output, shards, pause, dict(os.environ))} shards")
-    encode_alone(model, home / "alone")
-    os.environ["TILEFOLD_COMMAND"] = str(os.getpid())
-    manifest = run(functools.partial(load_and_die_once, str(model), str(output), str(home / "died")), output)
-    say(f"{manifest.n_texts} = {manifest.n_documents} + {len(manifest.failed)}")
-    assert (home / "died").exists(), "no worker has died"
-    assert same_files(output, home / "alone")
-    say("the same bytes")
+    output, *workers = rest
+    nodes = Path(output).with_name("nodes")
+    said = functools.partial(load_and_say, place, str(nodes)) if nodes.is_dir() else functools.partial(load, place)
+    run(said, output, os.environ.get("RAY_ADDRESS"), *map(int, workers))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +81,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilefold.retrieval.on_ray.PATIENCE", 0.1)
 
 
-@pytest.fixture
-def warned() -> Iterator[None]:
-    """Ray leaves files and sockets to the collector of garbage."""
-    pytest.importorskip("ray")
-    yield
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("warned")
+@pytest.mark.filterwarnings("default")  # Ray leaves files and sockets to the collector of garbage
 def test_after_kills_the_bytes_are_those_of_one_process(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    import ray
-
-    output = tmp_path / "vectors"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    assert 0 < ray_killed.killed(saved, output, 2, 0.0, environment, workers=1) < 26, "it was killed on its way"
+    ray, output = pytest.importorskip("ray"), tmp_path / "vectors"
+    assert 0 < ray_killed.killed(saved, output) < 26, "it was killed on its way"
     ray_killed.encode_alone(saved, tmp_path / "alone")
     monkeypatch.setenv("TILEFOLD_COMMAND", str(os.getpid()))
     load = functools.partial(ray_killed.load_and_die_once, str(saved), str(output), str(tmp_path / "died"))
@@ -252,8 +240,8 @@ def test_a_ray_that_is_missing_and_wrong_sizes_are_named(tmp_path: Path, monkeyp
         refused(ValueError, "expected at least", RayCluster, **wrong)
 
 
-@pytest.mark.usefixtures("warned")
 def test_a_cluster_that_does_not_answer_is_named_with_the_time_waited(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         free_port = int(taken.getsockname()[1])
