@@ -91,7 +91,7 @@ def instructions() -> list[str]:
     return CAPABILITIES[: CAPABILITIES.index(torch.backends.cpu.get_cpu_capability()) + 1]
 
 
-def cpus(chosen: Sequence[str], arguments: Sequence[str], _: Path) -> Outcomes:
+def cpus(chosen: Sequence[str], arguments: Sequence[str]) -> Outcomes:
     """For each CPU, whether its tests passed or were not run, and its row."""
     for name in VARIABLES:
         os.environ.pop(name, None)
@@ -113,9 +113,9 @@ SHARED = ("test_cross_compile.py", "test_cuda_driver.py", "test_tuning.py", "tes
 INTERPRETED = "tests/ops/shared/test_interpreted.py"
 
 
-def folder_of(release: str, packages: Path) -> Path:
+def folder_of(release: str) -> Path:
     """The folder with that release, installed where it is not there yet."""
-    folder = packages / release
+    folder = ROOT / ".triton" / release
     if not (folder / "triton").is_dir():
         wanted = [f"triton=={release}"] + ["numpy<2.4"] * (release in OLD_NUMPY)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -123,13 +123,13 @@ def folder_of(release: str, packages: Path) -> Path:
     return folder
 
 
-def triton(chosen: Sequence[str], arguments: Sequence[str], packages: Path) -> Outcomes:
+def triton(chosen: Sequence[str], arguments: Sequence[str]) -> Outcomes:
     """For each release, whether its tests passed, and its row."""
     built = [f"tests/ops/shared/{name}" for name in SHARED]
     built += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_compile.py"))]
     found: Outcomes = []
     for release in chosen or RELEASES:
-        start, folder = time.monotonic(), folder_of(release, packages)
+        start, folder = time.monotonic(), folder_of(release)
         print(f"\n== Triton {release}", flush=True)  # noqa: T201
         path = os.pathsep.join([str(ROOT / "src"), str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         variables = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "cache")}
@@ -152,12 +152,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("way", choices=WAYS)
     parser.add_argument("--row", action="append", default=[], help="this CPU or release alone (may be repeated)")
-    parser.add_argument("--packages", type=Path, default=ROOT / ".triton", help="where the releases of Triton lie")
     options, arguments = parser.parse_known_args()
     rows, known, head = WAYS[options.way]
     if options.way == "cpus" and (unknown := set(options.row) - set(known)):
         parser.error(f"--row: expected one of {', '.join(known)}, got {', '.join(unknown)}")
-    found = rows(options.row, arguments, options.packages)
+    found = rows(options.row, arguments)
     print(f"\n{head}\n|---|---|---|---|")  # noqa: T201
     for _, row in found:
         print(f"| {' | '.join(row)} |")  # noqa: T201

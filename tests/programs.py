@@ -32,14 +32,7 @@ Stream = Path | int | None
 
 
 class Forked:
-    """A program that was forked, with what tests use of ``subprocess.Popen``.
-
-    Args:
-        arguments: those of the interpreter: ``-c code`` or ``-m module``, and what follows it.
-        env: its whole environment.
-        cwd: where it runs.
-        stdout, stderr: ``PIPE``, a file that is written, or None for nowhere.
-    """
+    """A program that was forked, with what tests use of ``subprocess.Popen``; for arguments see :func:`start`."""
 
     def __init__(
         self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None, stdout: Stream, stderr: Stream

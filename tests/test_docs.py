@@ -64,9 +64,8 @@ def options_of(script: Path) -> set[str]:
     modules = [f"{module}.{alias.name}" for module, names in imports for alias in names] + [name for name, _ in imports]
     folder, paths = script.parent.name, [module.split(".") for module in modules]
     shared = [script.with_name(f"{parts[1]}.py") for parts in paths if parts[0] == folder and len(parts) == 2]
-    return {text for text in texts if text.startswith("--")}.union(
-        *(options_of(path) for path in shared if path.exists())
-    )
+    found = {text for text in texts if text.startswith("--")}
+    return found.union(*(options_of(path) for path in shared if path.exists()))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
@@ -193,9 +192,7 @@ def test_the_tables_of_benchmarks_hold_the_committed_results(first: str) -> None
     for line, (case, rows) in zip(table[2:], measured.items(), strict=True):
         numbers = [re.sub(r"[, ]|ms", "", number) for cell in cells(line) for number in cell.split(" / ")]
         for text, (impl, column) in zip(numbers[-len(columns) :], columns, strict=True):
-            peers = [
-                row for name, row in rows.items() if name == impl or (impl == "adasplash" and name.startswith(impl))
-            ]
+            peers = (row for name, row in rows.items() if name == impl or name.startswith(f"{impl}-v"))
             values = [float(row[column]) for row in peers if row[column]]
             shown = f"{case}, {impl}, {column}: the table shows {text}, measured was {values}"
             if text == "-":
@@ -210,9 +207,6 @@ def test_the_results_that_the_readme_names_are_in_the_tables_of_benchmarks() -> 
     named = re.findall(r"\d[\d,.]*(?= (?:→|ms|MiB|to \d|pairs))", first)
     measured = re.findall(r"\d[\d,.]*\d|\d", (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
     assert len(named) >= 12 and not set(named) - set(measured)
-
-
-READMES = sorted(PACKAGE.rglob("README.md"))
 
 
 def room(path: Path) -> Path:
@@ -240,21 +234,14 @@ def missing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(PACKAGE)) for path in files if path not in listed[room(path)])
 
 
-def test_every_file_is_named_in_the_table_of_its_room() -> None:
+def test_the_tables_of_rooms_name_every_file_and_no_other() -> None:
     assert missing(PACKAGE) == []
+    names = [(readme.parent, name) for readme in PACKAGE.rglob("README.md") for name in named(readme)]
+    assert [(folder, name) for folder, name in names if not any(folder.glob(name))] == []
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.parent.relative_to(PACKAGE)))
-def test_every_name_in_a_table_is_a_file(readme: Path) -> None:
-    assert [name for name in named(readme) if not any(readme.parent.glob(name))] == []
-
-
-@pytest.fixture(scope="module")
-def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(small_masked_lm(tmp_path_factory.mktemp("backbone")))
-
-
-def test_the_blocks_of_the_python_document_run(backbone: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_blocks_of_the_python_document_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    backbone = str(small_masked_lm(tmp_path / "backbone"))
     monkeypatch.chdir(tmp_path)
     blocks = [body for kind, body in FENCE.findall((ROOT / "docs" / "python.md").read_text()) if kind == "python"]
     namespace: dict[str, object] = {}
@@ -265,7 +252,5 @@ def test_the_blocks_of_the_python_document_run(backbone: str, tmp_path: Path, mo
     assert f"(6, {VOCABULARY}) True" in printed and "fused {'nDCG@10'" in printed
     points = json.loads((tmp_path / "points.json").read_text())["points"]
     assert len(points) == 6 and points[0]["payload"] == {"document": "cards"}
-    assert len((tmp_path / "articles.jsonl").read_text().splitlines()) == 6
-    assert (
-        not {"[CLS]", "[SEP]"} & json.loads((tmp_path / "articles.jsonl").read_text().splitlines()[0])["vector"].keys()
-    )
+    articles = (tmp_path / "articles.jsonl").read_text().splitlines()
+    assert len(articles) == 6 and not {"[CLS]", "[SEP]"} & json.loads(articles[0])["vector"].keys()

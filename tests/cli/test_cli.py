@@ -1,18 +1,29 @@
+"""Every verb once on a collection and a model made by the program; with ``minilm``; ``tilefold info``."""
+
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 
-from tests.cli.program import Call, done, fails, measured
+from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.inside import fallback, releases
+from tests.kernels import triton_installed
 from tests.recipes.small import small_collection
-from tilefold import __version__, cli
-from tilefold.retrieval import read_trec_run, read_vectors, write_vectors
+from tilefold import __version__, cli, ops
+from tilefold.cli.info import OPTIONAL_PACKAGES, collect
+from tilefold.ops.implementations import kernel_of
+from tilefold.ops.lsr_head import configs
+from tilefold.retrieval import open_tokens, read_trec_run, read_vectors, write_vectors
 
 VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "bench", "warmup", "info")
 
@@ -31,9 +42,8 @@ def test_warmup_says_that_nothing_is_built_without_a_gpu(call: Call, tmp_path: P
 
 
 def test_the_steps_write_json_alone_to_stdout_and_no_progress_to_a_pipe(work: Path) -> None:
-    trained, encoded, indexed = (
-        json.loads((work / f"{verb}.json").read_text()) for verb in ("train", "encode", "index")
-    )
+    verbs = ("train", "encode", "index")
+    trained, encoded, indexed = (json.loads((work / f"{verb}.json").read_text()) for verb in verbs)
     assert (trained["steps"], trained["fused"]) == (2, True)
     assert (encoded["n"], encoded["kind"], encoded["failed"]) == (16, "document", {})
     assert 0 < encoded["mean_active_terms"] <= 64
@@ -142,3 +152,160 @@ def test_a_missing_demo_and_a_damaged_record_say_to_run_it(call: Call, tmp_path:
         cli.main(["search", "x", "--debug"])
     (tmp_path / "demo.json").write_text("{")
     fails(call("search", "x", "--demo", tmp_path), 1, "is damaged: run tilefold demo again")
+
+
+QUERY = "how do I packaged with csv files"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A collection encoded and indexed with minilm, and with the models that no step of training leaves."""
+    folder = tmp_path_factory.mktemp("packaged")
+    small_collection().save_beir(folder / "data")
+    data = ("--data", folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEFOLD_CACHE_DIR", str(folder / "cache"))
+        run_steps(
+            ("train", *data, "--steps", "0", "--output", folder / "splade"),
+            ("train", *data, "--recipe", "colbert", "--steps", "0", "--dimension", "0", "--output", folder / "colbert"),
+            ("encode", *data, "--model", "minilm", "--output", folder / "vectors"),
+            ("encode", *data, "--model", "minilm", "--kind", "tokens", "--output", folder / "tokens"),
+            ("encode", *data, "--model", folder / "colbert", "--kind", "tokens", "--output", folder / "trained-tokens"),
+            ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
+        )
+    return folder
+
+
+@pytest.fixture
+def packaged(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(made / "cache"))
+    return made
+
+
+def test_minilm_is_what_no_step_of_training_saves(call: Any, packaged: Path, tmp_path: Path) -> None:
+    again = ("encode", "--data", packaged / "data", "--model", packaged / "splade", "--output", packaged / "vectors")
+    assert call(*again).code == 0, "the same model: its vectors are those that are there"
+    one, other = open_tokens(packaged / "tokens"), open_tokens(packaged / "trained-tokens")
+    assert one.manifest.model_fingerprint == other.manifest.model_fingerprint
+    assert one.manifest.model_source == "minilm"
+    done(call("encode", "--data", packaged / "data", "--model", "minilm", "--queries", "--output", tmp_path / "q"))
+    made_by = {read_vectors(folder).provenance.model_fingerprint for folder in (packaged / "vectors", tmp_path / "q")}
+    assert len(made_by) == 1, "queries are encoded by the model of the documents"
+
+
+def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, packaged: Path) -> None:
+    search = ("search", QUERY, "--index", packaged / "index", "--json")
+    hits = {}
+    for name, options in {
+        "packaged": ("--model", "minilm"),
+        "saved": ("--model", packaged / "splade"),
+        "late": ("--model", "minilm", "--data", packaged / "data", "--rerank", "minilm"),
+        "saved late": ("--model", "minilm", "--data", packaged / "data", "--rerank", packaged / "colbert"),
+        "stored late": ("--model", "minilm", "--rerank", packaged / "tokens"),
+        "stored, named": ("--model", "minilm", "--rerank", packaged / "trained-tokens", "--rerank-model", "minilm"),
+    }.items():
+        hits[name] = [(hit["id"], hit["score"]) for hit in measured(call(*search, *options))["hits"]]
+    assert hits["packaged"] == hits["saved"] and hits["late"] == hits["saved late"]
+    assert hits["stored late"] == hits["stored, named"]
+    assert {name for name, _ in hits["stored late"]} == {name for name, _ in hits["late"]}
+    scores = dict(hits["late"])
+    stored = dict(hits["stored late"])
+    assert np.allclose([scores[name] for name in stored], list(stored.values()), atol=0.05)
+
+
+def test_minilm_is_evaluated_as_a_dense_model_and_with_an_index(call: Any, packaged: Path) -> None:
+    evaluate = ("evaluate", "--data", packaged / "data", "--model", "minilm", "--json")
+    for options in ((), ("--index", packaged / "index"), ("--index", packaged / "index", "--rerank", "minilm")):
+        assert measured(call(*evaluate, *options))["measures"]["nDCG@10"] > 0.5
+
+
+def test_minilm_is_made_again_of_its_documents(call: Any, packaged: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
+    search = ("search", QUERY, "--index", packaged / "index", "--model", "minilm")
+    fails(call(*search), 2, "is the untrained start, made from the documents of", "with --data")
+    shutil.copytree(packaged / "data", tmp_path / "data")
+    with (tmp_path / "data" / "corpus.jsonl").open("a") as corpus:
+        corpus.write('{"_id": "new", "text": "one more"}\n')
+    fails(call(*search, "--data", tmp_path / "data"), 1, "--data holds others")
+    assert call(*search, "--data", packaged / "data").code == 0
+    (weights,) = (tmp_path / "cache").rglob("model.safetensors")
+    assert call(*search).code == 0, "it is in the cache now"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert call(*search, "--data", packaged / "data").code == 0, "a damaged cache is made again"
+    monkeypatch.setenv("TILEFOLD_CACHE_DIR", "/proc/nowhere")
+    assert call(*search, "--data", packaged / "data").code == 0, "as is one that cannot be written"
+
+
+def test_a_saved_model_makes_its_own_kind_only(call: Any, packaged: Path, tmp_path: Path) -> None:
+    output = ("--data", packaged / "data", "--output", tmp_path / "v")
+    for model, kind, message in (
+        ("splade", "tokens", "is a SparseEncoder; expected a multi-vector model"),
+        ("colbert", "sparse", "is a multi-vector model; expected a SparseEncoder"),
+    ):
+        fails(call("encode", "--model", packaged / model, "--kind", kind, *output), 2, message)
+
+
+def test_json_and_text_say_what_auto_runs_on_every_device_and_what_is_installed(call: Call) -> None:
+    facts = measured(call("info", "--json"))
+    assert facts["tilefold"] == __version__
+    assert facts["torch"] == torch.__version__
+    assert facts["operators"]["lsr_head"]["cpu"]["auto"] == "tiled"
+    assert len(facts["gpus"]) == torch.cuda.device_count()
+    assert set(facts["packages"]) == set(OPTIONAL_PACKAGES)
+    others = {"QuantizedTokens", "QuantizedWeight", "quantize_tokens", "quantize_weight", "token_scatter_sparse"}
+    assert set(facts["operators"]) == set(ops.__all__) - others, "only what takes impl"
+    printed = call("info").out
+    for name in (f"tilefold {__version__}", "lsr_head_sparse", "sentence-transformers"):
+        assert name in printed
+
+
+def test_info_says_which_kernels_run_on_each_architecture(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "release", lambda: (3, 5))
+    kernels = measured(call("info", "--json"))["triton"]["kernels_by_compute_capability"]
+    assert kernels["9.0"]["lsr_head"][0] == "portable kernel with TMA"
+    assert "Triton 3.5 cannot give warps roles" in kernels["9.0"]["lsr_head"][1]
+    assert kernels["12.0"]["lsr_head"][0] == "portable kernel"
+    assert "Triton 3.5" in call("info").out and "roles" in call("info").out
+    monkeypatch.setattr(releases, "release", lambda: (3, 9))
+    kernels = measured(call("info", "--json"))["triton"]["kernels_by_compute_capability"]
+    assert kernels["9.0"]["lsr_head"] == ["kernel whose warps load or compute", None]
+    monkeypatch.setattr(releases, "release", lambda: (4, 0))
+    assert "not tested with" in call("info").out.replace("\n", " ")
+
+
+def test_asking_warns_of_nothing_and_gives_nothing_up(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = SimpleNamespace(name="a Hopper GPU", major=9, minor=0, total_memory=2**36, multi_processor_count=132)
+    monkeypatch.setattr(releases, "release", lambda: (3, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a Hopper GPU")
+    given_up = dict(fallback.GIVEN_UP)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fallback.FallbackWarning)
+        facts = collect()
+        done(call("info"))
+    assert given_up == fallback.GIVEN_UP
+    assert facts["configs"]["lsr_head"]["bfloat16"]["use_tma"]
+    assert not facts["configs"]["lsr_head"]["bfloat16"]["warp_roles"]
+    if triton_installed():
+        assert "cannot give warps roles" in facts["operators"]["lsr_head"]["cuda"]["why_not_faster"]
+
+
+def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(releases, "release", lambda: (3, 9))
+    monkeypatch.setitem(fallback.GIVEN_UP, (configs.BY_ROLES, device), "no such instruction")
+    assert kernel_of("lsr_head", (9, 0), device) == ("portable kernel with TMA", "no such instruction")
+
+
+def test_a_plan_says_what_fits_and_what_encoding_takes(call: Call, tmp_path: Path) -> None:
+    transformers.BertConfig(vocab_size=250002).save_pretrained(str(tmp_path))
+    asked = ("info", "plan", "--model", str(tmp_path), "--length", "256", "--gpu-memory", "40")
+    found = measured(call(*asked, "--json"))
+    assert found["training"]["largest_batch"] == pytest.approx(306, rel=0.05), "as measured with XLM-R-base"
+    assert found["training_checkpointed"]["largest_batch"] > 4 * found["training"]["largest_batch"]
+    printed = call(*asked, "--documents", "1000000000").out
+    assert "at most 3" in printed and "encoding 1,000,000,000 documents" in printed and "not measured" in printed

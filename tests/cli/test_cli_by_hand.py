@@ -37,8 +37,8 @@ def with_dev() -> Collection:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    """BM25 and dense runs of two splits, made by the program, with the shared index and token vectors."""
+def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str) -> Path:
+    """BM25 and dense runs of two splits, vectors without special tokens, and the shared indexes and vectors."""
     folder = tmp_path_factory.mktemp("by-hand")
     with_dev().save_beir(folder / "data")
     data = ("--data", folder / "data")
@@ -47,6 +47,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
         ("index", "--backend", "bm25", *data, "--output", folder / "bm25", "--k1", "0.9"),
         ("evaluate", *data, *splits, "--index", folder / "bm25", "--save-run", folder / "bm25.trec"),
         ("evaluate", *data, *splits, "--model", "minilm", "--save-run", folder / "dense.trec"),
+        ("encode", "--model", masked_lm, *data, "--output", folder / "words", "--top-k", "24", "--no-special-tokens"),
+        ("index", "--vectors", folder / "words", "--output", folder / "index-of-words"),
     )
     for name in ("vectors", "index", "tokens"):
         (folder / name).symlink_to(shared / name)
@@ -171,30 +173,14 @@ def test_the_walk_through_of_the_documents_runs(call: Call, masked_lm: str, tmp_
 QUERY = "how do I work with csv files"
 
 
-@pytest.fixture(scope="module")
-def fed(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str) -> Path:
-    """A collection, an untrained model, its vectors and index, a BM25 index and its run."""
-    folder = tmp_path_factory.mktemp("feedback")
-    small_collection().save_beir(folder / "data")
-    data, model, vectors = ("--data", folder / "data"), folder / "model", folder / "vectors"
-    run_steps(
-        ("train", *data, "--model", masked_lm, "--output", model, "--steps", "0"),
-        ("encode", "--model", model, *data, "--output", vectors, "--top-k", "24", "--no-special-tokens"),
-        ("index", "--vectors", vectors, "--output", folder / "index"),
-    )
-    for name in ("bm25", "bm25.trec"):
-        (folder / name).symlink_to(shared / name)
-    return folder
-
-
-def test_search_explains_the_query_after_feedback(call: Call, fed: Path) -> None:
-    vectors = r.read_vectors(fed / "vectors")
-    index, encoder = r.load_index(fed / "index"), load_encoder(str(fed / "model"))
+def test_search_explains_queries_after_feedback(call: Call, work: Path, masked_lm: str, shared: Path) -> None:
+    vectors = r.read_vectors(work / "words")
+    index, encoder = r.load_index(work / "index-of-words"), load_encoder(masked_lm)
     queries = r.encode_queries(encoder, {"query": QUERY}, top_k=4)
     run = r.hits_to_run(queries, index.search(queries, 10))
     expanded = r.expand_sparse(queries, vectors, run, r.Feedback("average", 2, top_terms=40))
     expected = r.hits_to_run(expanded, index.search(expanded, 10))["query"]
-    place = ("--index", fed / "index", "--model", fed / "model", "--vectors", fed / "vectors")
+    place = ("--index", work / "index-of-words", "--model", masked_lm, "--vectors", work / "words")
     asked = ("search", QUERY, *place, "--prf", "average", "--prf-depth", "2", "--prf-terms", "40", "--query-top-k", "4")
     hits = measured(call(*asked, "--json"))["hits"]
     assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(expected)
@@ -206,19 +192,15 @@ def test_search_explains_the_query_after_feedback(call: Call, fed: Path) -> None
     added = [term["term"] for term in hits[0]["terms"][:6] if term["feedback"]]
     shown = call(*asked)
     assert added and shown.code == 0 and all(f"+{term}" in shown.out for term in added)
-
-
-def test_search_interpolates_with_bm25_and_explains_its_own_part(call: Call, fed: Path) -> None:
-    place = ("--index", fed / "index", "--model", fed / "model", "--vectors", fed / "vectors")
-    asked = ("search", QUERY, *place, "--prf", "rocchio", "--prf-with", fed / "bm25", "--prf-weight", "0.9", "--json")
-    hits = measured(call(*asked, "--k", "3"))["hits"]
+    mixed = ("--prf", "rocchio", "--prf-with", shared / "bm25", "--prf-weight", "0.9", "--json")
+    hits = measured(call("search", QUERY, *place, *mixed, "--k", "3"))["hits"]
     assert hits[0]["id"] == "d0" and hits[0]["score"] == pytest.approx(1, abs=0.1), "normalised scores, not products"
     assert sum(term["share"] for term in hits[0]["terms"]) == pytest.approx(1, rel=1e-5)
-    late = call(*asked, "--prf-place", "before", "--k", "3")
+    late = call("search", QUERY, *place, *mixed, "--prf-place", "before", "--k", "3")
     assert measured(late)["hits"][0]["score"] > 1, "the last ranking is not interpolated"
 
 
-def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, fed: Path, tmp_path: Path) -> None:
+def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, shared: Path, tmp_path: Path) -> None:
     collection = small_collection()
     index, queries = r.BM25Index.build(collection.contents()), collection.split_queries("test")
     vectors, asked = index.document_vectors(), index.query_vectors(collection.split_queries("test"))
@@ -228,16 +210,16 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, f
     expected = r.hits_to_run(expanded, exact.search(expanded, 100))
     options = {"depth": 2, "alpha": 0.9, "beta": 0.3, "gamma": 0.1, "bottom": 2}
     given = [word for name, value in options.items() for word in (f"--prf-{name}", str(value))]
-    command = ("evaluate", "--data", fed / "data", "--index", fed / "bm25", "--prf", "rocchio", *given)
+    command = ("evaluate", "--data", shared / "data", "--index", shared / "bm25", "--prf", "rocchio", *given)
     found = measured(call(*command, "--save-run", tmp_path / "run.trec", "--json"))
     assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
     saved = r.read_trec_run(tmp_path / "run.trec")
     assert {query: pytest.approx(scores, rel=1e-5) for query, scores in expected.items()} == saved
-    again = measured(call("evaluate", "--data", fed / "data", "--run", tmp_path / "run.trec", "--json"))
+    again = measured(call("evaluate", "--data", shared / "data", "--run", tmp_path / "run.trec", "--json"))
     assert again["measures"] == found["measures"], "the saved run carries the fingerprint of its texts"
 
 
-def test_evaluate_with_dense_feedback_and_a_run_is_the_python_functions(call: Call, fed: Path, tmp_path: Path) -> None:
+def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared: Path, tmp_path: Path) -> None:
     collection, model = small_collection(), load_model("minilm", kinds=("dense",))[0]
     texts, queries = collection.contents(), collection.split_queries("test")
     vectors, asked = r.encode_dense(model, texts, kind="document"), r.encode_dense(model, queries, kind="query")
@@ -248,19 +230,19 @@ def test_evaluate_with_dense_feedback_and_a_run_is_the_python_functions(call: Ca
     def again(basis: Any) -> Any:
         return search(r.expand_dense(asked, list(queries), vectors, list(texts), basis, r.Feedback()))
 
-    second, mix = r.read_trec_run(fed / "bm25.trec"), r.Interpolation("both", 0.3)
+    second, mix = r.read_trec_run(shared / "bm25.trec"), r.Interpolation("both", 0.3)
     expected = r.with_feedback(search(asked), again, 1000, second, mix)
-    command = ("evaluate", "--data", fed / "data", "--model", "minilm", "--prf", "average", "--prf-with",
-               fed / "bm25.trec", "--prf-weight", "0.3", "--save-run", tmp_path / "run.trec", "--json")  # fmt: skip
+    command = ("evaluate", "--data", shared / "data", "--model", "minilm", "--prf", "average", "--prf-with",
+               shared / "bm25.trec", "--prf-weight", "0.3", "--save-run", tmp_path / "run.trec", "--json")  # fmt: skip
     found = measured(call(*command))
     assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
     for query, scores in r.read_trec_run(tmp_path / "run.trec").items():
         assert scores == pytest.approx(expected[query], abs=1e-6)
 
 
-def test_a_second_ranking_of_other_documents_is_refused(call: Call, fed: Path, tmp_path: Path) -> None:
+def test_a_second_ranking_of_other_documents_is_refused(call: Call, shared: Path, tmp_path: Path) -> None:
     other: Any = small_collection()
     other.documents.popitem()
     r.BM25Index.build(other.contents()).save(tmp_path / "other")
-    data = ("evaluate", "--data", fed / "data", "--index", fed / "bm25")
+    data = ("evaluate", "--data", shared / "data", "--index", shared / "bm25")
     fails(call(*data, "--prf", "average", "--prf-with", tmp_path / "other"), 1, "was made from other documents")

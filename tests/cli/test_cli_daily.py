@@ -85,9 +85,7 @@ def test_training_that_cannot_learn_says_so(call: Call, work: Path, tmp_path: Pa
     exploded = call(*asked, "--batch-size", "4", "--steps", "12", "--lr", "10")
     # where so large a rate ends depends on rounding, so on the device
     rose = re.search(r"warning: the ranking loss rose from .* did not learn; train with a smaller --lr", exploded.err)
-    dead = re.search(
-        r"the model is dead|the gradient is zero .* nothing is learnt|the training has diverged", exploded.err
-    )
+    dead = re.search("the model is dead|the gradient is zero .* nothing is learnt|training has diverged", exploded.err)
     assert (rose and exploded.code == 0) or (dead and exploded.code == 1), exploded.err
 
 
@@ -146,15 +144,13 @@ def test_many_queries_load_once(call: Call, work: Path, tmp_path: Path, monkeypa
     (tmp_path / "queries.txt").write_text(QUERIES)
     monkeypatch.setattr("sys.stdin", io.StringIO("" if way == "file" else QUERIES))
     asked = {"-": ("-",), "file": ("--queries", tmp_path / "queries.txt"), "shell": ()}[way]
-    outcome = done(call("search", *asked, "--index", work / "index", "--model", work / "model", "--k", "2", "--json"))
+    places = ("--index", work / "index", "--model", work / "model", "--k", "2", "--json")
+    outcome = done(call("search", *asked, *places))
     answers = [json.loads(line) for line in outcome.out.splitlines()]
     assert [answer["id"] for answer in answers] == ["1", "q2"]
     assert [len(answer["hits"]) for answer in answers] == [2, 2]
     assert len(loads) == 1
-    one = call(
-        "search", answers[1]["query"], "--index", work / "index", "--model", work / "model", "--k", "2", "--json"
-    )
-    assert json.loads(one.out)["hits"] == answers[1]["hits"]
+    assert measured(call("search", answers[1]["query"], *places))["hits"] == answers[1]["hits"]
 
 
 def test_a_prompt_reads_queries_until_its_end(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +257,8 @@ def test_train_says_that_it_resumes(call: Call, cut: Path, masked_lm: str, tmp_p
     again = done(call(*asked))
     assert "training resumes: 2 of 4 were done before (--fresh does them again)" in again.err
     assert re.match(r"trained 4 steps, those after step 2 in \d+ s, loss ", again.out)
-    start = done(
-        call("train", "--data", cut / "data", "--model", tmp_path / "m", "--steps", "0", "--output", tmp_path / "s")
-    )
+    begun = ("--model", tmp_path / "m", "--steps", "0", "--output", tmp_path / "s")
+    start = done(call("train", "--data", cut / "data", *begun))
     assert start.out.startswith("no step of training, ") and "untrained" not in start.out
 
 

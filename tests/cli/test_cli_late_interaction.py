@@ -41,10 +41,8 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(call: Call, shared:
     from sentence_transformers import MultiVectorEncoder
 
     query = "how do I work with csv files"
-    outcome = done(
-        call("search", query, *places, "--vectors", shared / "vectors", "--rerank", shared / "tokens", "--json")
-    )
-    hits = json.loads(outcome.out)["hits"]
+    explained = ("--vectors", shared / "vectors", "--rerank", shared / "tokens", "--json")
+    hits = measured(call("search", query, *places, *explained))["hits"]
     assert [hit["rank"] for hit in hits] == list(range(1, len(hits) + 1))
     assert len(hits) == 10
     assert all(hit["terms"] for hit in hits)
@@ -108,13 +106,6 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
 
     broken = tmp_path / "broken"
     shutil.copytree(shared / "tokens", broken)
-    shard = broken / "part-00001.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    assert "part-00001.safetensors" in searched("--rerank", broken)
-    shard.unlink()
-    assert "part-00001.safetensors: listed in the manifest" in searched("--rerank", broken)
-    shard.write_bytes(whole)
     edit(broken / "manifest.json", complete=False)
     assert "of an unfinished run" in searched("--rerank", broken)
     edit(broken / "manifest.json", complete=True, model_source="/no/such/model")

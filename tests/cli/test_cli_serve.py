@@ -54,20 +54,11 @@ except SystemExit as leave:
     assert 'pip install "tilefold[serve]"' in str(failed.value)
 
 
-@pytest.fixture
-def work(shared: Path, masked_lm: str, tmp_path: Path) -> Path:
-    """The shared collection with its vectors and indexes, and the model that made them."""
-    for name in ("data", "vectors", "index", "bm25", "tokens"):
-        (tmp_path / name).symlink_to(shared / name)
-    (tmp_path / "tiny").symlink_to(masked_lm)
-    return tmp_path
-
-
-def test_paths_that_do_not_belong_together_are_refused(call: Any, work: Path, tmp_path: Path) -> None:
+def test_paths_that_do_not_belong_together_are_refused(call: Any, shared: Path, masked_lm: str, tmp_path: Path) -> None:
     other = {"a": Document("a", "", "of another collection")}
     Collection("other", other, {}, {}).save_beir(tmp_path / "other")
     assert call("index", "--backend", "bm25", "--data", tmp_path / "other", "--output", tmp_path / "words").code == 0
-    indexed = ("--model", work / "tiny", "--index", work / "index")
+    indexed = ("--model", masked_lm, "--index", shared / "index")
     for options, code, message in (
         ((*indexed, "--data", tmp_path / "other"), 1, "was made from other documents"),
         ((*indexed, "--bm25", tmp_path / "words"), 1, "--bm25:"),
@@ -75,12 +66,12 @@ def test_paths_that_do_not_belong_together_are_refused(call: Any, work: Path, tm
         fails(call("serve", "--port", "0", *options), code, message)
 
 
-def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path, work: Path) -> None:
+def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(shared: Path, masked_lm: str, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesam\n")
-    options, model = ["--model", str(work / "tiny")], (work / "tiny").resolve().name
+    options, model = ["--model", masked_lm], Path(masked_lm).name
     for name in ("index", "data", "vectors", "bm25", "tokens"):
-        options += [f"--{name}", str(work / name)]
+        options += [f"--{name}", str(shared / name)]
     options += ["--name", "small", "--api-key-file", str(key)]
     options += ["--cors-allow-origin", "https://a.example", "--cors-allow-origin", "https://b.example"]
     with served(*options) as (process, client, line):
@@ -94,13 +85,13 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(tmp_path: Path,
         answer = client.post("/v1/small/search", body)
         assert answer.json["candidates"][0]["explanation"]["stages"].keys() >= {"late"}
         assert client.post("/rerank", {"query": "csv", "texts": ["csv files", "dates"]}).status == 200
-        assert str(work) not in json.dumps([client.get("/info").json, client.get("/v1/indexes").json, answer.json])
+        assert str(shared) not in json.dumps([client.get("/info").json, client.get("/v1/indexes").json, answer.json])
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 
 
-def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, work: Path, tmp_path: Path) -> None:
-    shutil.copytree(work / "tiny", tmp_path / "broken")
+def test_a_model_that_cannot_encode_is_refused_before_it_is_served(call: Any, masked_lm: str, tmp_path: Path) -> None:
+    shutil.copytree(masked_lm, tmp_path / "broken")
     weights = load_file(tmp_path / "broken" / "model.safetensors")
     broken = {name: value * float("nan") for name, value in weights.items()}
     save_file(broken, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
@@ -115,8 +106,8 @@ cli.main(sys.argv[1:])
 """
 
 
-def test_more_connections_than_files_are_refused_and_fill_no_log(work: Path, tmp_path: Path) -> None:
-    command = ("-c", FEW_FILES, "serve", "--model", str(work / "tiny"), "--port", "0")
+def test_more_connections_than_files_are_refused_and_fill_no_log(masked_lm: str, tmp_path: Path) -> None:
+    command = ("-c", FEW_FILES, "serve", "--model", masked_lm, "--port", "0")
     log = tmp_path / "log"
     log.touch()
     with programs.start(*command, env=environment(OMP_NUM_THREADS="1"), stderr=log) as process:

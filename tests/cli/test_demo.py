@@ -112,19 +112,15 @@ def test_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> 
     folders = [demo_steps.folder_of(tmp_path, *each) for each in asked]
     assert len(set(folders)) == 4 * len(sizes)
     assert folders[0] == demo_steps.folder_of(tmp_path, sizes[0], 0, "a")
-    published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
-    assert demo_steps.make_recipe(demo_steps.FULL, 0) == published
-    assert (demo_steps.FULL.documents, demo_steps.FULL.dense_length) == (None, 256)
-
-
-def test_a_quick_demo_is_one_of_three_minutes_and_more_minutes_never_do_less() -> None:
     assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(3, full=False, quick=False)
     assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(5, full=False, quick=False)
     assert demo._asked_size(None, full=True, quick=False) == demo_steps.FULL
-    sizes = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)]
-    assert [size.steps for size in sizes] == [40, 40, 40, 50, 90, 90, 110, 110]
-    taken = [size.documents or math.inf for size in sizes]
-    assert taken == sorted(taken)
+    more = [demo._asked_size(minutes, full=False, quick=False) for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)]
+    assert [size.steps for size in more] == [40, 40, 40, 50, 90, 90, 110, 110], "more minutes never do less"
+    assert (taken := [size.documents or math.inf for size in more]) == sorted(taken)
+    published = SpladeRecipe(max_steps=110, batch_size=64, train_max_length=64, max_length=128)
+    assert demo_steps.make_recipe(demo_steps.FULL, 0) == published
+    assert (demo_steps.FULL.documents, demo_steps.FULL.dense_length) == (None, 256)
 
 
 def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_its_order() -> None:
@@ -146,14 +142,11 @@ def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_ow
         torch.testing.assert_close(tokens.values, late.values)
 
 
-def test_overlap_counts_the_exact_top_that_another_run_has() -> None:
+def test_differences_are_paired_by_query_and_overlap_counts_the_exact_top_of_another_run() -> None:
     exact = {"q": {"a": 3.0, "b": 2.0, "c": 1.0}}
     assert demo_steps.overlap(exact, {"q": {"b": 9.0, "a": 8.0, "x": 7.0}}, k=2) == 1.0
     assert demo_steps.overlap(exact, {"q": {"x": 9.0, "b": 8.0}}, k=2) == 0.5
     assert demo_steps.overlap(exact, {}, k=2) == 0.0
-
-
-def test_a_difference_is_paired_by_query_and_says_when_it_may_be_chance() -> None:
     values = [0.0, 1.0, 0.5, 0.25, 1.0]
     assert demo.mean_and_error(values) == pytest.approx((0.55, statistics.stdev(values) / math.sqrt(5)))
     assert demo.mean_and_error([3.09] * 11)[1] == 0.0, "whose mean is another number, by a rounding"

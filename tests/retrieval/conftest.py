@@ -37,20 +37,23 @@ def pydocs() -> Collection:
     return build_pydocs()
 
 
+def random_vectors(
+    n: int, vocab_size: int = 500, terms: int = 20, seed: int = 0, prefix: str = "d", fingerprint: str | None = "f" * 64
+) -> SparseVectors:
+    generator = np.random.default_rng(seed)
+    rows = {
+        f"{prefix}{i}": {
+            int(term): float(generator.exponential() + 0.01)
+            for term in generator.choice(vocab_size, terms, replace=False)
+        }
+        for i in range(n)
+    }
+    return SparseVectors.from_rows(rows, vocab_size, fingerprint)
+
+
 @pytest.fixture
 def make_vectors() -> Callable[..., SparseVectors]:
-    def make(n: int, vocab_size: int = 500, terms: int = 20, seed: int = 0, prefix: str = "d") -> SparseVectors:
-        generator = np.random.default_rng(seed)
-        rows = {
-            f"{prefix}{i}": {
-                int(term): float(generator.exponential() + 0.01)
-                for term in generator.choice(vocab_size, terms, replace=False)
-            }
-            for i in range(n)
-        }
-        return SparseVectors.from_rows(rows, vocab_size, "f" * 64)
-
-    return make
+    return random_vectors
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import seismic
 import torch
@@ -163,9 +162,14 @@ def test_seismic_indexes_large_vocabularies(make_vectors: Make, tmp_path: Path, 
     assert load_index(tmp_path / "index").search(queries, 3) == many.search(queries, 3)
 
 
-def test_a_missing_backend_package_says_how_to_install_it(make_vectors: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "seismic", None)
-    refused(MissingPackageError, r"pip install pyseismic-lsr", build_index, make_vectors(3), "seismic")
+def test_missing_packages_of_backends_are_said(make_vectors: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, module, package, options in (
+        ("seismic", "seismic", "pyseismic-lsr", {}),
+        ("qdrant", "qdrant_edge", "qdrant-edge-py", {}),
+        ("qdrant", "qdrant_client", "qdrant-client", {"url": "http://localhost", "collection": "a"}),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        refused(MissingPackageError, f"pip install {package}", build_index, make_vectors(3), backend, **options)
 
 
 def test_seismic_chooses_by_the_collection_what_is_not_given(make_vectors: Make, tmp_path: Path) -> None:
@@ -180,9 +184,7 @@ def test_seismic_chooses_by_the_collection_what_is_not_given(make_vectors: Make,
     assert SeismicOptions(n_postings=7, query_cut=3, heap_factor=0.0).for_collection(10, 1.0).n_postings == 7
 
 
-def plain(
-    documents: SparseVectors, query: tuple[npt.NDArray[Any], npt.NDArray[Any]], k: int
-) -> list[tuple[str, float]]:
+def plain(documents: SparseVectors, query: tuple[Any, Any], k: int) -> list[tuple[str, float]]:
     """Scores in float32, term after term, document by document."""
     scores = np.zeros(len(documents), np.float32)
     for term, value in zip(*query, strict=True):
@@ -253,9 +255,7 @@ def test_pieces_give_the_postings_of_the_whole(make_vectors: Make, monkeypatch: 
         for name in ("offsets", "documents", "weights"):
             assert np.array_equal(getattr(whole, name), getattr(other, name))
     assert whole.offsets[-1] == (documents.data > 0).sum()
-    assert all(
-        (np.diff(whole.documents[a:b]) > 0).all() for a, b in zip(whole.offsets, whole.offsets[1:], strict=False)
-    )
+    assert all((np.diff(part) > 0).all() for part in np.split(whole.documents, whole.offsets[1:-1]))
 
 
 @settings(max_examples=100, deadline=None)

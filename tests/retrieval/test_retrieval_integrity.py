@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tests.inside import DiskFullError
 from tests.manifests import edit, sum_files, sum_shards, sum_terms
 from tests.refusals import refused
+from tests.retrieval.conftest import random_vectors
 from tilefold import retrieval as r
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant import QdrantIndex
@@ -39,12 +40,7 @@ MANIFESTS |= dict.fromkeys(("exact", "seismic", "bm25", "qdrant"), "index.json")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each kind."""
     work = tmp_path_factory.mktemp("stores")
-    generator = np.random.default_rng(0)
-    rows = {
-        name: {int(term): float(generator.random() + 0.1) for term in generator.permutation(300)[:12]}
-        for name in DOCUMENTS
-    }
-    vectors = r.SparseVectors.from_rows(rows, 300, "f" * 64)
+    vectors = random_vectors(len(DOCUMENTS), 300, 12)
     r.write_vectors(vectors, work / "vectors", shard_size=20)
     writer = TokenVectorWriter(work / "tokens", TokenManifest(4, "fp16", settings={"texts_sha256": "b" * 64}))
     for number in range(2):

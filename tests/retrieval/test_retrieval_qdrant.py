@@ -18,7 +18,7 @@ from tests.manifests import edit
 from tests.refusals import refused
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, hits_to_run, load_index, reciprocal_rank_fusion
-from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
+from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant import Documents, Filter, Layout, QdrantCollection, Queries
 from tilefold.retrieval.tokens import TokenVectors
@@ -406,12 +406,3 @@ def test_wrong_options_of_the_index_are_named(make_vectors: Make, tmp_path: Path
         with pytest.raises(ValueError, match=message) as caught:
             build_index(vectors, "qdrant", **options)  # type: ignore[arg-type]
         assert "secret" not in str(caught.value) and "se cret" not in str(caught.value)
-
-
-def test_a_missing_package_is_said(make_vectors: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module, package, options in (
-        ("qdrant_edge", "qdrant-edge-py", {}),
-        ("qdrant_client", "qdrant-client", {"url": "http://localhost", "collection": "a"}),
-    ):
-        monkeypatch.setitem(__import__("sys").modules, module, None)
-        refused(MissingPackageError, f"pip install {package}", build_index, make_vectors(3), "qdrant", **options)

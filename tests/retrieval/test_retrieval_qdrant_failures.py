@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refused
+from tests.retrieval.conftest import random_vectors
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import VocabularyMismatchError
@@ -33,16 +34,7 @@ SERVER = multiprocessing.get_context("forkserver")  # forks are of a process tha
 SERVER.set_forkserver_preload([__name__])
 
 
-def vectors(seed: int) -> SparseVectors:
-    generator = np.random.default_rng(seed)
-    rows = {
-        f"d{at}": {int(term): float(generator.random() + 0.1) for term in generator.permutation(300)[:12]}
-        for at in range(240)
-    }
-    return SparseVectors.from_rows(rows, 300)
-
-
-OLD, NEW = vectors(0), vectors(1)
+OLD, NEW = (random_vectors(240, 300, 12, seed, fingerprint=None) for seed in (0, 1))
 
 
 def write(place: str, how: str, told: Any) -> None:

@@ -118,13 +118,16 @@ def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(hel
     assert held.same(alone)
 
 
-def test_a_receipt_of_other_settings_or_of_a_half_written_file_counts_for_nothing(held: Held) -> None:
+def test_receipts_of_other_settings_or_half_written_files_count_for_nothing(held: Held, splade: Any) -> None:
     held.ask(held.worker(), 0, 1)
     file = held.folder / "part-00001.parquet"
     file.write_bytes(file.read_bytes()[:-1])
     assert held.writer.receive([0, 1]) == {0}
     held.writer.manifest.settings["shard_size"] = 3
     assert held.writer.receive([1]) == set()
+    refused(DataError, "top_k: 20 before, 5 now", encode_collection, splade, TEXTS, held.folder, top_k=5, shard_size=2)
+    encode_collection(splade, TEXTS, held.folder, top_k=5, shard_size=2, resume=False)
+    assert not list(held.folder.glob("*.receipt.json"))
 
 
 def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path) -> None:
@@ -139,13 +142,6 @@ def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path
     assert not read_manifest(held.folder).complete
     again.finish(len(TEXTS))
     assert held.same(alone)
-
-
-def test_other_settings_are_refused_when_only_receipts_are_there(held: Held, splade: Any) -> None:
-    held.ask(held.worker(), 3)
-    refused(DataError, "top_k: 20 before, 5 now", encode_collection, splade, TEXTS, held.folder, top_k=5, shard_size=2)
-    encode_collection(splade, TEXTS, held.folder, top_k=5, shard_size=2, resume=False)
-    assert not list(held.folder.glob("*.receipt.json"))
 
 
 def test_a_machine_that_does_not_have_what_the_command_has_is_told(held: Held) -> None:

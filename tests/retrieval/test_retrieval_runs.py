@@ -3,8 +3,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refused
+from tests.test_imports import run_python
 from tilefold import retrieval as r
 from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
@@ -124,9 +123,8 @@ def test_negative_grades_beside_others_are_documents_of_the_pool_that_nobody_jud
     qrels = {"q": {"d0": -1, "d1": 1, "d2": -2, "d3": 1}}
     found = r.evaluate({"q": TEN}, qrels, ["AP", "P(judged_only=True)@2", "Judged@10", "infAP"])
     by_hand = (1 / 2 + 1 / 2 * 1 / 2 + 1 / 4 + 3 / 4 * 3 / 3) / 2
-    assert found == pytest.approx(
-        {"AP": 0.5, "P(judged_only=True)@2": 1.0, "Judged@10": 0.4, "infAP": by_hand}, abs=1e-4
-    )
+    expected = {"AP": 0.5, "P(judged_only=True)@2": 1.0, "Judged@10": 0.4, "infAP": by_hand}
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_what_would_end_or_mislead_the_evaluating_library_is_refused() -> None:
@@ -244,8 +242,7 @@ def test_bm25_starts_no_jax_which_would_take_the_gpu(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from tilefold.retrieval import BM25Index;"
         "print(BM25Index.build({'a': 'parse the json'}).search({'q': 'json'}, 1)['q'].keys(), 'jax' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split("\n")[0] == "dict_keys(['a']) False", result.stdout
+    assert run_python(code).split("\n")[0] == "dict_keys(['a']) False"
 
 
 def test_words_identifiers_stems_and_unspaced_scripts_are_cut_as_documented() -> None:
@@ -301,5 +298,4 @@ def test_importing_the_package_imports_nothing_heavy_and_a_search_of_words_needs
         "print(r.Searcher(r.BM25Index.build({'a': 'json'})).search('json')[0]['id'], 'torch' in sys.modules);"
         "print(sorted(heavy), all(hasattr(r, name) for name in r.__all__))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["a", "False", "[]", "True"], result.stdout
+    assert run_python(code).split() == ["a", "False", "[]", "True"]

@@ -55,10 +55,8 @@ def test_model_and_texts_travel_from_vectors_into_an_index(make_vectors: Make, t
     assert {part.provenance for part in (stored, rows, stored.take([3, 1]))} == {made}
     r.build_index(stored, backend).save(tmp_path / "i")
     assert r.load_index(tmp_path / "i").provenance == made
-    mixed = r.SparseVectors.concatenate(
-        [stored.take([0]), replace(make_vectors(1, prefix="e"), provenance=Provenance())]
-    )
-    assert mixed.provenance == Provenance()
+    other = replace(make_vectors(1, prefix="e"), provenance=Provenance())
+    assert r.SparseVectors.concatenate([stored.take([0]), other]).provenance == Provenance()
 
 
 def test_rows_by_name_come_in_the_order_of_the_folder(make_vectors: Make, tmp_path: Path) -> None:
@@ -106,16 +104,21 @@ def test_a_killed_writer_loses_only_its_last_shard(make_vectors: Make, tmp_path:
     refused(DataError, r"2 shard\(s\) of an unfinished run", r.read_vectors, tmp_path)
     writer.finish()
     assert r.read_vectors(tmp_path).ids == ["d0", "e0", "e1"]
-    other = OWN | {"vocab_size": 600}
-    refused(
-        DataError, "vocab_size: 500 before, 600 now.*resume=False", r.SparseVectorWriter, tmp_path, **other, resume=True
-    )
+    other, said = OWN | {"vocab_size": 600, "resume": True}, "vocab_size: 500 before, 600 now.*resume=False"
+    refused(DataError, said, r.SparseVectorWriter, tmp_path, **other)
 
 
-def test_a_folder_of_other_files_is_never_written_to(make_vectors: Make, tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_never_written_to_nor_read(make_vectors: Make, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for path, message in ((tmp_path, "nothing was overwritten"), (tmp_path / "notes.txt", "got a file")):
         refused(FileExistsError, message, r.write_vectors, make_vectors(3), path)
+    refused(FileNotFoundError, r"manifest.json: no such file", r.read_vectors, tmp_path)
+    for version, message in (
+        (1, r"expected a manifest of vectors, got \['schema_version'\] \(.*missing"),
+        (99, "expected schema_version 1, got 99"),
+    ):
+        (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": version}))
+        refused(DataError, message, r.read_vectors, tmp_path)
 
 
 def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vectors: Make, tmp_path: Path) -> None:
@@ -136,16 +139,6 @@ def test_a_shard_that_is_damaged_or_written_by_another_program_is_named(make_vec
         pq.write_table(pa.table({"id": ["d0"], **columns}), tmp_path / "part-00000.parquet")
         sum_shards(tmp_path)
         refused(DataError, f"part-00000.parquet: {message}", r.read_vectors, tmp_path)
-
-
-def test_missing_and_malformed_manifests_are_clear(tmp_path: Path) -> None:
-    refused(FileNotFoundError, r"manifest.json: no such file", r.read_vectors, tmp_path)
-    for version, message in (
-        (1, r"expected a manifest of vectors, got \['schema_version'\] \(.*missing"),
-        (99, "expected schema_version 1, got 99"),
-    ):
-        (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": version}))
-        refused(DataError, message, r.read_vectors, tmp_path)
 
 
 ONE, TWO = (np.array([0, 1]), np.array([2], np.int32)), (np.array([0, 2]), np.array([2, 2], np.int32))

@@ -176,11 +176,7 @@ EMPTY: list[tuple[str, Any, str]] = [
 WRONG: list[tuple[str, Any, str]] = [
     ("/embed_sparse", {"inputs": ["a"] * 33}, "batch size 33 > maximum allowed batch size 32"),
     ("/embed_sparse", {"inputs": "a " * 70, "truncate": False}, "`inputs` must have less than 64 tokens. Given: 72"),
-    (
-        "/embed_sparse",
-        {"inputs": [[7] * 100], "truncate": False},
-        "error: `inputs` must have less than 64 tokens. Given: ",
-    ),
+    ("/embed_sparse", {"inputs": [[7] * 100], "truncate": False}, "`inputs` must have less than 64 tokens. Given: "),
     ("/embed_sparse", {"inputs": ["a", "." * 16_001], "truncate": False}, "less than 16000 characters. Given: 16001"),
     ("/embed_sparse", {"inputs": [[7] * 16_001], "truncate": False}, "16000 token ids. Given: 16001"),
     ("/tokenize", {"inputs": "." * 1_900_000}, "16000 characters. Given: 1900000"),
