@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import networkx
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -30,7 +32,10 @@ LABEL = re.compile(r"(\.L_\w+):")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 SPILLS = ("LDL", "STL")  # loads and stores of a thread's own memory
 
-Graph = list[set[int]]
+CAPABILITIES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+         torch.int8: "i8", torch.uint8: "u8", torch.uint16: "u16", torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,13 @@ def check_spills(
     assert compiled.local_memory == 0 or compiled.stack > 0, f"{name} has local memory and no stack: {compiled}"
 
 
+def check(compiled: Compiled, capability: int, wgmma: bool = False, name: str = "the kernel", **spills: Any) -> None:
+    """No more spills than are known, shared memory that the chip has, and on 9.0 products by its tensor cores."""
+    check_spills(compiled, name=name, **spills)
+    assert compiled.shared <= SHARED_LIMIT[capability], f"{name} needs too much shared memory: {compiled}"
+    assert not wgmma or capability != 90 or compiled.wgmma > 0, f"products of {name} do not use wgmma: {compiled}"
+
+
 def local_accesses(cubin: bytes) -> int:
     """Loads and stores of local memory in the code; a disassembly says the same and takes as long as a build."""
     sections, (size, count, names) = struct.unpack_from("<Q", cubin, 0x28)[0], struct.unpack_from("<HHH", cubin, 0x3A)
@@ -145,26 +157,19 @@ def names_of(listing: str) -> list[str]:
 
 def loops_of(listing: str) -> Iterator[set[int]]:
     """The loops, each as the places of its instructions, those of the loops within it too."""
-    after = _successors(listing)
-    before: Graph = [set() for _ in after]
-    for place, following in enumerate(after):
-        for other in following:
-            before[other].add(place)
-    # only where paths meet or part can a loop begin or end: blocks are what lies between
-    starts = [p for p in range(len(after)) if before[p] != {p - 1} or after[p - 1] != {p}]
-    blocks = [range(start, end) for start, end in zip(starts, [*starts[1:], len(after)], strict=True)]
-    number = {start: i for i, start in enumerate(starts)}
-    forward: Graph = [{number[place] for place in after[block[-1]]} for block in blocks]
-    backward: Graph = [set() for _ in blocks]
-    for i, following in enumerate(forward):
-        for other in following:
-            backward[other].add(i)
-    for loop in _cycles(forward, backward, set(range(len(blocks)))):
-        yield {place for i in loop for place in blocks[i]}
+    rest = [_successors(listing)]
+    while rest:
+        graph = rest.pop()
+        for loop in networkx.strongly_connected_components(graph):
+            first = min(loop)
+            if len(loop) > 1 or graph.has_edge(first, first):
+                yield loop
+                entries = {place for place in loop if any(other not in loop for other in graph.predecessors(place))}
+                rest.append(graph.subgraph(loop - (entries or {first})).copy())
 
 
-def _successors(listing: str) -> Graph:
-    """For every instruction, those that may follow it; a called function counts as a part of its call."""
+def _successors(listing: str) -> networkx.DiGraph:
+    """Edges from every instruction to those that may follow it; a called function counts as a part of its call."""
     instructions: list[re.Match[str]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -177,7 +182,7 @@ def _successors(listing: str) -> Graph:
         if found["name"].startswith("BSSY"):
             target = TARGET.search(found["operands"])
             barriers.setdefault(_barrier(found["operands"]), set()).add(labels[target[1]] if target else 0)
-    after: Graph = []
+    after = networkx.DiGraph()
     for place, found in enumerate(instructions):
         kind, target = found["name"].split(".")[0], TARGET.search(found["operands"])
         following = {place + 1}
@@ -190,33 +195,10 @@ def _successors(listing: str) -> Graph:
             following = set()
         elif kind == "BSYNC":
             following |= barriers.get(_barrier(found["operands"]), set())
-        after.append({other for other in following if other < len(instructions)})
+        after.add_edges_from((place, other) for other in following if other < len(instructions))
     return after
 
 
 def _barrier(operands: str) -> str:
     found = re.search(r"\bB\d+", operands)
     return found[0] if found else ""
-
-
-def _reached(start: int, edges: Graph, within: set[int]) -> set[int]:
-    """What lies one step or more from ``start``: itself too, if it lies on a cycle."""
-    seen, todo = set[int](), [start]
-    while todo:
-        new = (edges[todo.pop()] & within) - seen
-        seen |= new
-        todo += new
-    return seen
-
-
-def _cycles(forward: Graph, backward: Graph, within: set[int]) -> Iterator[set[int]]:
-    """Strongly connected parts, and those that are left of each without its entries."""
-    rest = set(within)
-    while rest:
-        start = rest.pop()
-        loop = _reached(start, forward, within) & _reached(start, backward, within)
-        if loop:
-            rest -= loop
-            yield loop
-            entries = {block for block in loop if backward[block] - loop} or {min(loop)}
-            yield from _cycles(forward, backward, loop - entries)

@@ -5,10 +5,7 @@
 from __future__ import annotations
 
 from tilefold.ops._shared._triton import cuda_driver, launch, program
-from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.cuda_driver import Map, Pointer, bind, driver_launch
-from tilefold.ops._shared._triton.entmax import _add2 as add2
-from tilefold.ops._shared._triton.entmax import _add3 as add3
 from tilefold.ops._shared._triton.launch import Launcher, Step, listed
 from tilefold.ops._shared._triton.program import Program
 from tilefold.ops.entmax._triton import rows as entmax_kernels

@@ -1,17 +1,15 @@
 """Triton's interpreter with less work for the same results, so that the suite takes minutes less (Triton 3.6 alone).
 
-Five things took most of its time: it looked through all names of ``triton.language`` at every call of a function in a
-kernel, reduced with functions other than its own one number at a time, made a table of dtypes for every tensor,
-described the shape of every block anew, and checked every sum of integers for an overflow, in a second sum. The
-interpreters of other releases are left as they are, so that `make test-triton` runs the kernels in those.
+Four things took most of its time: it looked through all names of ``triton.language`` at every call of a function in a
+kernel, made a table of dtypes for every tensor, described the shape of every block anew, and checked every sum of
+integers for an overflow, in a second sum. The interpreters of other releases are left as they are, so that `make
+test-triton` runs the kernels in those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from tests.kernels import release
 
@@ -22,31 +20,15 @@ def quicken() -> None:
         return
     from triton.runtime import interpreter
 
-    interpreter._get_np_dtype = _remembered_dtypes(interpreter._get_np_dtype)
+    made, dtypes = interpreter._get_np_dtype, dict[str, Any]()  # by the name of the scalar
+    interpreter._get_np_dtype = lambda kind: (
+        dtypes.get(kind.scalar.name) or dtypes.setdefault(kind.scalar.name, made(kind))
+    )
     interpreter.InterpretedFunction.__call__ = _called
     interpreter.GridExecutor.__call__ = _begin(interpreter.GridExecutor.__call__)
-    semantic, core = interpreter.TritonSemantic, interpreter.tl.core
-    semantic.binary_op_sanitize_overflow_impl = _unchecked
-    for owner, name, quick in (
-        (interpreter.ReduceOps, "generic_reduce", reduce_in_rows),
-        (core.block_type, "__init__", describe_block),
-        (core.tensor, "__init__", describe_tensor),
-    ):
-        HONEST[quick] = getattr(owner, name)
-        setattr(owner, name, quick)
-
-
-def _remembered_dtypes(made: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``_get_np_dtype``: by the name of the scalar, which says all that it depends on."""
-    known: dict[str, Any] = {}
-
-    def dtype(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in known:
-            known[name] = made(kind)
-        return known[name]
-
-    return dtype
+    interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = _unchecked
+    interpreter.tl.core.block_type.__init__ = describe_block
+    interpreter.tl.core.tensor.__init__ = describe_tensor
 
 
 def _unchecked(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
@@ -90,9 +72,6 @@ def describe_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
 
 
-HONEST: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what replaced it: the interpreter's own
-
-
 _replaced: set[int] = set()  # while a kernel runs: the modules whose functions were called in it
 
 
@@ -117,30 +96,3 @@ def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.rewrite()(*args, **kwargs)
     except Exception as error:
         raise interpreter.InterpreterError(repr(error)) from error
-
-
-def reduce_in_rows(self: Any, given: tuple[Any, ...]) -> list[Any]:
-    """``ReduceOps.generic_reduce``: the same sums in the same order, for all places of the other dimensions at once.
-
-    A function of numbers that chooses by ``tl.where``, as all of ours do, does the same to every number of a block.
-    """
-    tensors, axis = self.unravel(given, self.axis)
-    rows = [np.moveaxis(tensor.handle.data, axis, 0) for tensor in tensors]
-
-    def place(index: int) -> list[Any]:
-        return [self.to_tensor(row[index], tensor.dtype) for row, tensor in zip(rows, tensors, strict=True)]
-
-    found = place(0)
-    for index in range(1, len(rows[0])):
-        made = self.combine_fn.fn(*found, *place(index))
-        found = list(made) if isinstance(made, tuple) else [made]
-    shape = rows[0].shape[1:]
-    packed = []
-    for value, tensor in zip(found, tensors, strict=True):
-        data = value.handle.data.reshape(shape)
-        if self.keep_dims:
-            data = np.expand_dims(data, axis)
-        elif self.axis is None:
-            data = data.item()
-        packed.append(self.to_tensor(data, tensor.dtype))
-    return packed

@@ -12,25 +12,12 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from tests.kernels import release, triton_interpreted
 from tests.ops.base import AttentionOptions as Options
 from tests.ops.base import AttentionSaved, AttentionTensors, Launch, Setting
-from tests.ops.cross_compile import Compiled, check_spills, compile_kernel
+from tests.ops.cross_compile import CAPABILITIES, NAMES, SHARED_LIMIT, Compiled, check, check_spills, compile_kernel
 from tests.ops.launching import entmax_kernels as rows
 from tilefold.ops.entmax.plans import rows_config
 from tilefold.ops.entmax_attention import configs, plans
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
-
-CAPABILITIES = (80, 90, 100)
-SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-
-
-def check(
-    compiled: Compiled, capability: int, tensor_cores: bool = False, looped: float = 0.0, spilled: int = 0
-) -> None:
-    check_spills(compiled, spilled, looped)
-    assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
-    if capability == 90 and tensor_cores:
-        assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
-
 
 # shorter than a tile of warps, one row a program, the longest in registers (backward's and forward's), read again
 LENGTHS = {"generic": (16, 200, 2048, 40_000, 4096), "gentle": (200, 4096), "steep": (200, 40_000),
@@ -61,11 +48,10 @@ def test_row_kernels_build_without_spills(capability: int, kind: str, dtype: str
             warps = config.pop("num_warps")
             constants = config | {"KIND": form(kind, dtype), "HAS_ALPHA": kind == "generic"} | own
             spilled = 16 if (capability, kind) == (100, "steep") else 0  # outside the loops
-            check(compile_kernel(kernel, types, constants, capability, warps, 3), capability, spilled=spilled)
+            check(compile_kernel(kernel, types, constants, capability, warps, 3), capability, most=spilled)
 
 
 STRIDES = frozenset(f"s{letter}_{axis}" for letter in "qkvodgw" for axis in "bhn")
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class ArgumentTypes(dict[str, str]):
@@ -178,7 +164,7 @@ def test_attention_kernels_build_without_spills(capability: int, dim: int, kind:
     elif (capability, name) in ((80, "dq"), (80, "output")):
         check_spills(compiled, KNOWN_SPILLS["bf16", dim, capability])
     else:
-        check(compiled, capability, tensor_cores=True, looped=LOOPED.get((release(), "bf16", capability, name), 0.0))
+        check(compiled, capability, wgmma=True, looped=LOOPED.get((release(), "bf16", capability, name), 0.0))
 
 
 OPTIONS: list[dict[str, Any]] = [{"mask": True}, {"causal": True}, {"packed": True, "causal": True}, {"keys": 1024}]
@@ -213,7 +199,7 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets
 
 def test_256_keys_stay_in_registers_where_nothing_is_hidden() -> None:
     compiled = build("resident", torch.bfloat16, 64, "entmax15", 90, 256)  # a launch of another way is none of it
-    check(compiled, 90, tensor_cores=True)
+    check(compiled, 90, wgmma=True)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -12,17 +12,13 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from tests.kernels import triton_interpreted
 from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep, why_no_warp_roles
 from tests.ops.base import head_problem as _problem
-from tests.ops.cross_compile import check_spills, compile_kernel
+from tests.ops.cross_compile import CAPABILITIES, NAMES, check, compile_kernel
 from tilefold.ops.lsr_head import configs, plans
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 I32, I64 = torch.int32, torch.int64
-CAPABILITIES = (80, 90, 100)
-SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-NAMES = {BF16: "bf16", F16: "fp16", F32: "fp32", FP8: "fp8e4nv", I32: "i32", I64: "i64", torch.uint16: "u16",
-         torch.uint8: "u8"}  # fmt: skip
 OTHER_RELEASES = 16  # bytes that others than 3.6 may put away, once for many rounds of a loop
 PRODUCTS = ("max_forward_kernel", "max_forward_hopper_kernel", "sum_forward_kernel", "dlogits_kernel")
 EVERYTHING = (True, True, True)
@@ -94,12 +90,12 @@ def check_plan(plan: Plan, names: Names, capability: int, only: str) -> set[str]
             continue
         kind = repr((launch.kernel, launch.constants))
         if kind not in found:
-            check(launch, names, capability)
+            build(launch, names, capability)
         found |= {kind, launch.kernel.__name__}
     return found
 
 
-def check(launch: Launch, names: Names, capability: int) -> None:
+def build(launch: Launch, names: Names, capability: int) -> None:
     kernel, constants = launch.kernel, {"num_warps": 4, "num_stages": 3, "maxnreg": None} | launch.constants
     warps, stages, registers = (constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg"))
     run_time = [name for name in kernel.arg_names if name not in constants]
@@ -115,12 +111,10 @@ def check(launch: Launch, names: Names, capability: int) -> None:
     numbers = zip(run_time[len(launch.tensors.split()) :], launch.numbers, strict=True)
     types |= {argument: "fp32" if isinstance(number, float) else "i32" for argument, number in numbers}
     compiled = compile_kernel(kernel, types, constants, capability, warps, stages, registers=registers)
-    check_spills(compiled, others=OTHER_RELEASES, name=kernel.__name__)
-    assert compiled.shared <= SHARED_LIMIT[capability], f"too much shared memory: {compiled}"
-    assert compiled.registers <= (registers or 255), f"the cap is not kept: {compiled}"
     operand = names.get(launch.tensors.split()[1 if kernel.__name__ == "dlogits_kernel" else 0])
-    if capability == 90 and kernel.__name__ in PRODUCTS and operand != F32:
-        assert compiled.wgmma > 0, f"the products do not use wgmma: {compiled}"
+    products = kernel.__name__ in PRODUCTS and operand != F32
+    check(compiled, capability, wgmma=products, name=kernel.__name__, others=OTHER_RELEASES)
+    assert compiled.registers <= (registers or 255), f"the cap is not kept: {compiled}"
 
 
 def described(launch: Launch, argument: str, dtype: torch.dtype) -> str:

@@ -8,7 +8,6 @@ from tests.kernels import release
 from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
 
 pytestmark = NEEDS_INTERPRETER
-QUICK = 11 * (release() == (3, 6))
 # files, and the tests of theirs that must pass at least
 RUNS: dict[str, tuple[list[str], int]] = {
     "entmax": (
@@ -17,7 +16,7 @@ RUNS: dict[str, tuple[list[str], int]] = {
     ),
     "lsr_head": (
         [*(f"lsr_head/test_{name}.py" for name in ("calls", "corner_cases", "implementations", "quantized", "sparse")),
-         "test_properties.py", "shared/test_quick_interpreter.py"], 293 + QUICK,
+         "test_properties.py"], 293,
     ),
     "maxsim": ([f"maxsim/test_{name}.py" for name in ("implementations", "properties", "quantized", "xtr", "plans")],
                126),

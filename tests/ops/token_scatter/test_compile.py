@@ -10,13 +10,12 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
 from tests.ops.base import lookup
-from tests.ops.cross_compile import check_spills, compile_kernel
+from tests.ops.cross_compile import CAPABILITIES, check, compile_kernel
 from tests.ops.launching import gather_kernel, scatter_kernel
 from tilefold.ops.token_scatter.plans import CONFIGS, SCAN
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
-CAPABILITIES = (80, 90, 100)
 SHORT, MEDIUM, LONG = (lookup(CONFIGS, length=length, capability=(9, 0)) for length in (128, 512, 513))
 # (configuration, reduction, packed, dtype of weights and scores, memory that serves as the table, activation)
 VARIANTS = {
@@ -31,19 +30,15 @@ VARIANTS = {
     "long-sum-packed-fp32": (LONG, "sum", True, "fp32", "i32", "log1p_log1p_relu"),
 }
 TYPES = dict.fromkeys(["B", "S", "T", "V", "stride_db", "stride_dv"], "i32") | {
-    "mask_ptr": "*i64",
-    "ids_ptr": "*i64",
-    "cu_ptr": "*i32",
-    "slot_ptr": "*i64",
-    "meet_ptr": "*i32",
+    "mask_ptr": "*i64", "ids_ptr": "*i64", "cu_ptr": "*i32", "slot_ptr": "*i64", "meet_ptr": "*i32",
     "counted_ptr": "*u8",
-}
+}  # fmt: skip
 FLOATS = ("weights_ptr", "out_ptr", "dscores_ptr", "dweights_ptr")
 
 
-def check(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int) -> None:
+def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, num_warps: int) -> None:
     compiled = compile_kernel(kernel, types, constants, capability, num_warps, num_stages=3)
-    check_spills(compiled)
+    check(compiled, capability)
     assert compiled.shared <= 16 * 1024, f"too much shared memory: {compiled}"
 
 
@@ -56,7 +51,7 @@ def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, 
         "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": (0, 1, 2, 3), "IGNORED": 4,
         "HAS_MASK": not packed, "PACKED": packed, "WITH_COUNTED": True, "BLOCK": config["BLOCK"], "SCAN": SCAN,
     }  # fmt: skip
-    check(scatter_kernel, types, constants, capability, config["num_warps"])
+    build(scatter_kernel, types, constants, capability, config["num_warps"])
 
 
 @pytest.mark.parametrize(
@@ -70,4 +65,4 @@ def test_the_gradient_builds_without_spills(
 ) -> None:
     types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}")
     constants = {"ACTIVATION": activation, "PACKED": packed, "BLOCK": config["BLOCK"], "SCAN": SCAN}
-    check(gather_kernel, types, constants, capability, config["num_warps"])
+    build(gather_kernel, types, constants, capability, config["num_warps"])

@@ -316,3 +316,12 @@ def test_an_id_outside_that_nobody_looked_at_makes_its_sequence_nan(wrong: int, 
     mask[1, 35] = 0
     scores = token_scatter(weights, ids, 21, attention_mask=mask, reduce=reduce, impl="triton")
     assert scores.isfinite().all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a test of the interpreter that is made quicker")
+def test_an_interpreted_kernel_leaves_the_language_as_it_was() -> None:
+    from triton import language
+
+    before = language.load, language.reduce, language.core.tensor.__add__
+    token_scatter(torch.ones(1, 4), torch.arange(4)[None], 8, impl="triton")
+    assert (language.load, language.reduce, language.core.tensor.__add__) == before
