@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -144,43 +143,27 @@ def test_softmax_is_timed_but_another_function() -> None:
     assert row.status == "ok" and row.forward_error is None
 
 
-def another_alpha(x: Tensor) -> Tensor:
-    p = entmax(x, 1.6)
-    assert isinstance(p, Tensor)
-    return p
-
-
-def counts_special_tokens(weights: Tensor, ids: Tensor, unused: Tensor, vocab: int) -> Tensor:
-    return token_scatter(weights, ids, vocab)
-
-
-def adds_up(weights: Tensor, ids: Tensor, unused: Tensor, vocab: int) -> Tensor:
-    return token_scatter(weights, ids, vocab, ignore_ids=SPECIAL_IDS, reduce="sum")
-
-
-def gives_everyone_a_gradient(weights: Tensor, ids: Tensor, unused: Tensor, vocab: int) -> Tensor:
-    right = token_scatter(weights, ids, vocab, ignore_ids=SPECIAL_IDS)
-    everyone = token_scatter(weights, ids, vocab, ignore_ids=SPECIAL_IDS, reduce="sum")
-    return right.detach() + everyone - everyone.detach()
-
-
-def slightly_more(*tensors: Tensor) -> Tensor:
-    return lsr_head.stock_head(*tensors) * 1.001
-
-
 def with_candidate(op: str, build: Callable[[Inputs], Runnable], kind: Any = "ours") -> BenchSpec:
     return replace(get_spec(op), implementations=(Implementation("candidate", build, kind),))
 
 
-@pytest.mark.parametrize(
-    ("op", "variant", "wrong"),
-    [
-        ("entmax", "normal", another_alpha),
-        ("lsr_head", "ragged-2pct", slightly_more),
-        *(("token_scatter", "max", wrong) for wrong in (counts_special_tokens, adds_up, gives_everyone_a_gradient)),
-    ],
-)
-def test_a_wrong_implementation_fails_and_shows_no_time(op: str, variant: str, wrong: Callable[..., Tensor]) -> None:
+def gives_everyone_a_gradient(weights: Tensor, ids: Tensor, unused: Tensor, vocab: int) -> Tensor:
+    right, everyone = (token_scatter(weights, ids, vocab, ignore_ids=SPECIAL_IDS, reduce=r) for r in ("max", "sum"))
+    return right.detach() + everyone - everyone.detach()
+
+
+WRONG: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "another alpha": ("entmax", "normal", lambda x: entmax(x, 1.6)),
+    "slightly more": ("lsr_head", "ragged-2pct", lambda *tensors: 1.001 * lsr_head.stock_head(*tensors)),
+    "counts special tokens": ("token_scatter", "max", lambda w, ids, _, vocab: token_scatter(w, ids, vocab)),
+    "adds up": ("token_scatter", "max",
+                lambda w, ids, _, vocab: token_scatter(w, ids, vocab, ignore_ids=SPECIAL_IDS, reduce="sum")),
+    "gives everyone a gradient": ("token_scatter", "max", gives_everyone_a_gradient),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "variant", "wrong"), WRONG.values(), ids=WRONG)
+def test_a_wrong_implementation_fails_and_shows_no_time(op: str, variant: str, wrong: Callable[..., Any]) -> None:
     spec, case = with_candidate(op, lambda inputs: inputs.bind(wrong, "wrong")), tiny(op, variant)
     (row,) = run_case(spec, case, OPTIONS, CEILINGS)
     assert row.status == "FAILED" and row.failed_gate and row.note
@@ -252,8 +235,7 @@ def test_requirements_show_both_sides_and_whether_they_held() -> None:
 
 def csv_of(folder: Path) -> dict[str, dict[str, str]]:
     (path,) = folder.glob("cpu-*/lsr_head.csv")
-    with path.open(newline="") as file:
-        return {row["impl"]: row for row in csv.DictReader(file)}
+    return {row["impl"]: row for row in results.read_csv(path)}
 
 
 def test_the_command_prints_a_table_writes_the_csv_and_exits_with_one_where_a_gate_failed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -16,6 +15,7 @@ from benchmarks import effectiveness
 from benchmarks import effectiveness_data as data
 from benchmarks.small_xlmr import small_xlmr
 from tests.recipes.small import small_collection
+from tilefold.bench.results import read_csv
 from tilefold.recipes.loading import quiet_libraries
 from tilefold.retrieval.collection import Collection, load_beir
 
@@ -107,8 +107,7 @@ def test_both_sides_train_and_are_equal(beir: Path, tmp_path: Path, capsys: pyte
     assert code == 0, said
     assert "mean difference over 1 seed(s): +0.0000, within 0.005" in said
     (path,) = tmp_path.glob("*/effectiveness.csv")
-    with path.open(newline="") as file:
-        rows = {row["side"]: row for row in csv.DictReader(file)}
+    rows = {row["side"]: row for row in read_csv(path)}
     assert set(rows) == {"stock", "fused", "start"}
     assert rows["stock"]["nDCG@10"] == rows["fused"]["nDCG@10"]
     assert float(rows["stock"]["nDCG@10"]) > 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.train_data import TINY, load_tokenizer, made_pairs, make_encoder
 from benchmarks.train_run import GATE_STEPS, Measured, run
 from tests.distributed.ranks import TEXTS, VOCABULARY
 from tests.recipes.small import tiny_masked_lm
+from tests.refusals import refused
 from tilefold.bench.results import collect, read_csv, write_csv
 from tilefold.bench.runner import CSV_KEY, BenchRow
 from tilefold.retrieval import SparseVectors, build_index
@@ -72,8 +74,7 @@ def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: P
 
 def test_an_unknown_shape_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     for each in (encode.JOB, job.JOB, train.JOB):
-        with pytest.raises(ValueError, match="shape must be one of"):
-            each.chosen(["huge"], "cpu", quick=False)
+        refused(ValueError, "shape must be one of", each.chosen, ["huge"], "cpu", quick=False)
     with pytest.raises(SystemExit) as leave:
         main(job.JOB, job.__doc__, ["--shape", "splade-1", "--device", "cpu"])
     assert leave.value.code == 2
@@ -181,33 +182,26 @@ def test_a_results_file_becomes_a_table_with_its_conditions(tmp_path: Path) -> N
     assert lines[3] == "|  | eager | - | - | - | - | OOM |"
     assert f"torch {torch.__version__}" in lines[-1]
     (tmp_path / "other.csv").write_text("a\n1\n")
-    with pytest.raises(ValueError, match="must be a file that `tilefold bench` wrote"):
-        markdown_table(tmp_path / "other.csv")
+    refused(ValueError, "must be a file that `tilefold bench` wrote", markdown_table, tmp_path / "other.csv")
 
 
-def test_a_results_file_becomes_a_picture(tmp_path: Path) -> None:
-    path = tmp_path / "lsr_head.csv"
-    timed = {"forward_backward_p50_ms": 1.0, "forward_backward_peak_mib": 10.0}
-    rows = [BenchRow("lsr_head", "a", "float32", impl, **timed).record() for impl in ("tilefold", "eager")]
-    write_csv(path, rows, collect(CPU), CSV_KEY)
-    picture = plot_results(path, tmp_path / "lsr_head.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    path.write_text("status,impl\nFAILED,tilefold\n")
-    with pytest.raises(ValueError, match="must hold measured rows"):
-        plot_results(path, picture)
+FAILED = "documents,gate\n1,FAILED\n"
+PICTURES: list[tuple[Callable[[Path, Path], Path], str, dict[str, str], str]] = [
+    (plot_results, "nvidia-h200/lsr_head.csv", {"a.csv": "status,impl\nFAILED,tilefold\n"}, "must hold measured rows"),
+    (plot_search, "cpu-amd-epyc-2-threads/search.csv", {"search.csv": FAILED}, "search.csv must hold rows that passed"),
+    (plot_jobs, "nvidia-h200", dict.fromkeys(["encode.csv", "train.csv"], "case,gate\na,FAILED\n"),
+     r"encode.csv must hold rows that passed their gate"),
+]  # fmt: skip
 
 
-def test_results_of_jobs_and_of_search_become_pictures(tmp_path: Path) -> None:
-    assert plot_jobs(RESULTS / "nvidia-h200", tmp_path / "jobs.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("encode", "train"):
-        (tmp_path / f"{name}.csv").write_text("case,gate\na,FAILED\n")
-    with pytest.raises(ValueError, match=r"encode.csv must hold rows that passed their gate"):
-        plot_jobs(tmp_path, tmp_path / "none.png")
-    searched = RESULTS / "cpu-amd-epyc-2-threads" / "search.csv"
-    assert plot_search(searched, tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "search.csv").write_text("documents,gate\n1,FAILED\n")
-    with pytest.raises(ValueError, match=r"search.csv must hold rows that passed"):
-        plot_search(tmp_path / "search.csv", tmp_path / "none.png")
+@pytest.mark.parametrize(("plot", "measured", "failed", "said"), PICTURES, ids=lambda value: str(value)[:40])
+def test_results_become_pictures(
+    plot: Callable[[Path, Path], Path], measured: str, failed: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    assert plot(RESULTS / measured, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    for name, rows in failed.items():
+        (tmp_path / name).write_text(rows)
+    refused(ValueError, said, plot, tmp_path if len(failed) > 1 else tmp_path / name, tmp_path / "none.png")
 
 
 SCRIPTS = ("overview", "jobs_plot", "results_plot", "results_table", "search_plot", "train_splade.report")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from benchmarks.train_splade.options import TrainOptions, TrainRow
 from benchmarks.train_splade.report import PAPER, markdown_table, plot_results
 from benchmarks.train_splade.setting import MODEL_SIZES, Batches, ModelSize, build_encoder, text_pairs
 from tests.recipes.small import small_collection
+from tests.refusals import refused
+from tilefold.bench.results import read_csv
 from tilefold.ops import lsr_head
 from tilefold.recipes.loading import quiet_libraries
 
@@ -97,15 +98,13 @@ def test_only_errors_about_memory_count_as_not_fitting() -> None:
     run.side_effect = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     assert not fits(run) and not is_out_of_memory(ValueError("out of range"))
     run.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        fits(run)
+    refused(RuntimeError, "illegal memory access", fits, run)
     assert fits(lambda: None)
 
 
 def test_a_limit_that_the_device_does_not_have_is_refused() -> None:
     for limit in (0.0, -1.0, 1e6):
-        with pytest.raises(ValueError, match="memory-gib must be greater than 0 and at most"):
-            Meter(CPU, limit)
+        refused(ValueError, "memory-gib must be greater than 0 and at most", Meter, CPU, limit)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -152,14 +151,10 @@ def test_a_step_leaves_the_trainers_own_weights(side: str, tmp_path: Path, monke
         before = encoder.state_dict()["0.model.cls.predictions.transform.dense.weight"].clone()
         with training.head_of(encoder, side):
             if use_trainer:
-                columns = {"query": [query for query, _ in pairs], "document": [text for _, text in pairs]}
-                options: dict[str, Any] = {
-                    "max_steps": 1,
-                    "per_device_train_batch_size": 4,
-                    "learning_rate": 1e-3,
-                    "use_cpu": True,
-                }
-                options |= {"lr_scheduler_type": "constant", "report_to": "none", "save_strategy": "no"}
+                columns = dict(zip(("query", "document"), map(list, zip(*pairs, strict=True)), strict=True))
+                options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
+                options |= {"use_cpu": True, "lr_scheduler_type": "constant", "report_to": "none"}
+                options["save_strategy"] = "no"
                 arguments = SparseEncoderTrainingArguments(str(tmp_path / side), disable_tqdm=True, **options)
                 encoder.model_card_data.widget = [{"text": "a"}]
                 data, loss = Dataset.from_dict(columns), training.splade_loss(encoder)
@@ -231,11 +226,9 @@ def test_a_wrong_head_fails_the_check_and_gets_no_numbers(
     assert main(arguments) == 1
     assert "FAILED: loss in fp32: error" in capsys.readouterr().out
     (path,) = tmp_path.glob("cpu-*/train_splade.csv")
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            assert (row["status"], row["step_p50_ms"], row["largest_batch"]) == ("FAILED", "", "")
-    with pytest.raises(ValueError, match="must hold measured rows"):
-        plot_results(path, tmp_path / "picture.png")
+    for row in read_csv(path):
+        assert (row["status"], row["step_p50_ms"], row["largest_batch"]) == ("FAILED", "", "")
+    refused(ValueError, "must hold measured rows", plot_results, path, tmp_path / "picture.png")
 
 
 def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
@@ -249,8 +242,7 @@ def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
     assert said.count("the paper has") == 2 * 3, "batch, step and throughput of two cells"
     (path,) = tmp_path.glob("cpu-*/train_splade.csv")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path)
     assert [(row["checkpointing"], row["side"]) for row in rows] == [
         (checkpointing, side) for checkpointing in ("no", "yes") for side in training.SIDES
     ]

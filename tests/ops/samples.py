@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_tokens, quantize_weight, token_scatter
+from tilefold.testing.maxsim import maxsim_inputs
 
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 Shape = tuple[int, ...]
@@ -61,6 +62,27 @@ def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
+def allocations(call: Callable[[], Any]) -> list[int]:
+    """Bytes of what is allocated on the CPU while ``call`` runs, in that order, and below zero of what is released."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    del kept
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+def saved_for_backward(call: Callable[[], Any]) -> list[Tensor]:
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        call()
+    return saved
+
+
 def unaligned(tensor: Tensor) -> Tensor:
     """A copy one element past a multiple of 16 bytes."""
     room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
@@ -75,6 +97,22 @@ def head(pooling: str = "max", *shape: int, vocab: int = 40, dtype: torch.dtype 
 
 def late(queries: Shape, documents: Shape, dtype: torch.dtype = FP32, **options: Any) -> Sample:
     return Sample("maxsim", maxsim, (queries, documents), options, dtype)
+
+
+def paired(
+    pairing: str,
+    layout: str,
+    *sizes: int,
+    dtype: torch.dtype = FP32,
+    function: Callable[..., Any] = maxsim,
+    **more: Any,
+) -> Sample:
+    """MaxSim of such sizes, or ``function`` of the same arguments."""
+    inputs = maxsim_inputs(*(sizes or (3, 4, 5, 9, 16)), pairing=pairing, layout=layout)
+    place = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in inputs.layout.items()}
+    if function is not maxsim:
+        del place["pairing"]
+    return Sample(function.__name__, function, (inputs.queries.shape, inputs.documents.shape), place | more, dtype)
 
 
 def quantized_head(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:

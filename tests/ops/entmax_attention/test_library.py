@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from tests.kernels import triton_interpreted
 from tests.ops.base import AttentionOptions as Options
 from tests.ops.base import AttentionTensors, philox_word
+from tests.ops.samples import allocations
 from tests.refusals import refused
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention.configs import live_shape
@@ -44,10 +45,7 @@ def test_shapes_of_a_device_may_be_symbolic() -> None:
 def test_scores_never_exist_as_a_whole() -> None:
     n, heads = 2048, 2
     inputs = entmax_attention_inputs(1, heads, n, 8)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        entmax_attention(inputs.q, inputs.k, inputs.v)
-    sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = allocations(lambda: entmax_attention(inputs.q, inputs.k, inputs.v))
     assert max(sizes) <= 4 * heads * n * n / 3
 
 

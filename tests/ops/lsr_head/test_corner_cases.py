@@ -1,4 +1,4 @@
-"""Inputs that go wrong elsewhere: strides, empty batches, NaN and infinity, ties, subsets of gradients, winners."""
+"""Empty batches, NaN and infinity, subsets of gradients, winners; strides and masks: ``shared/test_inputs.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import ACTIVATIONS, F16, INTERPRETED, POOLINGS, close, leaves_of, within_budget
-from tests.ops.samples import same
+from tests.ops.samples import same, saved_for_backward
 from tests.refusals import refused
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
@@ -27,37 +27,6 @@ from tilefold.testing.lsr_head import (
 from tilefold.testing.padding import LAYOUTS
 
 SMALL = (3, 7, 8, 17) if INTERPRETED else (4, 11, 24, 21)
-
-
-def strided(tensor: Tensor, style: str) -> Tensor:
-    """A view with the values of ``tensor`` and other strides."""
-    if style == "transposed":
-        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    if style == "sliced":
-        return torch.stack([tensor, tensor], dim=-1)[..., 0]
-    padded = tensor.new_full((tensor.size(0) + 1, *tensor.shape[1:-1], tensor.size(-1) + 3), math.nan)
-    padded[1:, ..., 1:-2] = tensor
-    return padded[1:, ..., 1:-2]  # "offset": rows apart, base not aligned
-
-
-@pytest.mark.parametrize("style", ["transposed", "sliced", "offset", "expanded"])
-@pytest.mark.parametrize(
-    ("pooling", "layout"), [("max", "full"), ("max", "packed"), ("sum", "holes"), ("cls", "left"), ("last", "right")]
-)
-def test_strides_of_the_inputs_do_not_matter(target: Target, pooling: str, layout: str, style: str) -> None:
-    inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
-    views = {name: getattr(inputs, name) for name in ("hidden", "weight", "dscores")}
-    if style == "expanded":
-        views = {name: value[:1].expand(value.shape) for name, value in views.items()}
-        inputs = dataclasses.replace(inputs, **{name: value.contiguous() for name, value in views.items()})
-    else:
-        views = {name: strided(value, style) for name, value in views.items()}
-        if inputs.attention_mask is not None:
-            views["attention_mask"] = strided(inputs.attention_mask.float(), style)
-    other = dataclasses.replace(inputs, **views)
-    assert not other.hidden.is_contiguous() or style == "offset"
-    expected = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
-    close(lsr_head_results(other, pooling=pooling, impl=target.impl), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +66,6 @@ def test_empty_batches(target: Target, pooling: str, shape: tuple[int, ...], cu_
     assert scores.shape == (batch, 5) and not scores.any()
     for leaf in (hidden, weight, bias):
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
-
-
-@pytest.mark.parametrize("layout", ["left", "holes"])
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_what_a_masked_token_holds_reaches_nothing(target: Target, pooling: str, layout: str) -> None:
-    inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
-    masked = (inputs.attention_mask == 0)[:, :, None]
-    expected = lsr_head_results(inputs, pooling=pooling, impl=target.impl)
-    for poison in (math.nan, math.inf):
-        hostile = dataclasses.replace(inputs, hidden=inputs.hidden.masked_fill(masked, poison))
-        found = lsr_head_results(hostile, pooling=pooling, impl=target.impl)
-        same(found, expected)
-        assert not found["dhidden"].masked_select(masked).any()
 
 
 @pytest.mark.parametrize("activation", ["log1p_relu", "none"])
@@ -154,31 +110,10 @@ def test_the_one_token_is_found_under_every_mask(target: Target, pooling: str, l
     assert torch.equal(scores, found["scores"])
 
 
-@pytest.mark.parametrize("pooling", ["max", "sum", "cls"])
-def test_masks_of_every_dtype_and_offsets_of_both_mean_the_same(target: Target, pooling: str) -> None:
-    for layout, name, kinds in (
-        ("holes", "attention_mask", (torch.bool, torch.uint8, torch.int32, F16)),
-        ("packed", "cu_seqlens", (torch.int32, torch.int64)),
-    ):
-        inputs = lsr_head_inputs(*SMALL, layout=layout, device=target.device)
-        expected = assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
-        for kind in kinds:
-            other = dataclasses.replace(inputs, **{name: getattr(inputs, name).to(kind)})
-            found = assert_lsr_head_matches(other, pooling=pooling, impl=target.impl)
-            if pooling != "sum":  # a mask of another dtype is compiled to sums in another order
-                same(found, expected)
-
-
 def saved_winners(inputs: LSRHeadInputs, **options: Any) -> Tensor:
     """The winners that a forward pass keeps for backward."""
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        lsr_head(inputs.hidden, inputs.weight.detach().requires_grad_(), inputs.bias, **inputs.layout, **options)
+    weight = inputs.weight.detach().requires_grad_()
+    kept = saved_for_backward(lambda: lsr_head(inputs.hidden, weight, inputs.bias, **inputs.layout, **options))
     (winners,) = (t for t in kept if t.dtype in (torch.uint16, torch.int32) and t.dim() == 2)
     return winners
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from tests.ops.base import Buffer, Setting, _reset_high_water
 from tests.ops.base import head_problem as _problem
 from tests.ops.base import head_tiles as _tiles
 from tests.ops.lsr_head.helpers import F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
+from tilefold.bench.timing import in_fresh_process, resident_peak_mib
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import (
@@ -101,7 +99,7 @@ MIB = 2**20
 
 VOCAB, DIM = 4096, 4
 # pooling, with gradients, lengths
-CASES = {
+CASES: dict[str, tuple[str, bool, list[int]]] = {
     "one long": ("max", False, [20_000]),
     "one long among short": ("max", False, [1] * 300 + [20_000]),
     "winners": ("max", True, [45_000, 3]),
@@ -109,28 +107,27 @@ CASES = {
     "sum": ("sum", True, [10_000]),
     "mean of ragged": ("mean", False, [*range(40), 20_000]),
 }
-CHILD = """
-    import json, sys
-    import torch
-    from tilefold.bench.timing import resident_peak_mib
-    from tilefold.ops import lsr_head
 
-    def call(pooling, training, lengths, vocab, dim):
-        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-        hidden = torch.randn(int(offsets[-1]), dim, requires_grad=training)
-        weight = torch.randn(vocab, dim, requires_grad=training)
-        def run():
-            scores = lsr_head(hidden, weight, cu_seqlens=offsets, pooling=pooling)
-            if training:
-                scores.backward(torch.ones_like(scores))
-        return run
 
+def a_call(pooling: str, training: bool, lengths: list[int], vocab: int = VOCAB) -> Callable[[], None]:
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    hidden = torch.randn(int(offsets[-1]), DIM, requires_grad=training)
+    weight = torch.randn(vocab, DIM, requires_grad=training)
+
+    def run() -> None:
+        scores = lsr_head(hidden, weight, cu_seqlens=offsets, pooling=pooling)
+        if training:
+            scores.backward(torch.ones_like(scores))
+
+    return run
+
+
+def peaks() -> dict[str, float]:
+    """MiB of each case, in a process that did nothing else."""
     torch.set_num_threads(1)
-    cases, vocab, dim = json.loads(sys.argv[1])
-    for pooling, training, _ in cases.values():
-        call(pooling, training, [3, 40], 8, dim)()  # what is loaded and started once
-    print(json.dumps({name: resident_peak_mib(call(*case, vocab, dim)) for name, case in cases.items()}))
-"""
+    for pooling, training, _ in CASES.values():
+        a_call(pooling, training, [3, 40], 8)()  # what is loaded and started once
+    return {name: resident_peak_mib(a_call(*case)) for name, case in CASES.items()}
 
 
 def stated_bound(lengths: list[int], lists: bool) -> float:
@@ -143,13 +140,10 @@ def stated_bound(lengths: list[int], lists: bool) -> float:
 
 @pytest.mark.skipif(not _reset_high_water(), reason="the peak of a process cannot be reset here")
 def test_memory_stays_below_the_stated_bound_in_every_layout() -> None:
-    command = [sys.executable, "-c", textwrap.dedent(CHILD), json.dumps([CASES, VOCAB, DIM])]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stderr
-    peaks = json.loads(child.stdout)
+    found = in_fresh_process(peaks)
     for name, (pooling, training, lengths) in CASES.items():
         bound = stated_bound(lengths, lists=training and pooling == "max")
-        assert peaks[name] <= bound, name
+        assert found[name] <= bound, name
         # else the case would pass with all logits in memory
         assert bound < sum(lengths) * VOCAB * 4 / MIB or max(lengths) < 10_000, name
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, F64, INTERPRETED
+from tests.ops.samples import allocations
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tests.refusals import refused
 from tilefold.ops import lsr_head, lsr_head_sparse
@@ -132,12 +133,9 @@ def test_the_result_is_a_valid_csr_tensor_that_others_can_use_without_a_warning_
 def test_the_dense_scores_are_never_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, length, vocab, block = 64, 4, 200_000, 1024
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", block)
-    inputs = lsr_head_inputs(batch, length, 8, vocab)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        sparse = run(inputs, top_k=16)
-    sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert sparse.values().numel() == batch * 16
+    inputs, kept = lsr_head_inputs(batch, length, 8, vocab), list[int]()
+    sizes = allocations(lambda: kept.append(run(inputs, top_k=16).values().numel()))
+    assert kept == [batch * 16]
     assert sizes and max(sizes) <= 4 * batch * length * (block + 16)  # fp32 logits of a block, not scores of [B, V]
     assert max(sizes) < 4 * batch * vocab / 10
 

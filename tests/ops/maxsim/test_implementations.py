@@ -115,30 +115,6 @@ def test_results_repeat_to_the_bit(target: Target, pairing: str, options: dict[s
     same(second, first)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_operands_with_any_strides(target: Target, pairing: str) -> None:
-    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", device=target.device)
-    strided = dataclasses.replace(
-        inputs,
-        queries=inputs.queries.transpose(0, -1).contiguous().transpose(0, -1),
-        documents=torch.cat([inputs.documents, inputs.documents], dim=-1)[..., : inputs.documents.size(-1)],
-        document_mask=inputs.document_mask.transpose(0, -1).contiguous().transpose(0, -1),
-        dscores=inputs.dscores[..., :1].expand_as(inputs.dscores),
-    )
-    assert_maxsim_matches(strided, impl=target.impl)
-
-
-MASK_DTYPES = (torch.int64, torch.bool) if INTERPRETED else (torch.int64, torch.float32, torch.uint8, torch.bool)
-
-
-@pytest.mark.parametrize("kind", MASK_DTYPES, ids=str)
-def test_masks_of_any_dtype_keep_what_is_not_zero(target: Target, kind: torch.dtype) -> None:
-    inputs = maxsim_inputs(*SHAPE, layout="holes", device=target.device)
-    masks = {name: (2 * getattr(inputs, name)).to(kind) for name in ("query_mask", "document_mask")}
-    found = maxsim_results(dataclasses.replace(inputs, **masks), impl=target.impl)
-    same(found, maxsim_results(inputs, impl=target.impl))
-
-
 @pytest.mark.parametrize("options", [{}, {"mask_mode": "zero"}, {"temperature": 0.5}], ids=["max", "zero", "smooth"])
 @pytest.mark.parametrize("pairing", ["all", "index"] if INTERPRETED else PAIRINGS)  # one for each forward kernel
 def test_nan_is_seen_where_it_is_kept_and_nowhere_else(target: Target, pairing: str, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels import triton_interpreted
 from tests.ops.base import MaxSimOptions, MaxSimSaved, MaxSimTensors
 from tests.ops.base import maxsim_tiled as _tiled
+from tests.ops.samples import allocations, saved_for_backward
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops.maxsim import quantize_tokens
 from tilefold.ops.maxsim.tiles import BOOKKEEPING_BYTES, SCRATCH_BYTES
@@ -57,9 +59,7 @@ def test_winners_take_two_bytes_up_to_65535_tokens_and_are_kept_only_for_a_gradi
     length: int, dtype: torch.dtype
 ) -> None:
     inputs = maxsim_inputs(2, 2, 3, length, 2)
-    saved: Any = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        maxsim(inputs.queries.requires_grad_(), inputs.documents)
+    saved = saved_for_backward(lambda: maxsim(inputs.queries.requires_grad_(), inputs.documents))
     assert [t.shape for t in saved if t.dtype == dtype] == [(2, 6)]
     scores, winners, *rest = torch.ops.tilefold.maxsim(
         inputs.queries.detach(), inputs.documents, *[None] * 6, "all", False, 0.0, False, False, 0, False, "tiled"
@@ -98,15 +98,7 @@ def test_the_tiled_path_asks_of_uint16_what_cuda_can_do(pairing: str, layout: st
 
 def peak_bytes(call: Callable[[], Any]) -> int:
     """The most bytes that were allocated on the CPU at a time while ``call`` ran, its results included."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = call()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    del kept
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return max(itertools.accumulate(allocations(call)))
 
 
 def offsets(*lengths: int) -> Tensor:

@@ -1,8 +1,7 @@
-"""The specification of MaxSim: cases computed by hand, and its gradients against finite differences."""
+"""The specification of MaxSim: cases computed by hand; gradients are in ``shared/test_references.py``."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tilefold.ops import maxsim
-from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
-from tilefold.testing.padding import LAYOUTS
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
 
@@ -121,16 +118,6 @@ def test_normalized_rows_have_norm_one_and_zero_rows_stay_zero() -> None:
     out = maxsim(zero, torch.randn(1, 4, 3), normalize=True, impl="reference")
     out.sum().backward()
     assert out.item() == 0 and not zero.grad.any()
-
-
-@pytest.mark.parametrize(("pairing", "layout"), list(itertools.product(PAIRINGS, LAYOUTS)))
-def test_gradients_agree_with_finite_differences(pairing: str, layout: str) -> None:
-    inputs = maxsim_inputs(3, 2, 2, 4, 3, pairing=pairing, layout=layout, dtype=torch.float64, seed=1)
-    leaves = (inputs.queries.requires_grad_(), inputs.documents.requires_grad_())
-    for options in ({"normalize": True}, {"temperature": 0.4}, {"mask_mode": "zero", "reduction": "mean"}):
-        assert torch.autograd.gradcheck(
-            lambda q, d, o=options: maxsim(q, d, **inputs.layout, **o, impl="reference"), leaves
-        )
 
 
 def test_the_reference_can_be_differentiated_again() -> None:

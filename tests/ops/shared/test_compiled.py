@@ -22,6 +22,7 @@ from tests.ops.samples import (
     dout,
     head,
     late,
+    paired,
     quantized_documents,
     quantized_head,
     rows,
@@ -29,7 +30,7 @@ from tests.ops.samples import (
     scattered,
 )
 from tilefold.ops import QuantizedWeight, lsr_head, maxsim, quantize_tokens, quantize_weight, xtr_scores
-from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
+from tilefold.testing.maxsim import PAIRINGS
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter"),
@@ -42,12 +43,6 @@ LAYOUTS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 SCATTERS = [scatter(reduce=reduce, ignore_ids=(2,), **layout) for reduce in ("max", "sum") for _, layout in LAYOUTS]
 HEADS = [head(pooling, *shape, **layout) for pooling in POOLINGS for shape, layout in LAYOUTS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def paired(pairing: str, layout: str, **options: Any) -> Sample:
-    inputs = maxsim_inputs(3, 4, 5, 9, 16, pairing=pairing, layout=layout)
-    place = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in inputs.layout.items()}
-    return late(inputs.queries.shape, inputs.documents.shape, **place, **options)
 
 
 SMOOTH = {"temperature": 0.5, "reduction": "mean", "normalize": True}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
+from tests.ops.samples import allocations, saved_for_backward
 from tests.ops.sparse_rows import entries, expected_entries, warnings_are_errors
 from tests.refusals import refused
 from tilefold.ops import token_scatter, token_scatter_sparse
@@ -30,14 +31,7 @@ def leaf(inputs: TokenScatterInputs) -> Tensor:
 def test_one_byte_a_token_is_kept_for_backward_beside_the_inputs(device: str) -> None:
     inputs = token_scatter_inputs(3, 12, 50_000, layout="right", device=device)
     weights = leaf(inputs)
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        token_scatter(weights, inputs.input_ids, 50_000, **inputs.layout)
+    kept = saved_for_backward(lambda: token_scatter(weights, inputs.input_ids, 50_000, **inputs.layout))
     own = [t for t in kept if t.data_ptr() not in (weights.data_ptr(), inputs.input_ids.data_ptr())]
     assert sum(t.numel() * t.element_size() for t in own) == 3 * 12
 
@@ -101,10 +95,7 @@ def test_nothing_of_the_size_of_the_membership_nor_sparsely_of_the_vocabulary_is
         (lambda: token_scatter(weights, dense.input_ids, 20_000).backward(dense.dscores), 4 * 8 * 20_000),
         (lambda: run(sparse, top_k=32), 16 * 64 * 8),
     ):
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            call()
-        sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        sizes = allocations(call)
         assert sizes and max(sizes) <= most
 
 
