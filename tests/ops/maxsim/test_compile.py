@@ -165,6 +165,8 @@ def test_gradients_build_without_spills(
     ):
         own = "ddoc_ptr" if "documents" in launch.kernel.__name__ else "dquery_ptr"
         unit = {own: "*fp32"} if scaled and not launch.constants.get("PROJECTS") else {}  # gradients of unit vectors
+        if "d" in packed and not temperature:
+            unit["saved_ptr"] = "*i32"  # winners of documents of any length
         # two variants, documents of scaled rows on 9.0 and listed ones on 10.0, put away 16 bytes before their loops
         spilled, looped = 16 if packed or scaled else 0, 0.0
         if rows == 32 and launch.kernel.__name__ == "ddocuments_listed_kernel":

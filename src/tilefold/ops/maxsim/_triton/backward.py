@@ -158,12 +158,13 @@ def dqueries_row_kernel(
         winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=there, other=NO_WINNER).to(tl.int32)
         has = (winner != NO_WINNER) & (start + winner < end)  # of an impossible document none: it is empty
         offs = tl.cast(owner, tl.int64) * stride_q + d.to(tl.int64) * stride_d
-        grad = tl.load(dscore_ptr + offs, mask=has, other=0.0).to(tl.float32)
+        # a column from the start: 3.7 cannot lay out a mask of `has` that int32 winners and offsets share
+        grad = tl.load(dscore_ptr + offs[:, None], mask=has[:, None], other=0.0).to(tl.float32)
         doc_row = start + winner
         x = load_rows(doc_ptr, doc_row, has, k, D).to(tl.float32)
         if HAS_SCALE:
             x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
-        acc += grad[:, None] * x
+        acc += grad * x
     total = tl.sum(acc, axis=0) * factor
     offs = tl.cast(row, tl.int64) * D + k
     if PROJECTS:
