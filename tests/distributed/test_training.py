@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.ranks import TEXTS, Rank, Ranks
+from tests.integrations.splade_models import five_steps, logged_losses, without_dropout
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.losses import GlobalFlopsLoss
@@ -22,15 +23,9 @@ from tilefold.testing import budget
 
 
 def load(folder: Path, rank: Rank) -> Any:
-    """The model without dropout; its pooling stays in training mode, where stock has a backward."""
     from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    model = SparseEncoder(str(folder), device=str(rank.device)).eval()
-    for module in model.modules():
-        if isinstance(module, SpladePooling):
-            module.train()
-    return model
+    return without_dropout(SparseEncoder(str(folder), device=str(rank.device)))
 
 
 def scores_of(model: Any, texts: list[str], device: torch.device) -> Tensor:
@@ -101,20 +96,6 @@ def ddp_step(rank: Rank, folder: Path, fused: bool) -> None:
     assert abs(total.item() / rank.size - expected_loss) <= 1e-5 * abs(expected_loss)
 
 
-def local_flops_is_not_the_whole_batch(rank: Rank, folder: Path) -> float:
-    """How far the stock regulariser, on each rank's rows, is from that of all rows: the thing to be repaired."""
-    from sentence_transformers.sparse_encoder.losses import FlopsLoss
-
-    with torch.no_grad():
-        model = load(folder, rank)
-        whole = FlopsLoss(model).compute_loss_from_embeddings(scores_of(model, TEXTS, rank.device))
-        local = FlopsLoss(model).compute_loss_from_embeddings(scores_of(model, my_texts(rank), rank.device))
-        shared = GlobalFlopsLoss().compute_loss_from_embeddings(scores_of(model, my_texts(rank), rank.device))
-        torch.distributed.all_reduce(local)
-    assert abs(shared.item() - whole.item()) <= 1e-5 * whole.item()
-    return local.item() / rank.size / whole.item()
-
-
 def fsdp_step(rank: Rank, folder: Path, layers: bool) -> None:
     """One step of SGD: gradients, and the parameters after it."""
     from torch.distributed.fsdp import fully_shard
@@ -179,113 +160,52 @@ def accelerating_a_sharded_model(rank: Rank, folder: Path) -> None:
     assert_same_gradients(model, expected)
 
 
-def fsdp_around_an_lsr_head(rank: Rank) -> None:
-    """nn.LSRHead as a part of an FSDP module: whole inside its forward, rows differ from rank to rank."""
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.distributed.test_vocabulary_parallel import Scorer
-
-    whole = Scorer().to(rank.device)
-    inputs = torch.randn(6, 7, 12, generator=torch.Generator().manual_seed(5)).to(rank.device)
-    mask = torch.ones(6, 7, device=rank.device)
-    whole(inputs, mask).square().sum(dim=1).mean().backward()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    share = slice(6 // rank.size * rank.rank, 6 // rank.size * (rank.rank + 1))
-    for head_too in (False, True):
-        model = copy.deepcopy(whole)
-        model.zero_grad(set_to_none=True)
-        mesh = init_device_mesh(rank.device.type, (rank.size,))
-        if head_too:
-            fully_shard(model.head, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        scores = model(inputs[share], mask[share])
-        assert not isinstance(scores, DTensor)
-        scores.square().sum(dim=1).mean().backward()
-        assert_same_gradients(model, expected)
-
-
 def trained_losses(
     folder: Path, output: Path, batch: int, stream: bool = False, fused: bool = True, **options: Any
 ) -> tuple[list[float], set[str]]:
     """Four steps of the stock trainer on an accelerated model; the losses, and the types of its parameters."""
     from datasets import Dataset
-    from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers import SparseEncoder, SparseEncoderTrainer
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 
     torch.manual_seed(0)
-    model = SparseEncoder(str(folder), device="cpu")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    model = without_dropout(SparseEncoder(str(folder), device="cpu"))
     if fused:
         accelerate(model)
-    loss = SpladeLoss(
-        model,
-        loss=SparseMultipleNegativesRankingLoss(model, gather_across_devices=True),
-        document_regularizer_weight=0.3,
-        query_regularizer_weight=0.5,
-        document_regularizer=GlobalFlopsLoss(),
-        query_regularizer=GlobalFlopsLoss(),
-    )
-    pairs = {"anchor": TEXTS, "positive": [" ".join(reversed(text.split())) for text in TEXTS]}
-    arguments = SparseEncoderTrainingArguments(
-        output_dir=str(output),
-        max_steps=4,
-        per_device_train_batch_size=batch,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=3,
-        dataloader_pin_memory=False,
-        **options,
-    )
-    dataset = Dataset.from_dict(pairs)
-    trainer = SparseEncoderTrainer(
-        model=model, args=arguments, train_dataset=dataset.to_iterable_dataset() if stream else dataset, loss=loss
-    )
+    ranking = SparseMultipleNegativesRankingLoss(model, gather_across_devices=True)
+    flops = {f"{side}_regularizer": GlobalFlopsLoss() for side in ("document", "query")}
+    loss = SpladeLoss(model, ranking, document_regularizer_weight=0.3, query_regularizer_weight=0.5, **flops)
+    data = Dataset.from_dict({"anchor": TEXTS, "positive": [" ".join(reversed(text.split())) for text in TEXTS]})
+    schedule = {"max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    arguments = five_steps(output, per_device_train_batch_size=batch, **schedule | options)
+    data = data.to_iterable_dataset() if stream else data
+    trainer = SparseEncoderTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
     ahead = fused and not stream  # the one process runs plainly
     if ahead and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         collate_ahead(trainer)
         assert trainer.data_collator.join
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {type(parameter).__name__ for parameter in trainer.model.parameters()}
-
-
-def streamed_run(rank: Rank, folder: Path, output: Path, fused: bool) -> tuple[list[float], set[str]]:
-    """:func:`trained_losses` of an ``IterableDataset`` of which each rank takes batches of its own, the last short."""
-    return trainer_run(rank, folder, output, False, stream=True, fused=fused)
+    return logged_losses(trainer), {type(parameter).__name__ for parameter in trainer.model.parameters()}
 
 
 def trainer_run(
-    rank: Rank, folder: Path, output: Path, fsdp: bool, stream: bool = False, fused: bool = True
+    rank: Rank, folder: Path, output: Path, fsdp: bool = False, stream: bool = False, fused: bool = True
 ) -> tuple[list[float], set[str]]:
-    """:func:`trained_losses` on this rank's share of the batch, as torchrun would start it."""
+    """:func:`trained_losses` on this rank's share of the batch, as torchrun would start it.
+
+    Of an ``IterableDataset`` each rank takes batches of its own, the last short.
+    """
     options: dict[str, Any] = {"use_cpu": rank.device.type == "cpu"}
     if rank.device.type == "cpu":
         options["ddp_backend"] = "gloo"
     if fsdp:
         options["fsdp"] = "full_shard auto_wrap"
         options["fsdp_config"] = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
-    before = dict(os.environ)
-    os.environ |= {
-        "RANK": str(rank.rank),
-        "LOCAL_RANK": str(rank.rank),
-        "WORLD_SIZE": str(rank.size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29400",
-    }
     if stream:  # that of all ranks at once fails in the stock trainer: batches hold words, which it does not broadcast
         options["accelerator_config"] = {"dispatch_batches": False}
-    batch = len(TEXTS) // rank.size - stream  # of a stream, the last is short
-    try:
-        return trained_losses(folder, output, batch, stream, fused, **options)
-    finally:
-        os.environ.clear()
-        os.environ |= before
+    place = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.size, "MASTER_PORT": 29400}
+    given = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    with mock.patch.dict(os.environ, given):
+        return trained_losses(folder, output, len(TEXTS) // rank.size - stream, stream, fused, **options)
 
 
 @pytest.fixture(scope="module")
@@ -306,11 +226,6 @@ def test_a_step_of_the_tiny_model_equals_one_process(
     ranks.run(job, tiny_folder, *args)
 
 
-def test_stock_flops_grows_with_the_number_of_ranks_and_global_flops_does_not(ranks: Ranks, tiny_folder: Path) -> None:
-    for ratio in ranks.run(local_flops_is_not_the_whole_batch, tiny_folder):
-        assert ratio > 1.001
-
-
 def test_a_decoder_sharded_alone_is_refused_unless_it_stays_whole_after_its_forward(
     ranks: Ranks, untied_folder: Path
 ) -> None:
@@ -318,22 +233,18 @@ def test_a_decoder_sharded_alone_is_refused_unless_it_stays_whole_after_its_forw
         ranks.run(fsdp_of_the_head_alone, untied_folder, reshard)
 
 
-def test_an_lsr_head_inside_an_fsdp_module_sees_its_whole_weight(ranks: Ranks) -> None:
-    ranks.run(fsdp_around_an_lsr_head)
-
-
 def test_the_stock_trainer_under_ddp_has_the_losses_of_one_process(
     ranks: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
 ) -> None:
     tolerance = 1e-4 if ranks.device_type == "cpu" else 1e-3  # the one process runs on the CPU
-    for losses, _ in ranks.run(trainer_run, tiny_folder, tmp_path, False):
+    for losses, _ in ranks.run(trainer_run, tiny_folder, tmp_path):
         assert losses == pytest.approx(one_process_losses, rel=tolerance)
 
 
 def test_streamed_training_data_give_the_losses_of_the_stock_model(
     ranks: Ranks, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    stock, fused = (ranks.run(streamed_run, tiny_folder, tmp_path, accelerated) for accelerated in (False, True))
+    stock, fused = (ranks.run(trainer_run, tiny_folder, tmp_path, False, True, fused) for fused in (False, True))
     for (losses, _), (expected, _) in zip(fused, stock, strict=True):
         assert len(losses) == 4 and losses == pytest.approx(expected, rel=1e-4)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -253,26 +254,6 @@ def a_parallelized_module_trains_like_the_whole_one(rank: Rank, output: str) -> 
         assert relative_error(got, expected[name].double()) < 1e-4, name
 
 
-def plain_shards_add_up(rank: Rank) -> None:
-    """Without DTensor: each rank calls the head with its slice, and sums dhidden itself."""
-    inputs = with_one_answer(lsr_head_inputs(3, 6, 16, 22, layout="right", device=rank.device))
-    width = -(-22 // rank.size)
-    columns = slice(rank.rank * width, min((rank.rank + 1) * width, 22))
-    part = LSRHeadInputs(
-        inputs.hidden,
-        inputs.weight[columns],
-        inputs.bias[columns],
-        inputs.attention_mask,
-        None,
-        inputs.dscores[:, columns],
-    )
-    results, truth = lsr_head_results(part), lsr_head_truth(inputs)
-    torch.distributed.all_reduce(results["dhidden"])
-    assert_within_budget(results["scores"], truth["scores"][:, columns])
-    assert_within_budget(results["dhidden"], truth["dhidden"], kind="gradient_bound")
-    assert_within_budget(results["dweight"], truth["dweight"][columns], kind="gradient_bound")
-
-
 def errors_name_argument_and_remedy(rank: Rank) -> None:
     mesh = mesh_of(rank)
     other = init_device_mesh(rank.device.type, (1, rank.size))
@@ -302,22 +283,24 @@ def errors_name_argument_and_remedy(rank: Rank) -> None:
         parallelize_module(nn.Linear(4, 4), mesh, {"": VocabularyParallel()})
 
 
-def fsdp_around_tensor_parallelism(rank: Rank, dp: int) -> None:
-    """Two dimensions: rows over dp with FSDP2, vocabulary over tp; one step equals one process with all rows."""
-    from torch.distributed.fsdp import fully_shard
-
+def fsdp_around_a_head(rank: Rank, dp: int, style: VocabularyParallel | None, apart: bool = False) -> None:
+    """Rows over dp with FSDP2, vocabulary, in a `style`, over tp; one step equals one process with all rows."""
     mesh = init_device_mesh(rank.device.type, (dp, rank.size // dp), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(6, 7, 12, generator=generator).to(rank.device)
     mask = torch.ones(6, 7, device=rank.device)
     whole = Scorer().to(rank.device)
     model = copy.deepcopy(whole)
-    parallelize_module(model, mesh["tp"], {"head": VocabularyParallel()})
-    fully_shard(model, mesh=mesh["dp"])
+    if style is not None:
+        parallelize_module(model, mesh["tp"], {"head": style})
+    for module in (model.head, model) if apart else (model,):
+        fully_shard(module, mesh=mesh["dp"])
     whole(inputs, mask).square().sum(dim=1).mean().backward()
     rows, first = 6 // dp, 6 // dp * mesh["dp"].get_local_rank()
     mine = slice(first, first + rows)
-    model(inputs[mine], mask[mine]).full_tensor().square().sum(dim=1).mean().backward()
+    scores = model(inputs[mine], mask[mine])
+    assert isinstance(scores, DTensor) == (style is not None)
+    (scores.full_tensor() if style is not None else scores).square().sum(dim=1).mean().backward()
     assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
     truth = {name: parameter.grad.double() for name, parameter in whole.named_parameters()}
     held({name: parameter.grad for name, parameter in model.named_parameters()}, truth)
@@ -344,9 +327,8 @@ def fsdp_around_tensor_parallelism(rank: Rank, dp: int) -> None:
         (sparse_rows_equal_one_device, [[{"vocab": 4, "top_k": 2}, {"vocab": 4}, {"vocab": 29}]]),  # without columns
         (a_parallelized_module_trains_like_the_whole_one, ["sharded"]),
         (a_parallelized_module_trains_like_the_whole_one, ["gathered"]),
-        (plain_shards_add_up, []),
         (errors_name_argument_and_remedy, []),
-        (fsdp_around_tensor_parallelism, [1]),
+        (fsdp_around_a_head, [1, VocabularyParallel()]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -383,5 +365,6 @@ def test_the_benchmark_measures_what_it_has_checked(ranks: Ranks) -> None:
         assert "whole, forward + backward" in names and "shared, forward + backward" in names
 
 
-def test_fsdp_over_rows_goes_with_a_vocabulary_over_columns(ranks: Ranks) -> None:
-    ranks.run(fsdp_around_tensor_parallelism, ranks.size)
+def test_fsdp_over_rows_goes_with_a_whole_vocabulary_and_one_over_columns(ranks: Ranks) -> None:
+    for given in ((VocabularyParallel(),), (None, False), (None, True)):
+        ranks.run(fsdp_around_a_head, ranks.size, *given)
