@@ -9,7 +9,7 @@ import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
-from tests.integrations.splade_models import build_tiny_splade
+from tests.integrations.splade_models import build_tiny_splade, without_dropout
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder
 
 
@@ -37,15 +37,6 @@ def model(tiny_folder: Path) -> SparseEncoder:
     return SparseEncoder(str(tiny_folder), device="cpu")
 
 
-@pytest.fixture(scope="session")
-def still_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("still-splade")
-    model = build_tiny_splade("bert", tokenizer_folder, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    model.save_pretrained(str(folder))
-    return folder
-
-
 @pytest.fixture
-def tiny(still_folder: Path) -> SparseEncoder:
-    """A tiny BERT without dropout, in train mode too."""
-    return SparseEncoder(str(still_folder), device="cpu")
+def tiny(model: SparseEncoder) -> SparseEncoder:
+    return without_dropout(model)  # type: ignore[no-any-return]

@@ -45,17 +45,8 @@ def build_colbert(**options: Any) -> Any:
 
 def problem(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Tensor]:
     """Token vectors and masks with holes, a query without a token, and a document without one."""
-    generator = torch.Generator().manual_seed(0)
-    outer = (3,) if "pairwise" in name else (3, 2)
-    queries = torch.randn(3, 5, 16, generator=generator).to(dtype)
-    documents = torch.randn(*outer, 9, 16, generator=generator).to(dtype)
-    queries_mask = torch.rand(3, 5, generator=generator) < 0.7
-    documents_mask = torch.rand(*outer, 9, generator=generator) < 0.6
-    queries_mask[2] = False
-    documents_mask[1] = False
     keys = ("queries_embeddings", "documents_embeddings", "queries_mask", "documents_mask")
-    parts = (queries, documents, queries_mask, documents_mask)
-    return {key: part.to(device) for key, part in zip(keys, parts, strict=True)}
+    return dict(zip(keys, masked((3,) if "pairwise" in name else (3, 2), "bool", dtype, device), strict=True))
 
 
 def results_of(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> list[Tensor]:
@@ -71,10 +62,15 @@ def results_of(function: Callable[..., Tensor], arguments: dict[str, Any], **opt
 BUDGET = 1e-5
 
 
-def masked(name: str, masks: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Any]:
-    """For PyLate: mostly negative similarities, so that a masked token often wins; holes, rows without a token."""
+def masked(
+    shape: str | tuple[int, ...], masks: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[Any]:
+    """Mostly negative similarities, so that where a mask multiplies a masked token often wins; rows without a token.
+
+    ``shape`` is that of the documents, or the name of the function of PyLate that reads them.
+    """
     generator = torch.Generator().manual_seed(0)
-    outer = (4,) if name == "colbert_scores" else (3, 2)
+    outer = shape if isinstance(shape, tuple) else (4,) if shape == "colbert_scores" else (3, 2)
     queries = torch.randn(3, 5, 16, generator=generator) - 0.3
     documents = torch.randn(*outer, 9, 16, generator=generator) + 0.3
     if masks == "none":

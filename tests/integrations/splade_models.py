@@ -81,12 +81,13 @@ def fused_copy(stock: SparseEncoder, **options: Any) -> SparseEncoder:
     return fused
 
 
-def without_dropout(model: SparseEncoder) -> SparseEncoder:
-    """Evaluation mode, except for the pooling: in that mode stock SpladePooling has no backward."""
-    model.eval()
-    for module in model.modules():
-        if isinstance(module, SpladePooling):
-            module.train()
+def without_dropout(model: Any) -> Any:
+    """In train mode: in the other one stock SpladePooling has no backward."""
+    for module in model.train().modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
     return model
 
 

@@ -248,8 +248,7 @@ def test_a_causal_model_that_keeps_one_token_of_logits_is_refused(tokenizer_fold
     refuses(model, ValueError, '"logits_to_keep": 0.*needs sentence-transformers 6.2')
 
 
-def test_heads_that_are_hooked_replaced_or_no_plain_linear_are_refused(tiny_folder: Path) -> None:
-    model = SparseEncoder(str(tiny_folder), device="cpu")
+def test_heads_that_are_hooked_replaced_or_no_plain_linear_are_refused(model: SparseEncoder) -> None:
     refuses(model, ValueError, "impl must be one of 'auto'", impl="cuda")
     head = model.transformers_model.get_output_embeddings()
     hook = head.register_forward_hook(lambda *_: None)
@@ -278,8 +277,7 @@ def test_poolings_and_routes_that_do_not_fit_are_refused(tokenizer_folder: Path)
         refuses(SparseEncoder(modules=modules, device="cpu"), ValueError, message)
 
 
-def test_a_model_that_cannot_run_where_it_lies_says_so_and_can_skip_the_check(tiny_folder: Path) -> None:
-    model = SparseEncoder(str(tiny_folder), device="cpu")
+def test_a_model_that_cannot_run_where_it_lies_says_so_and_can_skip_the_check(model: SparseEncoder) -> None:
     encoder = model.transformers_model.bert.encoder
 
     def fail(*_: Any) -> None:
@@ -294,18 +292,12 @@ def test_a_model_that_cannot_run_where_it_lies_says_so_and_can_skip_the_check(ti
     model.encode(TEXTS)
 
 
-def test_a_head_replaced_afterwards_is_noticed(tiny_folder: Path) -> None:
-    model = SparseEncoder(str(tiny_folder), device="cpu")
+def test_what_happens_to_an_accelerated_head_is_noticed(model: SparseEncoder) -> None:
     accelerate(model)
     model.transformers_model.set_output_embeddings(nn.Linear(32, VOCABULARY))
     refused(RuntimeError, r"call accelerate\(model\) again", model.encode, TEXTS)
     accelerate(model)
     model.encode(TEXTS)
-
-
-def test_a_weight_on_another_device_names_data_parallel(tiny_folder: Path) -> None:
-    model = SparseEncoder(str(tiny_folder), device="cpu")
-    accelerate(model)
-    hidden = torch.zeros(1, 2, 32, device="meta")
-    with pytest.raises(RuntimeError, match=r"DataParallel replicates modules.*torchrun"):
-        model[1]({"token_embeddings": hidden, "attention_mask": torch.ones(1, 2, device="meta")})
+    hidden, mask = torch.zeros(1, 2, 32, device="meta"), torch.ones(1, 2, device="meta")
+    features = {"token_embeddings": hidden, "attention_mask": mask}
+    refused(RuntimeError, r"DataParallel replicates modules.*torchrun", model[1], features)

@@ -47,11 +47,15 @@ def with_lora(folder: Path, *names: str, **options: Any) -> SparseEncoder:
     return model
 
 
-ADAPTERS = [((), {}), ((), {"r": 3}), ((), {"lora_bias": True}), ((), {"use_rslora": True}), (("one", "two"), {})]
+ADAPTERS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    ((), {}), ((), {"r": 3}), ((), {"lora_bias": True}), ((), {"use_rslora": True}), (("one", "two"), {}),
+    ((), {"target_modules": ["query"], "modules_to_save": ["decoder"]}),
+    ((), {"target_modules": ["query"], "modules_to_save": ["decoder", "transform"]}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "options"), ADAPTERS)
-def test_lora_of_a_head_trains_as_stock(names: tuple[str, ...], options: Any, tokenizer_folder: Path) -> None:
+def test_an_adapted_head_trains_as_stock(names: tuple[str, ...], options: Any, tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, *names, **options)
     if names:
         stock.set_adapter(list(names))
@@ -59,7 +63,10 @@ def test_lora_of_a_head_trains_as_stock(names: tuple[str, ...], options: Any, to
     assert_same_training(without_dropout(stock), without_dropout(fused))
     _, gradients = scores_and_gradients(fused)
     trained = [name for name in gradients if "decoder" in name]
-    assert all("lora_" in name for name in trained) and len(trained) >= 2
+    assert all("lora_" in name or "modules_to_save" in name for name in trained) and len(trained) >= 2
+    stock.disable_adapters()
+    fused.disable_adapters()
+    assert_close(encode(fused), encode(stock), 1e-5)
 
 
 def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
@@ -91,17 +98,6 @@ def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: 
         assert_close(encode(fused), expected, 1e-5)
         seen.append(expected)
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
-
-
-@pytest.mark.parametrize("saved", [["decoder"], ["decoder", "transform"]])
-def test_a_head_among_the_modules_to_save_is_trained_as_stock(saved: list[str], tokenizer_folder: Path) -> None:
-    stock = build_tiny_splade("bert", tokenizer_folder, tie_word_embeddings=False)
-    stock.add_adapter(LoraConfig(r=4, target_modules=["query"], modules_to_save=saved))
-    fused = fused_copy(stock)
-    assert_same_training(without_dropout(stock), without_dropout(fused))
-    stock.disable_adapters()
-    fused.disable_adapters()
-    assert_close(encode(fused), encode(stock), 1e-5)
 
 
 def test_adapters_in_fp32_on_a_half_precision_model_score_as_stock(tokenizer_folder: Path) -> None:
@@ -136,17 +132,13 @@ def test_encoding_rounds_and_training_does_not(model: SparseEncoder) -> None:
     exact = encode(model)
     with accelerate(model, quantize="fp8"):
         rounded = encode(model)
+        torch.testing.assert_close(encode_sparse(model, TEXTS).to_dense(), rounded)
         model.eval()
         trained = model(model.preprocess(TEXTS))["sentence_embedding"]
     assert 0 < relative_error(rounded, exact) < FP8_SCORES
     assert trained.requires_grad
     assert relative_error(trained, exact) < 1e-5
     assert torch.equal(encode(model), exact)
-
-
-def test_sparse_rows_are_those_of_the_rounded_head(model: SparseEncoder) -> None:
-    accelerate(model, quantize="fp8")
-    torch.testing.assert_close(encode_sparse(model, TEXTS).to_dense(), encode(model))
 
 
 def assigned(weight: torch.nn.Parameter) -> None:

@@ -27,6 +27,7 @@ from tests.integrations.splade_models import (
     fused_copy,
     logged_losses,
     tiny_transformer,
+    without_dropout,
 )
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
@@ -48,16 +49,6 @@ EQUAL = Dataset.from_dict({"anchor": PAIRS["anchor"], "positive": [f"a function 
 # Of the largest gradient, in fp64. Without padding sums run in another order, and what cancels in them (the gradient of
 # token types adds up those of all tokens) is some hundred roundings off, up to 8e-14.
 ROUNDING = 1e-10
-
-
-def without_dropout(model: Any) -> Any:
-    """In train mode too."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    return model
 
 
 def splade_loss(model: Any, cached: bool = False, **options: Any) -> Any:

@@ -15,8 +15,15 @@ import torch
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from torch import Tensor
 
-from tests.integrations.splade_models import assert_close, build_tiny_splade, five_steps, fused_copy, logged_losses
-from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss, without_dropout
+from tests.integrations.splade_models import (
+    assert_close,
+    build_tiny_splade,
+    five_steps,
+    fused_copy,
+    logged_losses,
+    without_dropout,
+)
+from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.graphs import (

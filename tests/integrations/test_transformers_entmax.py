@@ -11,25 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    DistilBertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ModernBertConfig,
-    ModernBertForSequenceClassification,
-    ModernBertModel,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaModel,
-    StaticCache,
-)
 
 from tests import programs
+from tests.recipes.small import tiny_network
 from tests.refusals import refused
 from tilefold.integrations.transformers import (
     learn_alpha,
@@ -42,8 +28,6 @@ from tilefold.integrations.transformers import (
 )
 
 NAMES = ["bert", "roberta", "modernbert", "gpt2"]
-SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-                         "vocab_size": 99, "max_position_embeddings": 64}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -54,20 +38,15 @@ def registered() -> Iterator[None]:
 
 
 def model(name: str, implementation: str = "entmax", **changes: Any) -> Any:
-    torch.manual_seed(0)
+    options = {"attn_implementation": implementation, **changes}
     if name == "gpt2":
-        config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64, bos_token_id=1,
-                            eos_token_id=2, pad_token_id=0, **changes)  # fmt: skip
-        made: Any = GPT2LMHeadModel._from_config(config, attn_implementation=implementation)
-    elif name == "modernbert":
-        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-        config = ModernBertConfig(**SMALL, **special, local_attention=8, global_attn_every_n_layers=2, **changes)
-        made = ModernBertModel._from_config(config, attn_implementation=implementation)
-    else:
-        kinds: dict[str, Any] = {"bert": (BertConfig, BertModel), "roberta": (RobertaConfig, RobertaModel)}
-        kind, cls = kinds[name]
-        made = cls._from_config(kind(**SMALL, pad_token_id=0, **changes), attn_implementation=implementation)
-    return made.eval()
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64, bos_token_id=1,
+                            eos_token_id=2, pad_token_id=0, **options)  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).eval()
+    if name == "modernbert":
+        options |= {"local_attention": 8, "global_attn_every_n_layers": 2}
+    return tiny_network(name, 99, **options).base_model.eval()
 
 
 def sentence_model(tokenizer_folder: Path, folder: Path, **options: Any) -> Any:
@@ -76,9 +55,7 @@ def sentence_model(tokenizer_folder: Path, folder: Path, **options: Any) -> Any:
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    torch.manual_seed(0)
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
-    BertModel(config).save_pretrained(str(folder))
+    tiny_network("bert").base_model.save_pretrained(str(folder))
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     modules = [Transformer(str(folder), max_seq_length=32), Pooling(32)]
     return SentenceTransformer(modules=modules, device="cpu", **options)
@@ -147,7 +124,8 @@ def test_alpha_reaches_models_with_a_head_and_is_not_replaced_by_a_default() -> 
     for alpha in (1.5, 2.0):
         config = model("modernbert", entmax_alpha=alpha).config
         torch.manual_seed(1)
-        made = ModernBertForSequenceClassification._from_config(config, attn_implementation="entmax").eval()
+        kind = transformers.ModernBertForSequenceClassification
+        made = kind._from_config(config, attn_implementation="entmax").eval()
         logits[alpha] = made(input_ids=tokens, attention_mask=mask).logits
     assert not torch.equal(logits[1.5], logits[2.0])
     set_alpha(made, 1.5)
@@ -196,8 +174,9 @@ def test_what_is_not_supported_is_said() -> None:
     with pytest.raises(ValueError, match=r"attention_mask must be a padding mask \[B, Nk\]"):
         made(input_ids=tokens, attention_mask=torch.ones(3, 1, 20, 20))
     decoder = model("gpt2")
+    cache = transformers.StaticCache(config=decoder.config, max_cache_len=16)
     with pytest.raises(ValueError, match="use a dynamic cache"):
-        decoder(input_ids=tokens[:, :4], past_key_values=StaticCache(config=decoder.config, max_cache_len=16))
+        decoder(input_ids=tokens[:, :4], past_key_values=cache)
     packs = torch.cat([torch.arange(12), torch.arange(8)])[None].expand(3, -1)
     with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k for packed sequences"):
         decoder(input_ids=tokens, position_ids=packs, use_cache=False)
@@ -235,7 +214,7 @@ def test_a_model_that_was_loaded_by_hand_is_remembered_once_it_ran_and_followed_
     output(made, *batch())
     assert saved(made, tmp_path)["attn_implementation"] == "entmax"
     for asked, runs in (({}, "entmax"), ({"attn_implementation": "sdpa"}, "sdpa")):
-        assert AutoModel.from_pretrained(str(tmp_path), **asked).config._attn_implementation == runs
+        assert transformers.AutoModel.from_pretrained(str(tmp_path), **asked).config._attn_implementation == runs
     # without tilefold it raises instead of running softmax
     code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"
     done = programs.run("-c", code, tmp_path)
@@ -265,13 +244,13 @@ def test_learned_alphas_are_saved_and_loaded(name: str, tmp_path: Path, caplog: 
 
 
 def test_learned_alphas_of_a_model_with_a_head_load_without_it_and_from_shards(tmp_path: Path) -> None:
-    whole = BertForMaskedLM._from_config(model("bert").config, attn_implementation="entmax")
+    whole = transformers.BertForMaskedLM._from_config(model("bert").config, attn_implementation="entmax")
     for alpha in learn_alpha(whole, [1.2, 1.8]):
         alpha.theta.data.add_(torch.arange(2))
     whole.save_pretrained(str(tmp_path), max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     right = [layer.attention.self.entmax_alpha.theta for layer in whole.bert.encoder.layer]
-    for cls in (BertModel, BertForMaskedLM):
+    for cls in (transformers.BertModel, transformers.BertForMaskedLM):
         loaded = cls.from_pretrained(str(tmp_path))
         pairs = zip(load_alpha(loaded, str(tmp_path)), right, strict=True)
         assert all(torch.equal(alpha.theta, theta) for alpha, theta in pairs)
@@ -289,10 +268,10 @@ def test_a_model_whose_attention_cannot_be_chosen_is_refused() -> None:
     refused(ValueError, "model must have attention layers", use_entmax, torch.nn.Linear(2, 2))
     refused(ValueError, r"alpha must lie in \[1, 2\]", use_entmax, model("bert"), 2.5)
 
-    class Fixed(DistilBertModel):
+    class Fixed(transformers.DistilBertModel):
         _can_set_attn_implementation = classmethod(lambda cls: False)
 
-    small = DistilBertModel.config_class(dim=16, n_layers=1, n_heads=2, hidden_dim=16, vocab_size=20)
+    small = transformers.DistilBertModel.config_class(dim=16, n_layers=1, n_heads=2, hidden_dim=16, vocab_size=20)
     with pytest.raises(ValueError, match="model must support a choice of attention"):
         use_entmax(Fixed._from_config(small, attn_implementation="sdpa"))
 
@@ -321,5 +300,5 @@ def test_sentence_transformers_keep_the_attention(learned: bool, tokenizer_folde
         refused(ValueError, "trust_remote_code", SentenceTransformer, str(folder), device="cpu")
     loaded = SentenceTransformer(str(folder), device="cpu", **({"trust_remote_code": True} if learned else {}))
     assert (loaded.encode(TEXTS) == vectors).all()
-    assert isinstance(loaded[0].model, PreTrainedModel)
+    assert isinstance(loaded[0].model, transformers.PreTrainedModel)
     assert loaded[0].model.config.entmax_alpha == ("learned" if learned else [1.3, 2.0])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers.processors import TemplateProcessing
 
+from tests.integrations.splade_models import without_dropout
 from tests.modules.batches import QUERIES, TEXTS
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated
 from tilefold.integrations.sentence_transformers.stream import as_csr
-from tilefold.modules import FusedPooling, HeadPooling, load_encoder
+from tilefold.modules import HeadPooling, load_encoder
 from tilefold.pipeline.rows import Batch, Window
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
 
@@ -53,14 +53,6 @@ def trained_once(model: SparseEncoder) -> dict[str, torch.Tensor]:
     weights = torch.rand(found["query"].shape, generator=torch.Generator().manual_seed(0)).double()
     ((found["query"] * found["document"] * weights).sum() + (found["document"] ** 2).sum()).backward()
     return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def without_dropout(model: SparseEncoder) -> SparseEncoder:
-    model.eval()
-    for module in model.modules():
-        if isinstance(module, (SpladePooling, FusedPooling)):
-            module.train()  # in the other mode stock has no backward
-    return model
 
 
 def test_vectors_and_gradients_are_the_same(model: SparseEncoder) -> None:

@@ -64,33 +64,6 @@ def test_stock_stays_stock(tiny_lm: str, tmp_path: Path, query: EncoderSpec | No
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("query", "document", "made"),
-    [
-        (None, EncoderSpec("mlp"), TokenWeights),
-        (None, EncoderSpec("mlp", activation="none", scale=0.5, drop_special_tokens=False), TokenWeights),
-        (EncoderSpec("binary", trainable=True), EncoderSpec("mlp"), StaticQuery),
-        (EncoderSpec("idf", trainable=True), EncoderSpec("mlm", drop_special_tokens=True), StaticQuery),
-        (None, EncoderSpec("cls_mlm"), HeadPooling),
-        (
-            EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True),
-            EncoderSpec("mlm", pooling="mean", activation="log1p_softplus", logit_scale=0.25),
-            HeadPooling,
-        ),
-    ],
-)
-def test_other_systems_load_with_tilefold_or_with_trust_and_have_the_same_vectors(
-    tiny_lm: str, tmp_path: Path, query: EncoderSpec | None, document: EncoderSpec, made: type
-) -> None:
-    model = built(tiny_lm, query, document)
-    assert made in {type(module) for module in model.modules()}
-    reloaded(model, tmp_path)
-    assert not list(tmp_path.rglob("*.bin"))
-    if query is not None and query.kind == "binary":
-        refused(ValueError, "trust_remote_code", SparseEncoder, str(tmp_path), device="cpu")
-        reloaded(model, tmp_path, SparseEncoder, trust_remote_code=True)
-
-
 def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) -> None:
     model = built(tiny_lm, EncoderSpec("mlm", normalize="l2", shared_network=True), EncoderSpec("mlm"))
     routes = model[0].sub_modules

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 import transformers
 from sentence_transformers import SparseEncoder
 
-from tests import programs
 from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import ColbertRecipe, backbone
@@ -28,15 +26,6 @@ MODULES = [
     "json.dumps\nSerialize an object to a JSON formatted string.",
     "threading.Lock\nA lock that one thread holds at a time.",
 ]
-PLAIN_RELOAD = """
-import json, sys
-from sentence_transformers import SparseEncoder
-texts = json.load(open(sys.argv[2]))
-model = SparseEncoder(sys.argv[1], device="cpu")
-vectors = model.encode_document(texts, convert_to_sparse_tensor=False)
-print(json.dumps({"scores": model.similarity(vectors, vectors).tolist(), "length": model.max_seq_length,
-                  "tilefold": "tilefold" in sys.modules}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +33,12 @@ def encoder() -> Any:
     return backbone.minilm_splade(MODULES, max_length=64, device="cpu")
 
 
-def test_a_saved_minilm_splade_scores_the_same_in_plain_sentence_transformers(encoder, tmp_path: Path) -> None:
-    vectors = encoder.encode_document(MODULES, convert_to_sparse_tensor=False)
-    encoder.save_pretrained(str(tmp_path / "model"))
-    (tmp_path / "texts.json").write_text(json.dumps(MODULES))
-    done = programs.run("-c", PLAIN_RELOAD, tmp_path / "model", tmp_path / "texts.json")
-    assert done.returncode == 0, done.stderr
-    scores = encoder.similarity(vectors, vectors).tolist()
-    assert json.loads(done.stdout) == {"tilefold": False, "length": 64, "scores": scores}
+def test_a_saved_minilm_splade_is_the_same_in_plain_sentence_transformers(encoder, tmp_path: Path) -> None:
+    encoder.save_pretrained(str(tmp_path))
+    assert not any("tilefold" in path.read_text() for path in tmp_path.rglob("*.json"))
+    again = SparseEncoder(str(tmp_path), device="cpu")
+    assert again.max_seq_length == 64
+    assert torch.equal(again.encode_document(MODULES).to_dense(), encoder.encode_document(MODULES).to_dense())
 
 
 def test_the_head_keeps_the_direction_of_every_token_state(encoder) -> None:

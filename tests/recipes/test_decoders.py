@@ -18,7 +18,16 @@ from tests.modules.batches import QUERIES
 from tests.recipes.small import FAMILIES, TEXTS, dense, tiny_causal_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
-from tilefold.modules import EchoTransformer, LexicalWindow, ProsperTransformer, SplateHead, TokenWeights, load_encoder
+from tilefold.modules import (
+    EchoTransformer,
+    HeadPooling,
+    LexicalWindow,
+    ProsperTransformer,
+    SplateHead,
+    StaticQuery,
+    TokenWeights,
+    load_encoder,
+)
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
 from tilefold.recipes.decoders import VARIANTS, add_lora, causal_splade, check_bidirectional, merge_adapters
@@ -188,6 +197,13 @@ WINDOWS = {"top_k": 8, "normalize": "l2", "shared_network": True}
         ("masked", EncoderSpec("prosper", pooling="cls", literal_residual=False), None, LexicalWindow),
         ("masked", EncoderSpec("bge_m3"), None, TokenWeights),
         ("masked", EncoderSpec("splate"), None, SplateHead),
+        ("masked", EncoderSpec("mlp"), None, TokenWeights),
+        ("masked", EncoderSpec("mlp", activation="none", scale=0.5, drop_special_tokens=False), None, TokenWeights),
+        ("masked", EncoderSpec("mlp"), EncoderSpec("binary", trainable=True), StaticQuery),
+        ("masked", EncoderSpec("mlm", drop_special_tokens=True), EncoderSpec("idf", trainable=True), StaticQuery),
+        ("masked", EncoderSpec("cls_mlm"), None, HeadPooling),
+        ("masked", EncoderSpec("mlm", pooling="mean", activation="log1p_softplus", logit_scale=0.25),
+         EncoderSpec("mlm", top_k=4, normalize="l2", shared_network=True), HeadPooling),
     ],
 )  # fmt: skip
 def test_every_kind_is_built_and_reloads(
@@ -200,8 +216,12 @@ def test_every_kind_is_built_and_reloads(
     found = vectors(model)
     assert all((rows > 0).any(dim=1).all() and torch.isfinite(rows).all() for rows in found)
     model.save_pretrained(str(tmp_path))
-    for got, expected in zip(vectors(load_encoder(str(tmp_path), device="cpu")), found, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert not list(tmp_path.rglob("*.bin"))
+    if made is not None:
+        refused(ValueError, "trust_remote_code", SparseEncoder, str(tmp_path), device="cpu")
+    trusted = SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
+    for loaded in (load_encoder(str(tmp_path), device="cpu"), trusted):
+        assert all(map(torch.equal, vectors(loaded), found))
     assert EncoderSpec.from_dict(document.to_dict()) == document
 
 
