@@ -17,11 +17,8 @@ def check_wheel(path: Path, sources: set[str]) -> None:
     """Every source of the package, its license and its command, and nothing else but metadata."""
     with zipfile.ZipFile(path) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        info = {
-            name.partition(".dist-info/")[2]: wheel.read(name).decode()
-            for name in wheel.namelist()
-            if name not in names
-        }
+        others = set(wheel.namelist()) - names
+        info = {name.partition(".dist-info/")[2]: wheel.read(name).decode() for name in others}
     _same(path.name, names, {source.removeprefix("src/") for source in sources})
     metadata = Parser().parsestr(info["METADATA"])
     required = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]

@@ -89,11 +89,8 @@ def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(pat
         if not re.match(r"[a-z]", verb):
             continue
         assert verb in group.commands, f"{label(path)}: tilefold {verb} does not exist"
-        known = {
-            option
-            for parameter in group.commands[verb].params
-            for option in (*parameter.opts, *parameter.secondary_opts)
-        }
+        parameters = group.commands[verb].params
+        known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
         used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
         assert used <= known, f"{label(path)}: tilefold {verb} has no option {sorted(used - known)}"
         if verb == "bench" and rest and re.match(r"[a-z]", rest[0]):

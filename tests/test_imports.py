@@ -47,9 +47,8 @@ assert tilefold.token_scatter_sparse(hidden[..., 0], ids, 11, top_k=3).layout ==
 
 def run_python(code: str) -> str:
     """Standard output of ``code`` in a fresh interpreter; fails the test with its error if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
-    )
+    command, variables = [sys.executable, "-c", code], environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.fail(f"the fresh interpreter failed:\n{done.stderr}")
     return done.stdout

@@ -88,9 +88,8 @@ def test_fused_runs_and_chosen_weights_are_those_of_python(call: Call, work: Pat
     qrels = collection.qrels
     fuse = ("fuse", "--run", work / "bm25.trec", "--run", work / "dense.trec")
     data = ("--data", work / "data", "--measure", MEASURES[0], "--measure", MEASURES[1], "--json")
-    assert measured(call(*fuse, *data))["measures"] == r.evaluate(
-        r.reciprocal_rank_fusion(runs), qrels["test"], MEASURES
-    )
+    fused = r.reciprocal_rank_fusion(runs)
+    assert measured(call(*fuse, *data))["measures"] == r.evaluate(fused, qrels["test"], MEASURES)
     weights, _ = choose_weights(runs, qrels["dev"])
     tuned = measured(call(*fuse, *data, "--method", "interpolation", "--tune", "dev", "--save-run", tmp_path / "f"))
     assert tuned["weights"] == list(weights)
@@ -128,11 +127,9 @@ def test_seismic_takes_options_and_is_advised_against(call: Call, work: Path, ma
     assert "16 documents are few for seismic" in built.err
     options = json.loads((tmp_path / "s" / "index.json").read_text())["options"]
     assert (options["n_postings"], options["doc_cut"], options["num_threads"]) == (50, 8, 1)
-    place = ("--data", work / "data", "--index", tmp_path / "s", "--model", masked_lm, "--json")
-    exact = measured(
-        call("evaluate", "--data", work / "data", "--index", work / "index", "--model", masked_lm, "--json")
-    )
-    near = measured(call("evaluate", *place, "--heap-factor", "0", "--query-cut", "64"))
+    evaluate = ("evaluate", "--data", work / "data", "--model", masked_lm, "--json", "--index")
+    exact = measured(call(*evaluate, work / "index"))
+    near = measured(call(*evaluate, tmp_path / "s", "--heap-factor", "0", "--query-cut", "64"))
     assert near["measures"].keys() == exact["measures"].keys()
     encode = ("encode", "--model", masked_lm, "--data", work / "data", "--output", tmp_path / "long", "--top-k", "300")
     assert call(*encode).code == 0

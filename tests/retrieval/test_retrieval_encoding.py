@@ -226,9 +226,8 @@ def test_bad_texts_lose_no_others(way: Way, tmp_path: Path, monkeypatch: pytest.
 
 def test_texts_that_all_fail_are_an_error(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preprocess = way.model.preprocess
-    monkeypatch.setattr(
-        way.model, "preprocess", lambda batch, **options: preprocess(batch, **options) if batch == ["a"] else 1 / 0
-    )
+    fails = lambda batch, **options: preprocess(batch, **options) if batch == ["a"] else 1 / 0  # noqa: E731
+    monkeypatch.setattr(way.model, "preprocess", fails)
     with pytest.raises(DataError, match=r"all 7 of shard 0 failed, 'd0' first .ZeroDivisionError.*Check the model"):
         way.encode(TEXTS, tmp_path / "v")
     encode = r.encode_queries if way.sparse else lambda *given: r.encode_texts(*given, kind="query")

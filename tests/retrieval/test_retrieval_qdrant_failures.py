@@ -158,10 +158,8 @@ def test_a_key_that_is_refused_is_never_shown(http: OverHttp, monkeypatch: pytes
 
 def test_what_is_no_qdrant_server_is_said_to_be_none(http: OverHttp) -> None:
     garbled = r"the answers of a Qdrant server, got \(.*validation error.*\)\. Is it the right"
-    for status, kind, message in (
-        (200, RuntimeError, garbled),
-        (404, FileNotFoundError, "no such collection, or no Qdrant server"),
-    ):
+    missing = "no such collection, or no Qdrant server"
+    for status, kind, message in ((200, RuntimeError, garbled), (404, FileNotFoundError, missing)):
         http.fault = lambda method, path: status  # noqa: B023
         refused(kind, message, QdrantCollection.server, http.url, "papers", SPARSE)
 

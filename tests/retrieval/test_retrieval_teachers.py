@@ -54,11 +54,8 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def pairs(rows: TrainingRows) -> list[tuple[str, str]]:
-    return [
-        (COLLECTION.queries[group.query], COLLECTION.documents[name].contents)
-        for group in rows.groups()
-        for name in group.documents
-    ]
+    contents, groups = COLLECTION.contents(), list(rows.groups())
+    return [(COLLECTION.queries[group.query], contents[name]) for group in groups for name in group.documents]
 
 
 def test_a_cross_encoder_gives_its_logits(rows: Any, cross_encoder: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -196,10 +193,8 @@ def table(**changed: Any) -> TrainingRows:
     return TrainingRows(**values | changed)
 
 
-SCORED: dict[str, Any] = {
-    "teachers": {"small": np.array([1, 2, 3], np.float32)},
-    "target": np.array([0, 30, 7], np.float32),
-}
+TARGET, SMALL = np.array([0, 30, 7], np.float32), np.array([1, 2, 3], np.float32)
+SCORED: dict[str, Any] = {"teachers": {"small": SMALL}, "target": TARGET}
 
 
 def test_what_is_written_comes_back_from_the_columns_of_the_table(tmp_path: Path) -> None:
@@ -232,12 +227,8 @@ def test_a_file_of_another_program_needs_three_columns_in_any_order(tmp_path: Pa
     pq.write_table(pa.table(table), file, row_group_size=2)
     back = read_training_rows(file)
     assert [(group.query, group.documents) for group in back.groups()] == [("b", ["x", "z"]), ("a", ["y"])]
-    assert (
-        back.queries == ["b", "a"]
-        and not back.scored
-        and back.rank.tolist() == [0, 0, 0]
-        and np.isnan(back.retrieved).all()
-    )
+    assert (back.queries, back.scored, back.rank.tolist()) == (["b", "a"], False, [0, 0, 0])
+    assert np.isnan(back.retrieved).all()
 
 
 ROW = {"query_id": ["a"], "document_id": ["d"], "relevant": [True]}

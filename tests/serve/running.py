@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,11 +75,9 @@ def read_all(opened: socket.socket) -> bytes:
 
 
 @contextmanager
-def serving(
-    service: Service, api_key: str | None = None, local: bool = False, origins: Sequence[str] = ()
-) -> Iterator[Client]:
-    """The service on a free port of the loopback address, in a thread."""
-    app = create_app(service, api_key, local=local, origins=origins)
+def serving(service: Service, api_key: str | None = None, **options: Any) -> Iterator[Client]:
+    """The service on a free port of the loopback address, in a thread; `options` are those of :func:`create_app`."""
+    app = create_app(service, api_key, **options)
     opened, ready = bind("127.0.0.1", 0), threading.Event()
     server = Server(app, service, ready.set)
     thread = threading.Thread(target=server.run, args=([opened],))
