@@ -28,7 +28,6 @@ VALUES = [
     ({"queries": torch.zeros(2, 3, 0)}, "queries must have D of at least 1, got D=0 in shape [2, 3, 0]."),
     ({"query_mask": torch.ones(2, 4)}, "query_mask must have shape [2, 3], got [2, 4]."),
     ({"document_mask": torch.ones(2)}, "document_mask must have shape [2, 5], got [2]."),
-    ({"documents": PACKED, "cu_seqlens_d": OFFSETS[None]}, "cu_seqlens_d must have shape [N + 1], got [1, 3]."),
     (
         {"documents": torch.zeros(3, 5, 4), "pairing": "aligned"},
         "documents must be as many as queries (2) for pairing='aligned', got 3.",
@@ -44,10 +43,6 @@ VALUES = [
     ),
     ({"pairing": torch.zeros(3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3]."),
     ({"pairing": torch.zeros(3, 3, dtype=torch.int64)}, "pairing must have shape [P, 2], got [3, 3]."),
-    (
-        {"document_mask": torch.ones(2, 5, device="meta")},
-        "document_mask must be on the device of queries (cpu), got meta; move it with .to(queries.device).",
-    ),
     ({"reduction": "max"}, "reduction must be one of 'sum', 'mean', got 'max'."),
     ({"mask_mode": "keep"}, "mask_mode must be one of 'exclude', 'zero', got 'keep'."),
     ({"temperature": 0.0}, "temperature must be a positive Python number or None, got 0.0."),
@@ -63,37 +58,12 @@ VALUES = [
         "pairing must hold indices below the number of queries (2), got -1 in pair 0; drop that pair or fix its index.",
     ),
 ]
-TYPES = [
-    ({"queries": [[1.0]]}, "queries must be a torch.Tensor, got list; convert it first."),
-    ({"document_mask": [1]}, "document_mask must be a torch.Tensor, got list; convert it first."),
-    (
-        {"queries": QUERIES.int()},
-        "queries must have dtype float16, bfloat16, float32, float64, got int32; cast it with .to(torch.bfloat16) or "
-        "another of these.",
-    ),
-    (
-        {"documents": DOCUMENTS.half()},
-        "documents must have the dtype of queries (float32), got float16; cast one of them, or run under "
-        "torch.autocast.",
-    ),
-    (
-        {"documents": PACKED, "cu_seqlens_d": OFFSETS.float()},
-        "cu_seqlens_d must have dtype int32, int64, got float32; use cu_seqlens_d.int().",
-    ),
-    ({"pairing": torch.zeros(3, 2)}, "pairing must have dtype int32, int64, got float32; use pairing.long()."),
-    (
-        {"query_mask": torch.ones(2, 3, dtype=torch.complex64)},
-        "query_mask must be bool, integer or floating, got torch.complex64.",
-    ),
-]
 
 
-@pytest.mark.parametrize(
-    ("kind", "changed", "message"), [(ValueError, *each) for each in VALUES] + [(TypeError, *each) for each in TYPES]
-)
-def test_values_and_types_that_do_not_fit(kind: type[Exception], changed: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changed", "message"), VALUES)
+def test_values_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
     for impl in ({},) if "impl" in changed else ({"impl": "reference"}, {"impl": "tiled"}):
-        with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             maxsim(**{"queries": QUERIES, "documents": DOCUMENTS} | changed | impl)
 
 

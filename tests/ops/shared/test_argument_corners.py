@@ -43,12 +43,67 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-def test_attention_refuses_values_on_another_device_and_lists_for_tensors() -> None:
-    q, k, v = torch.randn(1, 2, 3, D), torch.randn(1, 2, 5, D), torch.randn(1, 2, 5, D)
-    refused(ValueError, "v must be on the device of q", entmax_attention, q, k, v.to("meta"))
-    for name, given in (("key_padding_mask", (q, k, v)), *[(f"cu_seqlens_{x}", (q[0], q[0], q[0])) for x in "qk"]):
-        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
-            entmax_attention(*given, **{name: [[1, 1, 1, 1, 1]]})  # type: ignore[arg-type]
+PADDED, ENDS = torch.zeros(2, 3, 4), torch.tensor([0, 2, 6], dtype=torch.int32)
+HEADED, TOKEN_IDS = torch.zeros(1, 2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+WEIGHTS: dict[str, Tensor] = {"weight": torch.zeros(5, 4), "bias": torch.zeros(5)}
+VOCAB: dict[str, Any] = {"vocab_size": 9}
+# of each function a padded and a packed call: floating tensors, of which the first decides, and other arguments
+KINDS: list[tuple[Callable[..., Any], list[tuple[dict[str, Tensor], dict[str, Any]]]]] = [
+    *((function, [({"hidden": PADDED} | WEIGHTS, {"attention_mask": torch.ones(2, 3)}),
+                  ({"hidden": PADDED.flatten(0, 1)} | WEIGHTS, {"cu_seqlens": ENDS})])
+      for function in (lsr_head, lsr_head_sparse)),
+    *((function, [({"weights": PADDED[..., 0]}, VOCAB | {"input_ids": TOKEN_IDS, "attention_mask": torch.ones(2, 3)}),
+                  ({"weights": torch.zeros(6)}, VOCAB | {"input_ids": TOKEN_IDS.flatten(), "cu_seqlens": ENDS})])
+      for function in (token_scatter, token_scatter_sparse)),
+    (maxsim, [({"queries": PADDED, "documents": PADDED},
+               {"query_mask": torch.ones(2, 3), "document_mask": torch.ones(2, 3)}),
+              ({"queries": PADDED.flatten(0, 1), "documents": PADDED.flatten(0, 1)},
+               {"cu_seqlens_q": ENDS, "cu_seqlens_d": ENDS}),
+              ({"queries": PADDED, "documents": PADDED}, {"pairing": torch.zeros(3, 2, dtype=torch.int64)})]),
+    (entmax_attention, [(dict.fromkeys("qkv", HEADED), {"key_padding_mask": torch.ones(1, 3)}),
+                        (dict.fromkeys("qkv", HEADED.flatten(0, 1).view(6, 1, 4)),
+                         {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "floats", "others"),
+    [(function, *call) for function, calls in KINDS for call in calls],
+    ids=lambda value: getattr(value, "__name__", None) or "-".join(value),
+)
+def test_other_kinds_of_arguments_are_refused_by_name(
+    function: Any, floats: dict[str, Tensor], others: dict[str, Any]
+) -> None:
+    given, first = floats | others, next(iter(floats))
+    function(**given)
+    for name, value in given.items():
+        if name == "vocab_size":
+            continue
+        wrong: list[tuple[Any, type[Exception], str]] = []
+        if name != "pairing":
+            wrong = [([[1.0]], TypeError, f"{name} must be a torch.Tensor, got list; convert it first.")]
+        if name in floats:
+            known = "float16, bfloat16, float32, float64"
+            wrong += [(value.int(), TypeError, f"{name} must have dtype {known}, got int32; cast it with .to(torch.")]
+        if name in floats and name not in (first, "bias") and function is not entmax_attention:
+            wrong += [
+                (value.half(), TypeError, f"{name} must have the dtype of {first} (float32), got float16; cast one")
+            ]
+        if name != first:
+            said = f"{name} must be on the device of {first} (cpu), got meta; move it with .to({first}.device)."
+            wrong += [(value.to("meta"), ValueError, said)]
+        if "mask" in name:
+            said = f"{name} must be bool, integer or floating, got torch.complex64."
+            wrong += [(value.to(torch.complex64), TypeError, said)]
+        elif name not in floats:
+            said = (
+                f"{name} must have dtype int32, int64, got float32; use {name}.{'int' if 'cu_' in name else 'long'}()."
+            )
+            wrong += [(value.float(), TypeError, said)]
+        if "cu_" in name:
+            wrong += [(each, ValueError, f"{name} must have shape [") for each in (value[None], value[:0])]
+        for other, kind, said in wrong:
+            refused(kind, f"^{re.escape(said)}", function, **given | {name: other})
 
 
 @pytest.mark.parametrize("impl", ["tiled", "reference"])

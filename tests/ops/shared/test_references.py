@@ -1,15 +1,16 @@
-"""Gradients of the specifications, and of the tiled paths that have fp64 roots, agree with finite differences."""
+"""Gradients of specifications agree with finite differences; activations and their slopes with formulas in fp64."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import ACTIVATIONS
+from tests.ops.base import ACTIVATIONS, activate, differentiable_activate, slope_from_logit, slope_from_score
 from tests.ops.samples import Sample, attend, head, paired, scattered
 from tilefold.ops import xtr_scores
 from tilefold.testing.maxsim import PAIRINGS
@@ -40,3 +41,24 @@ SAMPLES = [
 def test_gradients_agree_with_finite_differences(sample: Sample) -> None:
     options = {"impl": "reference"} | sample.given("cpu")
     assert torch.autograd.gradcheck(lambda *leaves: sample.function(*leaves, **options), sample.leaves("cpu"))
+
+
+FP64 = 4 * torch.finfo(torch.float64).eps  # a few roundings of exp and log1p
+
+
+def test_softplus_is_exact_to_rounding_in_fp64_on_both_sides_of_every_threshold() -> None:
+    x = torch.cat([torch.linspace(-60, 60, 2401, dtype=torch.float64), torch.tensor([-800.0, 800.0])])
+    exact = [max(v, 0.0) + math.log1p(math.exp(-abs(v))) for v in x.tolist()]
+    found = activate(x, "softplus")
+    torch.testing.assert_close(found, torch.tensor(exact, dtype=torch.float64), rtol=FP64, atol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slopes_are_the_derivatives_and_nan_stays_nan(activation: str) -> None:
+    x = torch.tensor([-30.0, -1.0, 0.5, 19.0, 25.0, math.inf, math.nan], dtype=torch.float64, requires_grad=True)
+    scores = differentiable_activate(x, activation)
+    (slope,) = torch.autograd.grad(scores.sum(), x)
+    assert slope.isnan().tolist() == [False] * 6 + [True]
+    scores, x = scores.detach(), x.detach()
+    torch.testing.assert_close(slope_from_logit(x, activation), slope, rtol=1e-12, atol=0, equal_nan=True)
+    torch.testing.assert_close(slope_from_score(scores, activation), slope, rtol=1e-12, atol=0, equal_nan=True)

@@ -133,7 +133,6 @@ def test_it_is_the_lexical_embedding_of_bge_m3(impl: str) -> None:
 WEIGHTS, IDS, MASK = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
 PACKED = {"weights": torch.zeros(6), "input_ids": torch.zeros(6, dtype=torch.int64)}
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
-ELSEWHERE = "{} must be on the device of weights (cpu), got meta; move it with .to(weights.device)."
 
 SHAPES = [
     ({"input_ids": IDS[0]}, "input_ids must have shape [B, S], got [3]."),
@@ -149,9 +148,6 @@ SHAPES = [
         "which sequence.",
     ),
     (PACKED | {"cu_seqlens": OFFSETS[:0]}, "cu_seqlens must have shape [B + 1], got [0]."),
-    (PACKED | {"cu_seqlens": OFFSETS[None]}, "cu_seqlens must have shape [B + 1], got [1, 3]."),
-    ({"input_ids": IDS.to("meta")}, ELSEWHERE.format("input_ids")),
-    ({"attention_mask": MASK.to("meta")}, ELSEWHERE.format("attention_mask")),
     *[({"vocab_size": n}, f"vocab_size must be a positive integer, got {n}.") for n in (0, -5, 2.0, True)],
     ({"reduce": "mean"}, "reduce must be one of 'max', 'sum', got 'mean'."),
     (
@@ -164,23 +160,8 @@ SHAPES = [
         "ids).",
     ),
 ]
-INTEGERS = "must have dtype int32, int64"
 FLOATS = "float16, bfloat16, float32, float64"
 TYPES = [
-    *[
-        (given | {name: [0, 6]}, f"{name} must be a torch.Tensor, got list; convert it first.")
-        for given, name in (({}, "weights"), ({}, "input_ids"), ({}, "attention_mask"), (PACKED, "cu_seqlens"))
-    ],
-    (
-        {"weights": WEIGHTS.int()},
-        f"weights must have dtype {FLOATS}, got int32; cast it with .to(torch.float32) or another of these.",
-    ),
-    ({"input_ids": IDS.float()}, f"input_ids {INTEGERS}, got float32; use input_ids.long()."),
-    (PACKED | {"cu_seqlens": OFFSETS.float()}, f"cu_seqlens {INTEGERS}, got float32; use cu_seqlens.int()."),
-    (
-        {"attention_mask": MASK.to(torch.complex64)},
-        "attention_mask must be bool, integer or floating, got torch.complex64.",
-    ),
     ({"out_dtype": torch.int8}, f"out_dtype must be one of {FLOATS} or None, got torch.int8."),
     ({"ignore_ids": IDS[0]}, "ignore_ids must be Python integers, got a Tensor; use ignore_ids.tolist()."),
     (

@@ -1,4 +1,4 @@
-"""What the attention launches, by layouts and options alone: no kernel runs and no tensor has memory."""
+"""What entmax attention and the token scatter launch, by shapes alone: no kernel runs and no tensor has memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,22 @@ from torch import Tensor
 pytest.importorskip("triton", reason="plans name kernels")
 
 from tests.ops.base import AttentionOptions as Options
-from tests.ops.base import AttentionSaved, AttentionTensors, Launch, Plan, Setting, TorchStep, releases
+from tests.ops.base import (
+    AttentionSaved,
+    AttentionTensors,
+    Buffer,
+    Launch,
+    Plan,
+    ScatterOptions,
+    ScatterSaved,
+    ScatterTensors,
+    Setting,
+    TorchStep,
+    View,
+    releases,
+)
 from tilefold.ops.entmax_attention import configs, plans
+from tilefold.ops.token_scatter import plans as scatter_plans
 
 HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
 WALKED = ["roots_kernel", "output_kernel"]
@@ -97,3 +111,59 @@ def test_what_the_assembler_is_told_reaches_the_launches_of_releases_that_need_i
         steps = launches(plans.forward(*problem(keys), True, HOPPER))
         assert [steps[name].constants.get("ptx_options") for name in WALKED] == [option, option]
         assert [steps[name].constants["maxnreg"] for name in WALKED] == [128, 168]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def scattered(*shape: int, cu_seqlens: Tensor | None = None, training: bool = True, **options: Any) -> Plan:
+    dtype = options.get("out_dtype", torch.float32)
+    tensors = ScatterTensors(meta(*shape, dtype=dtype), meta(*shape, dtype=torch.int64), None, cu_seqlens)
+    asked = {"vocab_size": 40, "reduce": "max", "activation": "relu", "ignore_ids": (), "out_dtype": dtype} | options
+    return scatter_plans.forward(tensors, ScatterOptions(**asked), training, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "table"),
+    [
+        (65_536, torch.bfloat16, View("scores", torch.uint16)),
+        (65_537, torch.bfloat16, Buffer((1, 40), torch.int32)),
+        (65_537, torch.float32, View("scores", torch.int32)),
+        (65_537, torch.float64, View("scores", torch.int64)),
+    ],
+)
+def test_the_scores_serve_as_the_table_where_they_can_hold_positions(
+    tokens: int, dtype: torch.dtype, table: object
+) -> None:
+    plan = scattered(1, tokens, out_dtype=dtype)
+    assert plan.buffers["table"] == table and plan.fills == {"scores": 0}
+
+
+def test_scratch_is_twelve_bytes_a_token_and_twenty_for_sums() -> None:
+    for reduce, expected in (("max", 12), ("sum", 20)):
+        buffers = [each for each in scattered(3, 7, reduce=reduce).buffers.values() if isinstance(each, Buffer)]
+        assert sum(each.shape[0] * each.dtype.itemsize for each in buffers) == expected * 21
+
+
+def test_nothing_is_launched_for_nothing() -> None:
+    for shape in ((0, 5), (2, 0)):
+        assert scattered(*shape).steps == ()
+    assert scattered(0, cu_seqlens=meta(1, dtype=torch.int32)).steps == ()
+    assert scattered(0, cu_seqlens=meta(3, dtype=torch.int32)).steps  # tells broken offsets
+
+
+def test_what_is_not_contiguous_is_copied_first() -> None:
+    weights, ids = meta(5, 2)[:, 0][None], meta(1, 5, dtype=torch.int64)
+    options = ScatterOptions(40, "max", "relu", (), torch.float32)
+    copy, _ = scatter_plans.forward(ScatterTensors(weights, ids, None, None), options, True, HOPPER).steps
+    assert isinstance(copy, TorchStep) and copy.makes == "weights"
+    saved = ScatterSaved(meta(1, 5), ids, meta(1, 5, dtype=torch.uint8), None)
+    plan = scatter_plans.backward(meta(40, 1).T, saved, options, (True,), HOPPER)
+    assert len(plan.steps) == 1 and launches(plan)["gather_kernel"].numbers == (
+        1,
+        5,
+        5,
+        1,
+        1,
+    )  # strides of the gradient are numbers
