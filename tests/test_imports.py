@@ -59,11 +59,8 @@ def loaded_after(code: str, names: tuple[str, ...]) -> set[str]:
     return set(run_python(f"{code}\nimport sys\nprint(*[n for n in {names!r} if n in sys.modules])").split())
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+def test_importing_the_package_and_using_the_operators_on_the_cpu_load_torch_only() -> None:
     assert loaded_after("import tilefold", (*HEAVY, "torch")) <= {"torch"}
-
-
-def test_using_the_operators_on_the_cpu_loads_torch_only() -> None:
     # torch imports triton itself for some of its own features: what counts is what it does not bring along
     brought_by_torch = loaded_after("import torch, torch.library, torch.utils.checkpoint", HEAVY)
     assert loaded_after(USE, HEAVY) <= brought_by_torch

@@ -214,6 +214,10 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, s
     assert {query: pytest.approx(scores, rel=1e-5) for query, scores in expected.items()} == saved
     again = measured(call("evaluate", "--data", shared / "data", "--run", tmp_path / "run.trec", "--json"))
     assert again["measures"] == found["measures"], "the saved run carries the fingerprint of its texts"
+    collection.documents = dict(list(collection.documents.items())[1:])
+    r.BM25Index.build(collection.contents()).save(tmp_path / "other")
+    said = "was made from other documents"
+    fails(call(*command[:7], "--prf-with", tmp_path / "other"), 1, said)
 
 
 def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared: Path, tmp_path: Path) -> None:
@@ -235,11 +239,3 @@ def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared
     assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
     for query, scores in r.read_trec_run(tmp_path / "run.trec").items():
         assert scores == pytest.approx(expected[query], abs=1e-6)
-
-
-def test_a_second_ranking_of_other_documents_is_refused(call: Call, shared: Path, tmp_path: Path) -> None:
-    other: Any = small_collection()
-    other.documents.popitem()
-    r.BM25Index.build(other.contents()).save(tmp_path / "other")
-    data = ("evaluate", "--data", shared / "data", "--index", shared / "bm25")
-    fails(call(*data, "--prf", "average", "--prf-with", tmp_path / "other"), 1, "was made from other documents")

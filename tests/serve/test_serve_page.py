@@ -28,6 +28,7 @@ EVIL_DOCUMENTS = [
     Document("<svg/onload=alert(3)>", "<a href=javascript:alert(4)>a</a>", "csv files <style>*{display:none}</style>"),
     Document("javascript:eval(5)", '"><iframe srcdoc="<script>alert(6)</script>">', "<body onload=alert(7)> csv files"),
 ]
+LACKING = ["vectors", "data", "vectors and data", "title", "text", "a model", "a model and data"]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -264,9 +265,6 @@ def without(searchable: Searchable, lacking: str) -> Searchable:
         documents = {name: replace(each, **{lacking: ""}) for name, each in documents.items()}
     vectors = None if "vectors" in lacking else searchable.vectors
     return replace(searchable, words=None, late=None, vectors=vectors, documents=documents)
-
-
-LACKING = ["vectors", "data", "vectors and data", "title", "text", "a model", "a model and data"]
 
 
 @pytest.mark.parametrize("lacking", LACKING)
