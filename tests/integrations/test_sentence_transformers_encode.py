@@ -16,7 +16,7 @@ import torch
 from sentence_transformers import SparseEncoder
 
 from tests.integrations.splade_models import FP32_BUDGET, TEXTS, assert_close
-from tests.ops.interpreter import NEEDS_INTERPRETER
+from tests.kernels import NEEDS_INTERPRETER
 from tests.processes import ROOT, environment
 from tests.recipes.small import VOCABULARY, small_masked_lm
 from tests.refusals import refused

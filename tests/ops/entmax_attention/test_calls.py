@@ -1,4 +1,4 @@
-"""Calls like an earlier one: errors, masks, lengths and strides of entmax attention.
+"""Calls like an earlier one: errors, lengths and strides of entmax attention.
 
 What holds for the repeated launches of every operator is in ``tests/ops/shared/test_launches.py``.
 """

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
 import pytest
 
-from tests.kernels import release
-from tests.ops.interpreter import NEEDS_INTERPRETER, assert_pass_interpreted
+from tests.kernels import NEEDS_INTERPRETER, release
 
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = NEEDS_INTERPRETER
 # files, and the tests of theirs that must pass at least
 RUNS: dict[str, tuple[list[str], int]] = {
@@ -27,6 +34,19 @@ RUNS: dict[str, tuple[list[str], int]] = {
 HOOKS_ARE_CHAINS = release() >= (3, 5)
 # per entry of the contract's table, and of its sample; one of those needs hooks that are chains
 TESTS, SAMPLED = 3, 9 + HOOKS_ARE_CHAINS
+
+
+def assert_pass_interpreted(names: Iterable[str], least: int, *arguments: str) -> None:
+    """The files of ``tests/ops`` pass in one process, since starting one takes seconds, and ``least`` tests or more."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [*(f"tests/ops/{name}" for name in names), *arguments]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    output = child.stdout + child.stderr
+    assert child.returncode == 0, output[-20000:]
+    passed = re.search(r"(\d+) passed", output)
+    assert passed and int(passed[1]) >= least, f"too few tests ran: {output[-500:]}"
 
 
 @pytest.mark.parametrize("run", RUNS)
