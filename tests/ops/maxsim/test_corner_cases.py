@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -80,13 +81,17 @@ def test_sides_without_a_kept_token_score_zero_and_a_loss_over_nothing_is_nan(
     ]
     if name != "loss":
         cases.append((queries, documents[:0], {}, (2, 0)))
-    for q, d, layout, shape in cases:
-        found = FUNCTIONS[name](q, d, **layout, impl=target.impl)
+    for (q, d, layout, shape), impl in itertools.product(cases, (target.impl, "reference")):
+        leaf = q.detach().requires_grad_(name not in ("int8", "fp8", "imputed"))
+        found = FUNCTIONS[name](leaf, d, **layout, impl=impl)
         if name == "loss":
             assert found.isnan() if shape[0] == 0 else math.isclose(found.item(), math.log(4), rel_tol=1e-6)
         else:
             assert found.shape == (shape[0], min(shape[1], 2) if name == "topk" else shape[1]) and not found.any()
             assert found.dtype == torch.float32
+        if found.requires_grad:
+            found.sum().backward()
+            assert leaf.grad is not None and leaf.grad.shape == q.shape
 
 
 @every_function

@@ -140,7 +140,7 @@ def test_nothing_of_the_size_of_the_similarities_is_kept() -> None:
 
 
 @here
-def test_autocast_and_empty_sides() -> None:
+def test_autocast() -> None:
     inputs = maxsim_inputs(3, 4, 5, 9, 16, dtype=torch.bfloat16).cast(torch.float32)
     queries = inputs.queries.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -149,14 +149,6 @@ def test_autocast_and_empty_sides() -> None:
     assert_within_budget(scores, truth)
     (gradient,) = torch.autograd.grad(scores.sum(), queries)
     assert gradient.dtype == torch.float32
-    for q_shape, d_shape in (((0, 2, 4), (3, 5, 4)), ((2, 2, 4), (0, 5, 4)), ((2, 0, 4), (3, 5, 4))):
-        leaf = torch.randn(q_shape, requires_grad=True)
-        out = xtr_scores(leaf, torch.randn(d_shape), top_k=2)
-        assert out.shape == (q_shape[0], d_shape[0]) and not out.any()
-        out.sum().backward()
-        assert leaf.grad.shape == q_shape
-    nothing = torch.zeros(3, dtype=torch.int32)
-    assert not xtr_scores(torch.ones(2, 4, 8), torch.ones(0, 8), top_k=2, cu_seqlens_d=nothing).any()
 
 
 @here
