@@ -1,25 +1,26 @@
-"""A training step on many processes equals the step on one: DDP and FSDP2, accelerated models, global FLOPS."""
+"""Many processes compute what one does: training steps under DDP and FSDP2, and regularisers over rows and columns."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.distributed.ranks import TEXTS, Rank, Ranks
 from tests.integrations.splade_models import five_steps, logged_losses, without_dropout
 from tests.refusals import refused
+from tilefold import losses
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
-from tilefold.losses import GlobalFlopsLoss
-from tilefold.testing import budget
+from tilefold.testing import assert_within_budget, budget
 
 
 def load(folder: Path, rank: Rank) -> Any:
@@ -51,7 +52,7 @@ def my_texts(rank: Rank) -> list[str]:
 def one_process(folder: Path, rank: Rank) -> tuple[float, dict[str, Tensor], Any]:
     """Loss and gradients of the stock model on all rows."""
     model = load(folder, rank)
-    loss = loss_of(model, TEXTS, rank, GlobalFlopsLoss(group=None))
+    loss = loss_of(model, TEXTS, rank, losses.GlobalFlopsLoss(group=None))
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}, model
 
@@ -88,7 +89,7 @@ def ddp_step(rank: Rank, folder: Path, fused: bool) -> None:
     wrapped = torch.nn.parallel.DistributedDataParallel(
         model, device_ids=None if rank.device.type == "cpu" else [rank.device.index]
     )
-    loss = loss_of(wrapped, my_texts(rank), rank, GlobalFlopsLoss())
+    loss = loss_of(wrapped, my_texts(rank), rank, losses.GlobalFlopsLoss())
     loss.backward()
     assert_same_gradients(wrapped, expected)
     total = loss.detach().clone()
@@ -107,7 +108,7 @@ def fsdp_step(rank: Rank, folder: Path, layers: bool) -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
-    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    loss_of(model, my_texts(rank), rank, losses.GlobalFlopsLoss()).backward()
     assert all(isinstance(p.grad, DTensor) for p in model.parameters() if p.grad is not None)
     assert_same_gradients(model, expected)
     for optimizer in optimizers:
@@ -125,7 +126,7 @@ def fsdp_mixed_precision_step(rank: Rank, folder: Path) -> None:
 
     expected, model, mesh = accelerated(rank, folder)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    loss_of(model, my_texts(rank), rank, losses.GlobalFlopsLoss()).backward()
     largest = max(expected, key=lambda name: 0 if expected[name] is None else float(expected[name].norm()))
     gradient = dict(model.named_parameters())[largest].grad
     assert isinstance(gradient, DTensor) and gradient.dtype == torch.float32
@@ -142,9 +143,9 @@ def fsdp_of_the_head_alone(rank: Rank, folder: Path, reshard: bool) -> None:
     fully_shard(model, mesh=mesh)
     if reshard:
         message = r"must be whole when the pooling reads it.*reshard_after_forward=False"
-        refused(RuntimeError, message, loss_of, model, my_texts(rank), rank, GlobalFlopsLoss())
+        refused(RuntimeError, message, loss_of, model, my_texts(rank), rank, losses.GlobalFlopsLoss())
         return
-    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    loss_of(model, my_texts(rank), rank, losses.GlobalFlopsLoss()).backward()
     assert_same_gradients(model, expected)
 
 
@@ -156,7 +157,7 @@ def accelerating_a_sharded_model(rank: Rank, folder: Path) -> None:
     fully_shard(model, mesh=init_device_mesh(rank.device.type, (rank.size,)))
     refused(RuntimeError, r"before fully_shard.*check=False", accelerate, model)
     accelerate(model, check=False)
-    loss_of(model, my_texts(rank), rank, GlobalFlopsLoss()).backward()
+    loss_of(model, my_texts(rank), rank, losses.GlobalFlopsLoss()).backward()
     assert_same_gradients(model, expected)
 
 
@@ -173,7 +174,7 @@ def trained_losses(
     if fused:
         accelerate(model)
     ranking = SparseMultipleNegativesRankingLoss(model, gather_across_devices=True)
-    flops = {f"{side}_regularizer": GlobalFlopsLoss() for side in ("document", "query")}
+    flops = {f"{side}_regularizer": losses.GlobalFlopsLoss() for side in ("document", "query")}
     loss = SpladeLoss(model, ranking, document_regularizer_weight=0.3, query_regularizer_weight=0.5, **flops)
     data = Dataset.from_dict({"anchor": TEXTS, "positive": [" ".join(reversed(text.split())) for text in TEXTS]})
     schedule = {"max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
@@ -237,22 +238,137 @@ def test_the_stock_trainer_under_ddp_has_the_losses_of_one_process(
     ranks: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
 ) -> None:
     tolerance = 1e-4 if ranks.device_type == "cpu" else 1e-3  # the one process runs on the CPU
-    for losses, _ in ranks.run(trainer_run, tiny_folder, tmp_path):
-        assert losses == pytest.approx(one_process_losses, rel=tolerance)
+    for found, _ in ranks.run(trainer_run, tiny_folder, tmp_path):
+        assert found == pytest.approx(one_process_losses, rel=tolerance)
 
 
 def test_streamed_training_data_give_the_losses_of_the_stock_model(
     ranks: Ranks, tiny_folder: Path, tmp_path: Path
 ) -> None:
     stock, fused = (ranks.run(trainer_run, tiny_folder, tmp_path, False, True, fused) for fused in (False, True))
-    for (losses, _), (expected, _) in zip(fused, stock, strict=True):
-        assert len(losses) == 4 and losses == pytest.approx(expected, rel=1e-4)
+    for (found, _), (expected, _) in zip(fused, stock, strict=True):
+        assert len(found) == 4 and found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.gpu
 def test_the_stock_trainer_under_fsdp2_has_the_losses_of_one_process(
     two_gpus: Ranks, tiny_folder: Path, tmp_path: Path, one_process_losses: list[float]
 ) -> None:
-    for losses, types in two_gpus.run(trainer_run, tiny_folder, tmp_path, True):
-        assert losses == pytest.approx(one_process_losses, rel=1e-3)
+    for found, types in two_gpus.run(trainer_run, tiny_folder, tmp_path, True):
+        assert found == pytest.approx(one_process_losses, rel=1e-3)
         assert types == {"DTensor"}
+
+
+# Regularisers over the rows, and the columns, of several ranks
+
+
+def regularizers(group: Any) -> dict[str, losses.Regularizer]:
+    return {
+        "flops": losses.GlobalFlopsLoss(group=group),
+        "thresholded flops": losses.GlobalFlopsLoss(threshold=12, group=group),
+        "l1": losses.L1Loss(group=group),
+        "anti-zero": losses.AntiZeroLoss(group=group),
+        "df-flops": losses.DFFlopsLoss(refresh_every=1, group=group),
+        "sum": losses.RegularizerSum([(losses.L1Loss(group=group), 0.3), (losses.GlobalFlopsLoss(group=group), 2.0)]),
+    }
+
+
+class Encoder(nn.Module):
+    """Scores ``[B, 25]`` of features ``[B, 8]``: enough parameters to have gradients to average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 25, dtype=torch.float64)
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores: Tensor = self.layer(features).relu()
+        return scores
+
+
+def problem(rank: Rank) -> tuple[Encoder, Tensor, slice]:
+    """An encoder, the rows of all ranks, and this rank's: rank r has r + 2 of them."""
+    torch.manual_seed(1)
+    encoder = Encoder().to(rank.device)
+    bounds = [0]
+    for other in range(rank.size):
+        bounds.append(bounds[-1] + other + 2)
+    features = torch.randn(bounds[-1], 8, dtype=torch.float64).to(rank.device)
+    return encoder, features, slice(bounds[rank.rank], bounds[rank.rank + 1])
+
+
+def averaged_gradients_are_those_of_all_rows(rank: Rank) -> None:
+    for name, alone in regularizers(None).items():
+        together = regularizers("world")[name]
+        encoder, features, mine = problem(rank)
+        expected = alone.compute_loss_from_embeddings(encoder(features))
+        gradients = torch.autograd.grad(expected, list(encoder.parameters()))
+        wrapped = nn.parallel.DistributedDataParallel(encoder)
+        value = together.compute_loss_from_embeddings(wrapped(features[mine]))
+        value.backward()
+        assert_within_budget(value.detach(), expected.detach(), name=name)
+        for parameter, gradient in zip(encoder.parameters(), gradients, strict=True):
+            assert gradient.abs().max() > 0
+            assert_within_budget(parameter.grad, gradient, kind="gradient", name=name)
+
+
+def sharded_columns(scores: Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
+    return cast(DTensor, distribute_tensor(scores.detach(), mesh, placements).requires_grad_())
+
+
+def vocabulary_shards_give_the_value_and_gradient_of_the_whole(rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    for placements in ([Shard(1)], [Replicate()]):
+        for name, loss in regularizers(None).items():
+            encoder, features, _ = problem(rank)
+            whole = encoder(features).detach().requires_grad_()
+            expected = loss.compute_loss_from_embeddings(whole)
+            expected.backward()
+            sharded = sharded_columns(whole, mesh, placements)
+            value = regularizers("world")[name].compute_loss_from_embeddings(sharded)  # the mesh is the world
+            assert not isinstance(value, DTensor)
+            value.backward()
+            assert_within_budget(value.detach(), expected.detach(), name=name)
+            if Version(torch.__version__) >= Version("2.13"):  # older ones choose the placements of a gradient
+                assert sharded.grad.placements == tuple(placements)
+            assert_within_budget(sharded.grad.full_tensor(), whole.grad, kind="gradient", name=name)
+
+
+def rows_and_columns_can_both_be_spread(rank: Rank) -> None:
+    """dp over all ranks with a tp dimension of one, and the other way round."""
+    for dp in (1, rank.size):
+        mesh = init_device_mesh(rank.device.type, (dp, rank.size // dp), mesh_dim_names=("dp", "tp"))
+        encoder, features, mine = problem(rank)
+        scores = encoder(features).detach()
+        expected = losses.flops(scores)
+        rows = scores[mine] if dp > 1 else scores
+        sharded = sharded_columns(rows, mesh["tp"], [Shard(1)])
+        assert_within_budget(losses.flops(sharded, group=mesh["dp"].get_group()).detach(), expected)
+
+
+def unclear_ranks_are_refused(rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (1, rank.size), mesh_dim_names=("dp", "tp"))["dp"]
+    scores = torch.ones(2, 3, device=rank.device)
+    columns, rows = (sharded_columns(scores, mesh, [Shard(dim)]) for dim in (1, 0))
+    refused(ValueError, r"group must name the ranks.*mesh\['dp'\].get_group\(\)", losses.flops, columns, group="world")
+    refused(ValueError, r"scores must be Shard\(1\)", losses.flops, rows, group=None)
+
+
+def document_frequencies_are_those_of_all_ranks(rank: Rank) -> None:
+    encoder, features, mine = problem(rank)
+    scores = encoder(features).detach()
+    loss = losses.DFFlopsLoss(refresh_every=2)
+    loss(scores[mine].requires_grad_())
+    assert loss.weights is None
+    loss(scores[mine].flip(0))
+    assert_within_budget(loss.weights, losses.df_weights((scores > 0).double().mean(dim=0)).float())
+
+
+JOBS = [
+    averaged_gradients_are_those_of_all_rows, vocabulary_shards_give_the_value_and_gradient_of_the_whole,
+    rows_and_columns_can_both_be_spread, unclear_ranks_are_refused, document_frequencies_are_those_of_all_ranks,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_regularizers_over_rows_and_columns_of_ranks(ranks: Ranks, job: Callable[[Rank], None]) -> None:
+    ranks.run(job)

@@ -232,11 +232,8 @@ def a_parallelized_module_trains_like_the_whole_one(rank: Rank, output: str) -> 
     mask[1, 4:] = 0
     whole = Scorer().to(rank.device)
     sharded: Any = copy.deepcopy(whole)
-    style = (
-        VocabularyParallel()
-        if output == "sharded"
-        else VocabularyParallel(output_layouts=Replicate(), use_local_output=True)
-    )
+    gathered: dict[str, Any] = {"output_layouts": Replicate(), "use_local_output": True}
+    style = VocabularyParallel(**({} if output == "sharded" else gathered))
     parallelize_module(sharded, mesh_of(rank), {"head": style})
     assert sharded.head.weight.to_local().size(0) < 29 and sharded.head.vocab_size == 29
     for model in (whole, sharded):
@@ -306,32 +303,23 @@ def fsdp_around_a_head(rank: Rank, dp: int, style: VocabularyParallel | None, ap
     held({name: parameter.grad for name, parameter in model.named_parameters()}, truth)
 
 
-@pytest.mark.parametrize(
-    ("job", "args"),
-    [
-        (equals_the_truth, [CASES]),
-        (equals_the_truth, [[{"size": (4, 6, 16, vocab), "dtype": torch.float64} for vocab in (29, 4, 2, 1)]]),
-        (equals_the_truth, [[{"size": (4, 6, 16, 4), "layout": "packed"}, {"size": (4, 6, 16, 2)}]]),
-        (equals_the_truth, [[{"size": (2, 5, 16, 30522), "layout": "right"}]]),  # of BERT
-        (repeats_in_every_bit, []),
-        (works_on_a_mesh_of_two_dimensions, []),
-        (gives_only_the_gradients_that_are_asked_for, []),
-        (works_under_autocast, []),
-        (a_main_grad_shard_takes_the_weight_gradient, []),
-        (compiles_in_one_graph, ["aot_eager"]),
-        (a_parallelized_module_compiles, ["aot_eager"]),
-        (
-            sparse_rows_equal_one_device,
-            [[{"vocab": 53} | given for given in ({}, {"top_k": 3}, {"top_k": 100, "min_weight": 0.3})]],
-        ),
-        (sparse_rows_equal_one_device, [[{"vocab": 4, "top_k": 2}, {"vocab": 4}, {"vocab": 29}]]),  # without columns
-        (a_parallelized_module_trains_like_the_whole_one, ["sharded"]),
-        (a_parallelized_module_trains_like_the_whole_one, ["gathered"]),
-        (errors_name_argument_and_remedy, []),
-        (fsdp_around_a_head, [1, VocabularyParallel()]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+JOBS: list[tuple[Callable[..., None], list[Any]]] = [
+    (equals_the_truth, [CASES]),
+    (equals_the_truth, [[{"size": (4, 6, 16, vocab), "dtype": torch.float64} for vocab in (29, 4, 2, 1)]]),
+    (equals_the_truth, [[{"size": (4, 6, 16, 4), "layout": "packed"}, {"size": (4, 6, 16, 2)}]]),
+    (equals_the_truth, [[{"size": (2, 5, 16, 30522), "layout": "right"}]]),  # of BERT
+    (repeats_in_every_bit, []), (works_on_a_mesh_of_two_dimensions, []), (works_under_autocast, []),
+    (gives_only_the_gradients_that_are_asked_for, []), (a_main_grad_shard_takes_the_weight_gradient, []),
+    (compiles_in_one_graph, ["aot_eager"]), (a_parallelized_module_compiles, ["aot_eager"]),
+    (sparse_rows_equal_one_device, [[{"vocab": 53}, {"vocab": 53, "top_k": 3}]]),
+    (sparse_rows_equal_one_device, [[{"vocab": 53, "top_k": 100, "min_weight": 0.3}]]),
+    (sparse_rows_equal_one_device, [[{"vocab": 4, "top_k": 2}, {"vocab": 4}, {"vocab": 29}]]),  # without columns
+    *((a_parallelized_module_trains_like_the_whole_one, [output]) for output in ("sharded", "gathered")),
+    (errors_name_argument_and_remedy, []), (fsdp_around_a_head, [1, VocabularyParallel()]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("job", "args"), JOBS, ids=lambda value: getattr(value, "__name__", ""))
 def test_ranks(ranks: Ranks, job: Callable[..., None], args: list[Any]) -> None:
     ranks.run(job, *args)
 

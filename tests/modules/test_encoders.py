@@ -208,12 +208,5 @@ def test_wrong_records_are_refused_by_name(tiny_lm: str, made: Any, said: str) -
 
 
 def test_document_frequencies_need_texts(tiny_lm: str) -> None:
-    base = Base(tiny_lm, max_length=32)
-    refused(
-        ValueError,
-        "needs texts to count document frequencies in",
-        build_encoder,
-        EncoderSpec("idf"),
-        EncoderSpec(),
-        base,
-    )
+    told, base = "needs texts to count document frequencies in", Base(tiny_lm, max_length=32)
+    refused(ValueError, told, build_encoder, EncoderSpec("idf"), EncoderSpec(), base)
