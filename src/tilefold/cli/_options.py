@@ -52,9 +52,12 @@ OF_BACKEND = {
     "qdrant": f"{_NEW} update delete",
 }
 _USELESS = "does nothing {}: leave it out"
+_CUTS: _Rules = (("stride cut", "!passages", "goes together with --passages"),)
 
 RULES: dict[str, _Rules] = {
     "encode": (
+        *_CUTS,
+        ("passages", "queries", "cuts documents, and --queries encodes queries"),
         ("split", "!queries", "chooses queries: give it together with --queries"),
         ("jsonl address worker_cpus save_minutes resume", "dry_run",
          _USELESS.format("with --dry-run, which writes nothing and measures here")),
@@ -118,6 +121,8 @@ RULES: dict[str, _Rules] = {
         ("data", "update|delete", _USELESS.format(_CHANGES)),
         ("vectors", "delete !update", "goes with --update, to put them into the index"),
         ("data", "backend!=bm25", "goes with --backend bm25; {backend} reads --vectors"),
+        ("passages", "backend!=bm25", "goes with --backend bm25; vectors are cut by tilefold encode --passages"),
+        *_CUTS,
         ("vectors", "backend=bm25", "goes with the backends exact, seismic and qdrant; bm25 reads --data"),
     ),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import flag, option
+from tilefold.cli._options import flag, option, preset
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from tilefold.retrieval.feedback import Feedback, Interpolation
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
+    from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.searcher import Searcher
     from tilefold.retrieval.tokens import TokenStore
 
 Texts = Callable[[], Mapping[str, str]]
+PASSAGES = option("Cut texts into passages of at most so many words; documents are then found by their best one.")
+STRIDE = option("Words from the beginning of a passage to that of the next; by default --passages, without overlap.")
+CUT = option("Where passages begin and end: sentences (default), or words.")
+BY = preset("document", "An index of passages: document, by its best passage, or passage.")
+RESULTS = ("document", "passage")
 MODEL_HELP = "The SparseEncoder that made --index; minilm for an index of encode --model minilm."
 DENSE_LENGTH = option("Dense: tokens read of a text; by default the model's.")
 QUERY_TOP_K = option("Sparse: keep only this many terms of a query.")
@@ -53,6 +59,23 @@ PRF_WITH = option("A second ranking to interpolate with: a BM25 index, or a TREC
 PRF_PLACE = option("Interpolate before feedback, after it, or both (default).")
 PRF_WEIGHT = option("Weight of --prf-with in [0, 1], beside the other one (0.5).")
 PRF_NORMALIZATION = option("Before interpolation: min_max (default), z_score or none.")
+
+
+def passages(asked: Asked) -> Passages | None:
+    """The cut that --passages, --stride and --cut ask for."""
+    if asked["passages"] is None:
+        return None
+    from tilefold.retrieval.passages import Passages
+
+    given = _common.known({name: asked[name] for name in ("stride", "cut")})
+    with _options.as_options(length="--passages", stride="--stride", cut="--cut"):
+        return Passages(asked["passages"], **given)
+
+
+def check_by(by: str, searcher: Searcher) -> None:
+    """Refuse --by passage where the index is of whole documents."""
+    if by == "passage" and searcher.passages is None:
+        raise UsageError("--by passage goes with an index of passages: tilefold encode, or index, with --passages.")
 
 
 def load_index(asked: Asked, texts: Texts | None) -> tuple[SparseIndex | BM25Index, SparseEncoder | None, Values]:
@@ -114,7 +137,8 @@ def read_documents(path: Path) -> Any:
 
 def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
     """The dense model at --model over `texts` with their fingerprint, encoded, and `parts` of a searcher."""
-    from tilefold.retrieval.searcher import DenseRetriever, Searcher
+    from tilefold.retrieval.retrievers import DenseRetriever
+    from tilefold.retrieval.searcher import Searcher
 
     _options.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
     model, _ = _models.load_model(asked["model"], kinds=("dense",))

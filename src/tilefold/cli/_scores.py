@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,11 @@ def read_run(path: Path, option: str) -> NamedRun:
 
     if not path.is_file():
         raise UsageError(f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.")
-    return NamedRun(f"{option} {path}", evaluation.read_trec_run(path), evaluation.read_trec_provenance(path))
+    run, made_by = evaluation.read_trec_run(path), evaluation.read_trec_provenance(path)
+    if made_by.passages is not None:
+        note(f"{option}: {path} ranks passages; documents count by their best one")
+        run, made_by = retrieval.best_passages(run)[0], replace(made_by, passages=None)
+    return NamedRun(f"{option} {path}", run, made_by)
 
 
 def load_splits(

@@ -18,13 +18,14 @@ from tilefold import retrieval
 from tilefold._files import read_json
 from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
 from tilefold._typing import Model
-from tilefold.cli import _common, _models, _options
+from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, flag, option, preset, required
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.encoding import Encoding
+    from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.text_ranges import Texts
 
 STORAGES = ("fp16", "int8")
@@ -47,6 +48,10 @@ def encode(
         "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
         "--special-tokens/--no-special-tokens",
     ),
+    max_length: Count = option("Tokens read of a text, at most; by default as many as the model reads."),
+    passages: Count = _retrievers.PASSAGES,
+    stride: Count = _retrievers.STRIDE,
+    cut: Text = _retrievers.CUT,
     storage: Text = option("Token vectors: fp16, or int8 for half the bytes."),
     batch_size: Count = option("Texts per batch, at most; by default batches are cut by tokens."),
     batch_tokens: Count = option("Tokens per batch; by default what suits the device."),
@@ -77,24 +82,31 @@ def encode(
     _options.check_choice("--storage", storage, STORAGES)
     _options.check_choice("--kind", kind, _models.KINDS)
     _options.check_choice("--engine", engine, ENGINES)
-    counts = ("top_k", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
+    counts = ("top_k", "max_length", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
     _options.check_at_least_one(**{name: asked[name] for name in counts})
     if several():
         _options.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
+    cuts = _retrievers.passages(asked)
     if rate is not None and not (dry_run and rate > 0):
         raise UsageError("--rate: expected a number above 0 together with --dry-run.")
     _models.find_model(model, "--model")
     if (code := _on_devices(devices)) is not None:
         raise typer.Exit(code)
     with joined() as rank:
-        stored = (engine == "ray" or dry_run) and not queries and data != "pydocs" and Path(data).exists()
+        stored = (
+            (engine == "ray" or dry_run) and not queries and cuts is None and data != "pydocs" and Path(data).exists()
+        )
         if rank:  # while the first one makes what this one finds
             _models.check_sentence_transformers()
         with first_rank_first() if model == _models.PACKAGED or data == "pydocs" else nullcontext():
             collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
-            texts = None if collection is None else _texts(collection, data, queries, split)
+            texts = None if collection is None else _texts(collection, data, queries, split, cuts)
             encoder, made = _models.load_kind(model, kind, None if engine == "ray" else collection)
         encoding = _encoding(made, asked)
+        if cuts is not None and collection is not None and not rank:
+            note(
+                f"{len(collection.documents):,} documents in {len(texts or ()):,} passages of at most {passages} words"
+            )
         if dry_run:
             found = _dry_run(encoder, encoding, _source(data, texts), shard_size, workers or 1, rate)
             _common.print_result(found, as_json, _said_of_dry_run(found))
@@ -172,7 +184,7 @@ def _encoding(made: str, asked: Asked) -> Encoding:
         if asked[value] is not None:
             other = "sparse" if late else "multi-vector"
             raise UsageError(f"{name} is for {other} models, and {model} is a {made} one: leave it out.")
-    shared: Values = {name: asked[name] for name in ("batch_size", "batch_tokens")}
+    shared: Values = {name: asked[name] for name in ("batch_size", "batch_tokens", "max_length")}
     shared["kind"] = "query" if asked["queries"] else "document"
     if late:
         from tilefold.retrieval.token_encoding import TokenEncoding
@@ -184,10 +196,12 @@ def _encoding(made: str, asked: Asked) -> Encoding:
     return SparseEncoding(top_k=asked["top_k"], special_tokens=asked["special_tokens"] is not False, **shared)
 
 
-def _texts(collection: Collection, data: str, queries: bool, split: str | None) -> dict[str, str]:
-    """Id -> text of the documents, or of the queries."""
+def _texts(
+    collection: Collection, data: str, queries: bool, split: str | None, cuts: Passages | None
+) -> dict[str, str]:
+    """Id -> text of the documents or of their passages, or of the queries."""
     if not queries:
-        return collection.contents()
+        return collection.contents() if cuts is None else cuts.of(collection.documents)
     if not collection.queries:
         raise UsageError(f"--queries: {data} has no queries.")
     if split is None:

@@ -74,7 +74,7 @@ def evaluate(
     if run is None:
         _scores.check_savable(save_run, collection, queries)
     texts = _scores.texts_of(collection)
-    reranker = None
+    reranker, passages = None, None
     if rerank is not None:
         from tilefold.retrieval.reranking import Reranker
 
@@ -93,12 +93,14 @@ def evaluate(
         name = f"--model {model}" if index is None else f"--index {index}"
         _scores.check_texts(name, searcher.provenance, collection, texts)
         request = retrieval.SearchRequest(max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix)
-        found = _scores.NamedRun(name, searcher.rank(queries, request).run, searcher.provenance)
+        ranking = searcher.rank(queries, request)
+        found = _scores.NamedRun(name, ranking.run, searcher.provenance)
+        passages = ranking.found if searcher.passages else None
     _scores.check_answers(found, collection, splits)
     if reranker is not None and reranking is not None:
         judged = {query: results for query, results in found.run.items() if query in queries}
         with _options.as_options(documents="--rerank", tokens="--rerank"):
-            found = _scores.NamedRun(found.name, reranker(queries, judged, reranking)[1], texts)
+            found = _scores.NamedRun(found.name, reranker(queries, judged, reranking, passages=passages)[1], texts)
     scores = _scores.score(found, collection, splits, measures, deepest)
     _scores.save(found, texts, save_run, depth)
     if as_json:

@@ -13,6 +13,7 @@ from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, flag, option, preset, required
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.passages import Passages, document_of
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
@@ -37,6 +38,9 @@ def index(
     identifiers: bool = flag(
         "bm25: split words at underscores and capitals, for texts about programs.", "--identifiers"
     ),
+    passages: Count = _retrievers.PASSAGES,
+    stride: Count = _retrievers.STRIDE,
+    cut: Text = _retrievers.CUT,
     n_postings: Count = option("seismic: postings kept per term, on average; more for more documents by default."),
     centroid_fraction: Number = option("seismic: clusters of a term, as a fraction of its documents (0.1)."),
     min_cluster_size: Count = option("seismic: documents of the smallest cluster (10)."),
@@ -78,25 +82,31 @@ def index(
     if backend == QDRANT:  # on the server, or in the folder
         options = ({"collection": output.resolve().name} if "url" in options else {"folder": output}) | options
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
-        built = _words(data, options) if backend == BM25 else _vectors(vectors, backend, options)
+        words, of_words = backend == BM25, _retrievers.passages(asked)
+        built = _words(data, options, of_words) if words else _vectors(vectors, backend, options)
         built.save(output)
         documents = built.n_documents
         if backend == QDRANT:
             built.close()
     seconds = round(time.monotonic() - started, 3)
     result = {"output": str(output), "backend": backend, "n_documents": documents, "seconds": seconds}
-    said = f"{documents} documents indexed ({backend}) in {seconds:.1f} s: {output}"
+    if cuts := built.provenance.passages:
+        result["passages"] = cuts
+    what = "passages" if cuts else "documents"
+    said = f"{documents} {what} indexed ({backend}) in {seconds:.1f} s: {output}"
     _common.print_result(result, as_json, said)
 
 
-def _words(data: str | None, options: Values) -> Any:
+def _words(data: str | None, options: Values, cuts: Passages | None) -> Any:
     from tilefold.retrieval.bm25 import BM25Options, Tokenizer
 
     if data is None:
         raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
     with _options.as_options("language", "k1", "b"):
         Tokenizer(BM25Options(**options))
-    return retrieval.BM25Index.build(_common.load_data(data, documents_only=True).contents(), **options)
+    collection = _common.load_data(data, documents_only=True)
+    texts = collection.contents() if cuts is None else cuts.of(collection.documents)
+    return retrieval.BM25Index.build(texts, **options)
 
 
 def _vectors(vectors: Path | None, backend: str, options: Values) -> Any:
@@ -158,6 +168,9 @@ def _change(output: Path, read: Any, options: Values) -> Values:
         with index.collection as collection:
             if documents is not None:
                 documents.check(collection.layout, collection.place)  # before anything is removed
+            if collection.layout.passages is not None:  # all those of a document, of which new ones may have others
+                gone = {*names, *map(document_of, () if documents is None else documents.ids)}
+                names = [name for name in collection.ids() if document_of(name) in gone]
             deleted = collection.delete(names)
             if documents is not None:
                 with _common.progress_bar("writing") as update:
@@ -256,7 +269,8 @@ def _texts(data: str | None, vectors: Path) -> dict[str, str] | None:
     """The documents of --data, which must be those that were encoded."""
     if data is None:
         return None
-    texts = _common.load_data(data, documents_only=True).contents()
-    if retrieval.read_manifest(vectors).provenance.differs(Provenance(texts_sha256=texts_digest(texts))):
+    collection = _common.load_data(data, documents_only=True)
+    texts, made_of = collection.contents(), retrieval.read_manifest(vectors).provenance
+    if made_of.differs(Provenance(texts_sha256=texts_digest(texts))):
         raise CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")
-    return texts
+    return texts if made_of.passages is None else Passages.parse(made_of.passages).of(collection.documents)

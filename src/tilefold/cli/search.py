@@ -36,6 +36,7 @@ def search(
     data: Text = option("The collection, to show titles."),
     vectors: Place = option("The encoded documents, to show which terms matched."),
     k: int = preset(10, "Documents to show."),
+    by: str = _retrievers.BY,
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
@@ -68,6 +69,7 @@ def search(
     _options.check_at_least_one(k=k, query_top_k=query_top_k)
     if prf_with is not None and prf_with.is_file():
         raise UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
+    _options.check_choice("--by", by, _retrievers.RESULTS)
     feedback, mix = _retrievers.feedback_request(asked)
     reranking = _retrievers.rerank_request(asked)
     if rerank_depth is not None and rerank_depth < k:
@@ -76,8 +78,8 @@ def search(
         asked |= _demo_paths(demo)
     _models.find_models({"--model": model, "--rerank": rerank})
     searcher = _open(asked)
-
-    request = retrieval.SearchRequest(k, feedback, mix, None, reranking)
+    _retrievers.check_by(by, searcher)
+    request = retrieval.SearchRequest(k, feedback, mix, None, reranking, by)
     single = query is not None and query != "-"
     for name, text in [("query", str(query))] if single else _many(query, queries):
         with _options.as_options(documents="--data", tokens="--rerank"):
@@ -147,14 +149,26 @@ def _print(query: str, hits: list[Values]) -> None:
     late, titled, explained = "first" in hits[0], any(hit["title"] for hit in hits), any(hit["terms"] for hit in hits)
     shown = {"#>": True, "id": True, "document": titled, "score>": True, "before: #, score>": late}
     shown["matched terms, share of the score" + (" before" if late else "")] = explained
+    cut = any("passage" in hit for hit in hits)
+    shown = {"#>": True, "id": True, "document": titled, "passage": cut} | shown
     rows = []
     for hit in hits:
+        passage = hit.get("passage", {})
+        part = f"{passage['number']}: {passage.get('text', '')}" if passage else ""
         first = f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else ""
         title = textwrap.shorten(hit["title"], SHOWN_CHARACTERS, placeholder=" ...")
         terms = "  ".join(
             f"{'+' * term.get('feedback', False)}{term['term']} {term['share']:.0%}"
             for term in hit["terms"][:SHOWN_TERMS]
         )
-        cells = (str(hit["rank"]), hit["id"], title, f"{hit['score']:.2f}", first, terms)
+        cells = (
+            str(hit["rank"]),
+            hit["id"],
+            title,
+            textwrap.shorten(part, SHOWN_CHARACTERS, placeholder=" ..."),
+            f"{hit['score']:.2f}",
+            first,
+            terms,
+        )
         rows.append(list(compress(cells, shown.values())))
     _common.print_table(compress(shown, shown.values()), rows, query, ("id",), title_justify="left")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilefold import retrieval
+from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, option, preset
@@ -36,6 +37,7 @@ def serve(
     tokens: Text = option("Token vectors or a multi-vector model that reranks (as search --rerank)."),
     tokens_model: Text = option("Multi-vector model that made --tokens, where it has moved."),
     name: Text = option("Name of --index in addresses; by default that of its folder."),
+    max_length: Count = option("Tokens read of a text, at most; by default as many as the model reads."),
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
@@ -72,7 +74,7 @@ def serve(
 
     if default_side not in ("query", "document"):
         raise UsageError(f"--default-side: expected query or document, got {default_side!r}.")
-    _options.check_at_least_one(query_top_k=query_top_k)
+    _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
     index_name = _index_name(asked)
     try:
         limits = Limits(**{each.name: asked[each.name] for each in fields(Limits) if each.name in asked})
@@ -152,6 +154,7 @@ def _load(name: str, asked: Asked) -> tuple[list[Served], Searchable | None]:
     served = []
     if asked["model"] is not None:
         model, kind = _models.load_model(asked["model"], kinds=("sparse", "multi-vector", "dense"))
+        _limit(model, asked)
         served.append(Served(model, kind, asked["model"]))  # type: ignore[arg-type]
     if asked["tokens"] is not None:
         served.append(_late(asked, texts=True)[0])  # its model is of use alone
@@ -172,6 +175,7 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
     if encoder is None:
         _options.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
     else:
+        _limit(encoder, asked)
         parts["encoder"] = Served(encoder, "sparse", str(asked["model"]))
         parts["vectors"] = None if asked["vectors"] is None else retrieval.read_vectors(asked["vectors"])
     if asked["tokens"] is not None:
@@ -186,10 +190,21 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
     return [model for model in (searchable.encoder, searchable.late) if model is not None], searchable
 
 
+def _limit(model: Model, asked: Asked) -> None:
+    """Let a model read as many tokens as --max-length says."""
+    from tilefold.retrieval.truncation import limit_length
+
+    with _options.as_options("max_length"):
+        for side in ("query", "document"):
+            limit_length(model, side, asked["max_length"])
+
+
 def _late(asked: Asked, texts: bool) -> tuple[Served, TokenStore | None]:
     """The multi-vector model of --tokens, and its token vectors if those are what is there."""
     from tilefold.serve.models import Served
 
     model, store = _retrievers.load_late(str(asked["tokens"]), asked["tokens_model"], texts, "--tokens")
+    if store is None:
+        _limit(model, asked)
     name = asked["tokens"] if store is None else asked["tokens_model"] or store.manifest.model_source
     return Served(model, "multi-vector", str(name)), store

@@ -17,6 +17,7 @@ _NAMES = {
     "tokens": "TokenManifest TokenStore TokenVectorWriter TokenVectors open_tokens",
     "token_encoding": "encode_texts encode_tokens",
     "reranking": "rerank Reranking",
+    "passages": "Passage Passages PassageTexts best_passages",
     "searcher": "Searcher SearchRequest",
     "index": "Hit SparseIndex build_index load_index hits_to_run",
     "bm25": "BM25Index",

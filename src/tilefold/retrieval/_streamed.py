@@ -27,6 +27,7 @@ from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval._shards import M, Part, ShardWriter, V, check_some
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.truncation import cut_texts
 
 WAITING_SHARDS = 2  # that are encoded and not written
@@ -66,9 +67,11 @@ class Encoding(ABC):
     kind: Kind = "document"
     batch_size: int | None = None
     batch_tokens: int | None = None
+    max_length: int | None = None
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value that it cannot have."""
+        check_least("max_length", self.max_length)
         if self.kind not in ("document", "query"):
             raise ValueError(f"kind: expected 'document' or 'query', got {self.kind!r}.")
         check_least("batch_size", self.batch_size)
@@ -76,9 +79,14 @@ class Encoding(ABC):
 
     @abstractmethod
     def job(
-        self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]
+        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
     ) -> Job[Any, Any]:
         """The work of a sentence-transformers `model`, which is looked at, so that a wrong one is an error."""
+
+    def settings(self, made_of: Provenance) -> dict[str, object]:
+        """Settings of a manifest for every kind of vectors: the documents, their cut, and a limit of its own."""
+        given = {"passages": made_of.passages, "max_length": self.max_length}
+        return {"texts_sha256": made_of.texts_sha256} | {name: value for name, value in given.items() if value}
 
 
 @dataclass
@@ -93,7 +101,7 @@ class Job(ABC, Generic[M, V]):
     size: int  # of a vector
     texts: Mapping[str, object]  # id -> text
     output: Output = IN_MEMORY
-    texts_sha256: Callable[[], str] = str  # called when the folder is opened
+    made_of: Callable[[], Provenance] = Provenance  # the documents; called when the folder is opened
 
     def __post_init__(self) -> None:
         how = self.how

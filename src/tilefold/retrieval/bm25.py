@@ -22,14 +22,14 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index.exact import top_positive
 from tilefold.retrieval.index.protocol import naming_versions, read_ids, read_manifest, saved_index
-from tilefold.retrieval.provenance import Provenance, texts_digest
+from tilefold.retrieval.provenance import Provenance, provenance_of
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
 
 # Scripts that are written without spaces: Thai, Lao, Khmer, kana, CJK ideographs; cut into character pairs.
-_UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]+|[^\W{_UNSPACED}]+")
-_PAIRED = re.compile(rf"[{_UNSPACED}]")
+UNSPACED = "\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+")
+_PAIRED = re.compile(rf"[{UNSPACED}]")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
 # Language of bm25s's stop words -> its two letters. Snowball stems more languages, then without stop words.
 _STOPPED = {
@@ -143,7 +143,7 @@ class BM25Index:
         b: float = 0.75,
         identifiers: bool = False,
     ) -> BM25Index:
-        """Index ``{document id: contents}``, of which one has a word; options as in :class:`BM25Options`."""
+        """Index ``{id: contents}`` of documents or passages, one of them with a word; options: :class:`BM25Options`."""
         bm25s, options = _package(), BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
@@ -154,7 +154,7 @@ class BM25Index:
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
         engine = bm25s.BM25(k1=k1, b=b)
         engine.index(corpus, show_progress=False)
-        return cls(engine, list(documents), options, Provenance(texts_sha256=texts_digest(documents)))
+        return cls(engine, list(documents), options, provenance_of(documents))
 
     @property
     def n_documents(self) -> int:

@@ -21,8 +21,8 @@ from tilefold.retrieval._files import Json
 from tilefold.retrieval._meeting import RankShards, meeting
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval._streamed import Encoding, FolderShards, Job, Kind, Output
-from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.truncation import cut_texts
+from tilefold.retrieval.provenance import Provenance, provenance_of
+from tilefold.retrieval.truncation import cut_texts, limited
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
 __all__ = ["Encoding", "Kind", "Output", "SparseEncoding", "encode_batch", "encode_collection", "encode_queries"]
@@ -44,6 +44,7 @@ def encode_collection(
     top_k: int | None = None,
     min_weight: float = 0.0,
     special_tokens: bool = True,
+    max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
     group: object = "world",
@@ -57,7 +58,7 @@ def encode_collection(
 
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
-        texts: id -> text, in a fixed order.
+        texts: id -> text, in a fixed order; or passages of long ones (:class:`tilefold.retrieval.Passages`).
         output_dir: the folder; see :mod:`tilefold.retrieval.vectors`.
         kind: ``"document"`` or ``"query"``: the model's prompt and route.
         batch_size: texts encoded at a time, at most; 32 of a plain model, else as many as `batch_tokens` allows.
@@ -67,6 +68,7 @@ def encode_collection(
         top_k: heaviest terms kept per text; None uses the model's own ``max_active_dims``.
         min_weight: terms are kept above this weight.
         special_tokens: keep weights of the tokenizer's special tokens, such as ``[CLS]``, which match in every text.
+        max_length: tokens read of a text, at most those that the model reads; None takes the model's own limit.
         progress: called as ``progress(texts done, texts in all)`` after each batch, and once at the start.
         resume: keep the complete shards of an earlier run; a different model, text or setting is an error. With False,
             earlier vectors are discarded.
@@ -86,7 +88,7 @@ def encode_collection(
         InUseError: another process writes there.
         RankError: another rank of the group failed or ended, or some did not come within five minutes.
     """
-    encoding = SparseEncoding(kind, batch_size, batch_tokens, top_k, min_weight, special_tokens)
+    encoding = SparseEncoding(kind, batch_size, batch_tokens, max_length, top_k, min_weight, special_tokens)
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
     manifest: VectorManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
@@ -100,13 +102,14 @@ def encode_to_folder(
     output.check()
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")
-    job = encoding.job(model, texts, output, lambda: texts_digest(texts))
+    job = encoding.job(model, texts, output, lambda: provenance_of(texts))
     ranks = ranks_of(group)
-    if ranks is None:
-        return FolderShards(job).run()
-    with meeting(ranks) as found, found.stopping():
-        shards = RankShards(job, found)
-        return shards.lead() if found.rank == 0 else shards.help()
+    with limited(model, encoding.kind, encoding.max_length, before=lambda: job.fingerprint):
+        if ranks is None:
+            return FolderShards(job).run()
+        with meeting(ranks) as found, found.stopping():
+            shards = RankShards(job, found)
+            return shards.lead() if found.rank == 0 else shards.help()
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,11 @@ class SparseEncoding(Encoding):
             raise ValueError(f"top_k: expected None or at least 1, got {self.top_k}.")
         check_least("min_weight", self.min_weight, 0)
 
-    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> SparseJob:
+    def job(
+        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
+    ) -> SparseJob:
         """See :meth:`Encoding.job`."""
-        return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, texts_sha256)
+        return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, made_of)
 
 
 class SparseJob(Job[VectorManifest, SparseVectors]):
@@ -164,7 +169,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
         how, output = self.how, self.output
         settings = {
             "model_fingerprint": self.fingerprint,
-            "texts_sha256": self.texts_sha256(),
+            **how.settings(self.made_of()),
             "shard_size": output.shard_size,
             "top_k": how.top_k,
             "min_weight": how.min_weight,

@@ -23,7 +23,10 @@ from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._shards import M, Receipt, ShardWriter, V, check_some, differences
 from tilefold.retrieval._streamed import WAITING_SHARDS, Encoding, Job, Output, Shard, encode_shards, reason
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.passages import PassageTexts
+from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.text_ranges import HeldTexts, Range, StoredTexts, Texts
+from tilefold.retrieval.truncation import limit_length
 
 __all__ = ["ClusterError", "RayCluster", "encode_on_ray"]
 
@@ -117,7 +120,9 @@ def encode_on_ray(
         survey = texts.survey(shard_size)
         model = load()
         model = model.to("cpu") if hasattr(model, "to") else model  # the GPUs are for the workers
-        writer = encoding.job(model, {}, output, lambda: survey.sha256).open_writer(True)
+        cut = getattr(texts, "texts", None)  # passages know their documents
+        made_of = cut.provenance if isinstance(cut, PassageTexts) else Provenance(texts_sha256=survey.sha256)
+        writer = encoding.job(model, {}, output, lambda: made_of).open_writer(True)
         missing = {part.number: part for part in survey.ranges if not writer.has_shard(part.number)}
         with _beacon(writer.path) as beacon:
             work = Work(encoding, load, output, writer.identified(writer.manifest), beacon, pool.cpus)
@@ -295,9 +300,10 @@ class Worker:
             said = f"is not the folder of the command on the machine {socket.gethostname()}"
             raise FileNotFoundError(f"{work.output.folder}: {said}. Choose an output folder that all machines share.")
         torch.set_num_threads(work.threads)
-        digest = str(work.identity.get("texts_sha256"))
-        self.job: Job[Any, Any] = work.encoding.job(work.load(), {}, work.output, lambda: digest)
+        made_of = Provenance.from_dict(work.identity)
+        self.job: Job[Any, Any] = work.encoding.job(work.load(), {}, work.output, lambda: made_of)
         self.writer = self.job.open_writer(False)
+        limit_length(self.job.model, work.encoding.kind, work.encoding.max_length)
         mine = self.writer.identified(self.writer.manifest)
         changed = differences(work.identity, mine, "in the command", "here")
         if changed:

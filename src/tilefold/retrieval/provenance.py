@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 from tilefold.retrieval._files import Json, no_string
 
-__all__ = ["Provenance", "TextsDigest", "texts_digest"]
+__all__ = ["Provenance", "TextsDigest", "provenance_of", "texts_digest"]
 
 TAG = "tilefold"
 _TAG_DIGITS = 16
@@ -16,10 +16,11 @@ _TAG_DIGITS = 16
 
 @dataclass(frozen=True)
 class Provenance:
-    """Fingerprints of the model and the texts behind a file; None if unknown."""
+    """Fingerprints of the model and the texts behind a file, None if unknown, and how these were cut."""
 
     model_fingerprint: str | None = None  # :func:`tilefold.retrieval.encoding.model_fingerprint`
-    texts_sha256: str | None = None  # :func:`texts_digest` of those that were encoded or searched
+    texts_sha256: str | None = None  # :func:`texts_digest` of the documents that were encoded or searched
+    passages: str | None = None  # :class:`tilefold.retrieval.Passages` that they were cut into; None for whole ones
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
@@ -28,31 +29,32 @@ class Provenance:
 
     def to_dict(self) -> dict[str, str | None]:
         """JSON object for a manifest."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None or name != "passages"}
 
     @classmethod
     def shared(cls, parts: Iterable[Provenance]) -> Provenance:
         """The fields that are equal in all `parts`."""
-        values = [part.to_dict() for part in parts]
+        values = [asdict(part) for part in parts]
         return cls(**{name: value for name, value in values[0].items() if all(v[name] == value for v in values)})
 
     def differs(self, other: Provenance) -> list[str]:
         """The fields that are known on both sides and differ; a tag holds the first digits of a fingerprint."""
-        pairs = {name: (value, other.to_dict()[name]) for name, value in self.to_dict().items()}
+        pairs = {name: (value, getattr(other, name)) for name, value in asdict(self).items()}
         return [name for name, (a, b) in pairs.items() if a and b and not (a.startswith(b) or b.startswith(a))]
 
     @property
     def tag(self) -> str:
         """One word for the last column of a TREC run, such as ``tilefold:texts=0123456789abcdef``."""
         known = {"model": self.model_fingerprint, "texts": self.texts_sha256}
-        return ":".join([TAG, *(f"{name}={value[:_TAG_DIGITS]}" for name, value in known.items() if value)])
+        parts = [f"{name}={value[:_TAG_DIGITS]}" for name, value in known.items() if value]
+        return ":".join([TAG, *parts, *([f"passages={self.passages}"] if self.passages else [])])
 
     @classmethod
     def from_tag(cls, tag: str) -> Provenance:
         """The inverse of :attr:`tag`; nothing is known from the tags of other programs."""
         name, *parts = tag.split(":")
         values = dict(part.partition("=")[::2] for part in parts) if name == TAG else {}
-        return cls(values.get("model"), values.get("texts"))
+        return cls(values.get("model"), values.get("texts"), values.get("passages"))
 
 
 class TextsDigest:
@@ -80,3 +82,9 @@ def texts_digest(texts: Mapping[str, str]) -> str:
     for name, text in texts.items():
         digest.add(name, text)
     return digest.hexdigest()
+
+
+def provenance_of(texts: Mapping[str, str]) -> Provenance:
+    """The documents behind id -> text, which may be passages of them (:class:`tilefold.retrieval.PassageTexts`)."""
+    known = getattr(texts, "provenance", None)
+    return known if isinstance(known, Provenance) else Provenance(texts_sha256=texts_digest(texts))

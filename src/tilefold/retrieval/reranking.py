@@ -15,6 +15,7 @@ from tilefold.retrieval._checks import check_choice, check_least, check_share
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.fusion import Run, check_scores, interpolate
+from tilefold.retrieval.passages import Found, Passage, best_passages
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.token_encoding import encode_texts, token_dimension, token_model_fingerprint
 from tilefold.retrieval.tokens import TokenStore, TokenVectors
@@ -69,7 +70,7 @@ def rerank(
         raise ValueError(f"documents: expected {dimension}, got {got}. Encode both with the same model.")
     for query, first in run.items():
         check_scores("run", query, first, finite=False)
-    ordered = {query: sorted(scores, key=lambda name: -scores[name]) for query, scores in run.items()}
+    ordered = {query: _ordered(scores) for query, scores in run.items()}
     chosen = {query: names[:depth] for query, names in ordered.items()}
     query_rows = {name: row for row, name in enumerate(queries.ids)}
     if missing := [query for query in run if query not in query_rows]:
@@ -151,32 +152,97 @@ class Reranker:
         reranking: Reranking,
         encoded: TokenVectors | None = None,
         candidates: TokenVectors | None = None,
-    ) -> tuple[Run, Run]:
-        """`run` ordered by MaxSim, and mixed with the first scores; `encoded` queries, `candidates` spare encoding."""
+        *,
+        by: str = "document",
+        passages: Found | None = None,
+    ) -> tuple[Run, Run, Found]:
+        """`run` ordered by MaxSim, and mixed with the first scores; which passages were the best, where some were read.
+
+        `encoded` queries and `candidates` spare encoding. Of a document, all its passages are scored where `tokens` are
+        of such, and the best one counts; without tokens, the one that it was found by, of `passages`. With
+        ``by="passage"``, `run` names passages, which are ordered themselves.
+        """
         run = {query: scores for query, scores in run.items() if scores}
         if not run:
-            return run, run
+            return run, run, {}
         depth, weight = reranking.depth, reranking.weight
         if encoded is None:
             encoded = encode_texts(self.model, {query: queries[query] for query in run}, kind="query")
         documents = self.tokens if self.tokens is not None else candidates
         if documents is None:
-            best = {n: None for s in run.values() for n in sorted(s, key=lambda name: -s[name])[:depth]}
-            texts = {name: contents_of(name, self.documents.get(name)) for name in best}
+            texts = self.candidates(run, reranking, by, passages)
             documents = encode_texts(self.model, texts, kind="document")
-        tail = reranking.tail if weight is None else "drop"
+        tail: Tail = reranking.tail if weight is None else "drop"
         reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
-        late = rerank(run, encoded, documents, depth=depth, tail=tail, reduction=reduction)
+        parts = self._parts(run, depth, by, passages)
+        found: Found = {}
+        if parts is None:
+            late = rerank(run, encoded, documents, depth=depth, tail=tail, reduction=reduction)
+        else:
+            asked = {query: {part: 0.0 for names in of.values() for part in names} for query, of in parts.items()}
+            scores = rerank(asked, encoded, documents, tail="drop", reduction=reduction)
+            found = best_passages(scores)[1]
+            late = {}
+            for query, best in found.items():
+                best_scores = {name: scores[query][part] for name, part in best.items()}
+                late[query] = _completed(_ordered(run[query]), best_scores, tail)
         if weight is None:
-            return late, late
-        return late, interpolate([run, late], [1 - weight, weight], k=max(map(len, run.values())))
+            return late, late, found
+        return late, interpolate([run, late], [1 - weight, weight], k=max(map(len, run.values()))), found
+
+    @property
+    def passages(self) -> str | None:
+        """Cut of the documents whose passages have token vectors; None for whole documents, and without `tokens`."""
+        return None if self.tokens is None else self.tokens.manifest.provenance.passages
+
+    def candidates(
+        self, run: Run, reranking: Reranking, by: str = "document", passages: Found | None = None
+    ) -> dict[str, str]:
+        """Texts to encode where there are no `tokens`: id -> text of documents, or of passages that they were found by.
+
+        A document that is not there is a ``MissingDocumentError``.
+        """
+        parts = self._parts(run, reranking.depth, by, passages)
+        if parts is None and by == "document":
+            best = dict.fromkeys(name for scores in run.values() for name in _ordered(scores)[: reranking.depth])
+            return {name: self._document(name).contents for name in best}
+        if parts is None:
+            parts = {q: {name: [name] for name in _ordered(scores)[: reranking.depth]} for q, scores in run.items()}
+        chosen = [Passage.of(part) for of in parts.values() for names in of.values() for part in names]
+        return {passage.id: passage.contents(self._document(passage.document)) for passage in chosen}
+
+    def _document(self, name: str) -> Document:
+        document = self.documents.get(name)
+        if document is None:
+            raise MissingDocumentError("documents", name)
+        return document
+
+    def _parts(
+        self, run: Run, depth: int | None, by: str, passages: Found | None
+    ) -> dict[str, dict[str, list[str]]] | None:
+        """Passages that are scored for the best documents of each query; None where documents are scored as `run`."""
+        if by == "passage" or (self.passages is None and (self.tokens is not None or not passages)):
+            return None
+        best = {query: _ordered(scores)[:depth] for query, scores in run.items()}
+        if self.tokens is None:
+            given = passages or {}
+            return {
+                query: {name: [given.get(query, {}).get(name) or self._whole(name)] for name in names}
+                for query, names in best.items()
+            }
+        held = self.tokens.passages
+        if missing := next((name for names in best.values() for name in names if name not in held), None):
+            raise DataError(f"documents: no token vectors of candidate {missing!r}. Encode the collection it is of.")
+        return {query: {name: held[name] for name in names} for query, names in best.items()}
+
+    def _whole(self, name: str) -> str:
+        """Id of a document's text as one passage, for one that was found as a whole."""
+        return Passage(name, 1, 0, len(self._document(name).text)).id
 
 
-def contents_of(name: str, document: Document | None) -> str:
-    """Text that a model reads of a document; a ``MissingDocumentError`` without one."""
-    if document is None:
-        raise MissingDocumentError("documents", name)
-    return document.contents
+def _ordered(scores: Mapping[str, float]) -> list[str]:
+    """Names, best first."""
+    return sorted(scores, key=lambda name: -scores[name])
 
 
 def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]]) -> dict[str, tuple[int, int]]:

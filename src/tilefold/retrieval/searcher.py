@@ -2,157 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tilefold._typing import Model
-from tilefold.retrieval._checks import check_k
+from tilefold.retrieval._checks import check_choice, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import Row, SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
-from tilefold.retrieval.dense import encode_dense, rank_by_similarity
-from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.feedback import (
     Feedback,
     Interpolation,
-    expand_dense,
-    expand_sparse,
-    feedback_documents,
     with_feedback,
 )
 from tilefold.retrieval.fusion import Fusion, Run
-from tilefold.retrieval.index import SparseIndex, build_index, hits_to_run, load_index
+from tilefold.retrieval.index import SparseIndex, load_index
 from tilefold.retrieval.index.protocol import read_description
+from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.vectors import read_manifest, read_rows
+from tilefold.retrieval.retrievers import DenseRetriever, SparseRetriever, WordsRetriever
 
 if TYPE_CHECKING:
-    import torch
-
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
-__all__ = ["DenseRetriever", "Ranking", "SearchRequest", "Searcher", "SparseRetriever", "WordsRetriever"]
-__all__ += ["check_model", "matched_terms", "open_index"]
+__all__ = ["Ranking", "SearchRequest", "Searcher", "check_model", "matched_terms", "open_index"]
 
 RERANK_DEPTH = 100  # candidates of a search that is reranked
 WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
-
-
-@dataclass(frozen=True)
-class SparseRetriever:
-    """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it."""
-
-    index: SparseIndex
-    model: Model | None = None  # a SparseEncoder; None where vectors of queries are given
-    vectors: SparseVectors | Path | None = None  # of the documents; a folder is read row by row
-    query_top_k: int | None = None  # terms kept of a query; None keeps all
-    options: Mapping[str, object] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
-    words: BM25Index | None = None  # encodes queries instead of a model
-
-    def __post_init__(self) -> None:
-        if self.vectors is None:
-            return
-        stored = read_manifest(self.vectors) if isinstance(self.vectors, Path) else self.vectors
-        if self.provenance.differs(stored.provenance):
-            where = f"{self.vectors} " if isinstance(self.vectors, Path) else ""
-            said = f"{where}holds vectors of another model or of other documents than the index"
-            raise DataError(f"vectors: {said}. Give its own, or build it again: tilefold index --vectors VECTORS")
-
-    @property
-    def provenance(self) -> Provenance:
-        return self.index.provenance
-
-    def encode(self, queries: Mapping[str, str]) -> SparseVectors:
-        if self.words is not None:
-            return self.words.query_vectors(queries)
-        if self.model is None:
-            raise ValueError("model: expected the SparseEncoder that made the index, to encode queries, got None.")
-        from tilefold.retrieval.encoding import encode_queries
-
-        return encode_queries(self.model, queries, top_k=self.query_top_k)
-
-    def search(self, vectors: SparseVectors, names: Sequence[str], k: int) -> Run:
-        return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
-
-    def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
-        return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
-
-    @cached_property
-    def _rows(self) -> dict[str, int]:
-        ids = self.vectors.ids if isinstance(self.vectors, SparseVectors) else []
-        return {name: row for row, name in enumerate(ids)}
-
-    def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
-        """The vectors of documents, each of which has one unless some are `lacking` by intent."""
-        if self.vectors is None:
-            raise ValueError("vectors: expected those of the documents, which feedback reads, got None.")
-        wanted = list(names)
-        if isinstance(self.vectors, Path):
-            found = read_rows(self.vectors, wanted)
-        else:
-            found = self.vectors.take([self._rows[name] for name in wanted if name in self._rows])
-        there = set(found.ids)
-        if not lacking and not there.issuperset(wanted):
-            raise MissingDocumentError("vectors", next(name for name in wanted if name not in there))
-        return found
-
-
-@dataclass(frozen=True)
-class WordsRetriever:
-    """A BM25 index; with feedback, an exact index of its vectors."""
-
-    index: BM25Index
-
-    @property
-    def provenance(self) -> Provenance:
-        return self.index.provenance
-
-    def encode(self, queries: Mapping[str, str]) -> Mapping[str, str]:
-        return queries
-
-    def search(self, vectors: Mapping[str, str], names: Sequence[str], k: int) -> Run:
-        return self.index.search(vectors, k)
-
-    @cached_property
-    def as_vectors(self) -> SparseRetriever:
-        """Retriever with equal scores from vectors, which feedback can move."""
-        vectors = self.index.document_vectors()
-        return SparseRetriever(build_index(vectors, "exact"), vectors=vectors, words=self.index)
-
-
-@dataclass(frozen=True)
-class DenseRetriever:
-    """A ``SentenceTransformer`` that encodes a whole collection once, when it is first searched."""
-
-    model: Model
-    texts: Mapping[str, str]  # document id -> contents
-    texts_sha256: str | None = None  # their fingerprint, if known
-    progress: Callable[[int, int], None] | None = None  # called with (documents encoded, documents)
-
-    @cached_property
-    def provenance(self) -> Provenance:
-        from tilefold.retrieval.encoding import model_fingerprint
-
-        return Provenance(model_fingerprint(self.model), self.texts_sha256)
-
-    @cached_property
-    def vectors(self) -> torch.Tensor:
-        """The documents' vectors ``[N, D]``."""
-        return encode_dense(self.model, self.texts, kind="document", progress=self.progress)
-
-    def encode(self, queries: Mapping[str, str]) -> torch.Tensor:
-        return encode_dense(self.model, queries, kind="query")
-
-    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int) -> Run:
-        return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
-
-    def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
-        return expand_dense(queries, names, self.vectors, list(self.texts), basis, feedback)
 
 
 def open_index(path: str | Path) -> SparseIndex | BM25Index:
@@ -172,6 +53,7 @@ def check_model(made_by: Provenance, model: Model, name: str = "this", index: st
     return True
 
 
+_SECOND = "second"  # stage of the second ranking's passages
 _STAGES = {SparseRetriever: "sparse", WordsRetriever: "words", DenseRetriever: "dense"}
 
 
@@ -185,6 +67,8 @@ class SearchRequest:
         interpolation: mixes the second ranking in before feedback, after it, or both; goes with `feedback`.
         fusion: fuses the second ranking with that of the index.
         reranking: orders the best candidates by late interaction.
+        by: of an index of passages, ``"document"`` gives documents by their best passage (MaxP), and ``"passage"``
+            the passages; an index of whole documents has none.
     """
 
     k: int = 10
@@ -192,9 +76,11 @@ class SearchRequest:
     interpolation: Interpolation | None = None
     fusion: Fusion | None = None
     reranking: Reranking | None = None
+    by: Literal["document", "passage"] = "document"
 
     def __post_init__(self) -> None:
         check_k(self.k)
+        check_choice("by", self.by, ("document", "passage"))
         if self.interpolation is not None and self.feedback is None:
             raise ValueError("interpolation: expected feedback beside it, got None; without, take fusion.")
 
@@ -206,13 +92,28 @@ class SearchRequest:
 
 @dataclass
 class Ranking:
-    """Ranked documents of some queries, and how they came about."""
+    """Ranked documents of some queries, or passages (ids as of :class:`tilefold.retrieval.Passage`), and how."""
 
     run: Run  # best first
     stages: dict[str, Run] = field(default_factory=dict)  # "sparse", "words", "dense", "fusion", "late" -> its ranking
     before: Any = None  # vectors of the queries, as they were, and as they were searched with after feedback
     after: Any = None
     candidates: Run | None = None  # that were reranked
+    by: str = "document"
+    passages: dict[str, Found] = field(default_factory=dict)  # stage -> best passages of documents, where searched so
+
+    def passage(self, query: str, name: str) -> str | None:
+        """Id of the passage that a result was ranked by: by late interaction, else in the index, else by words."""
+        if self.by == "passage":
+            return name
+        known = (self.passages[stage] for stage in ("late", *_STAGES.values(), _SECOND) if stage in self.passages)
+        return next((found[query][name] for found in known if name in found.get(query, {})), None)
+
+    @property
+    def found(self) -> Found:
+        """Query -> result -> the passage that it was ranked by, where there is one."""
+        named = ((query, {name: self.passage(query, name) for name in scores}) for query, scores in self.run.items())
+        return {query: {name: passage for name, passage in of.items() if passage} for query, of in named}
 
 
 class Searcher:
@@ -229,6 +130,9 @@ class Searcher:
         query_top_k: terms kept of a query; None keeps all.
         options: of the index's search, such as Seismic's ``heap_factor``.
         other_model: take a model that did not make the index, such as a query encoder of its own.
+
+    Where the index or the token vectors are of passages, documents are ranked by their best one. `vectors` are of the
+    passages of the index; `second` and `tokens` may be of others, or of whole documents.
 
     Parts that were made by another model or from other documents than the index are a ``DataError``, `model` or
     `vectors` beside an index that has none a ``ValueError``.
@@ -282,13 +186,20 @@ class Searcher:
         """Fingerprints of the model and of the documents behind the index."""
         return self.retriever.provenance
 
+    @property
+    def passages(self) -> str | None:
+        """Cut of the documents whose passages are searched; None for whole documents."""
+        return self.provenance.passages
+
     def search(self, query: str, request: SearchRequest | None = None) -> list[Json]:
         """The best documents for a query, each with ``rank`` (from 1), ``id``, ``score`` and ``title`` (or its text).
 
         Where the searcher has `vectors`, also ``terms`` that it shares with the query, largest first: ``term``,
         ``contribution`` to the sparse score, ``share`` of it and, after feedback, whether ``feedback`` added it. After
-        reranking also ``first``, its ``rank`` and ``score`` before. A request that needs a part that the searcher was
-        made without is a ``ValueError``, a document that `vectors`, `tokens` or `documents` lack a ``DataError``.
+        reranking also ``first``, its ``rank`` and ``score`` before. A document that was ranked by a passage has it as
+        ``passage``: ``number`` (from 1), characters ``start`` to ``stop`` of the text, and ``text``. A request that
+        needs a part that the searcher was made without is a ``ValueError``, a document that `vectors`, `tokens` or
+        `documents` lack a ``DataError``.
         """
         request = SearchRequest() if request is None else request
         if not isinstance(query, str):
@@ -298,7 +209,12 @@ class Searcher:
         queries = {"query": query}
         ranking = self.rank(queries, request)
         first = next(iter(ranking.run["query"]), None)
-        if first is not None and self.documents and not any(name in self.documents for name in ranking.run["query"]):
+        owner = document_of if request.by == "passage" else str
+        if (
+            first is not None
+            and self.documents
+            and not any(owner(name) in self.documents for name in ranking.run["query"])
+        ):
             strange = f"none of the documents found is in the collection given (the first is {first!r})"
             raise DataError(f"documents: {strange}; give the one that the index was made from.")
         if request.reranking is not None:
@@ -309,9 +225,13 @@ class Searcher:
         places = {name: rank for rank, name in enumerate((ranking.candidates or {}).get("query", ()), start=1)}
         found: list[Json] = []
         for rank, (name, score) in enumerate(shown.items(), start=1):
-            document = self.documents.get(name)
+            document, passage = self.documents.get(owner(name)), ranking.passage("query", name)
             title = (document.title or document.text) if document else ""
-            found.append({"rank": rank, "id": name, "score": score, "title": title, "terms": terms.get(name, [])})
+            found.append(
+                {"rank": rank, "id": owner(name), "score": score, "title": title, "terms": terms.get(name, [])}
+            )
+            if passage is not None:
+                found[-1]["passage"] = Passage.of(passage).shown(document)
             if ranking.candidates is not None:
                 found[-1]["first"] = {"rank": places[name], "score": ranking.candidates["query"][name]}
         return found
@@ -319,6 +239,8 @@ class Searcher:
     def rank(self, queries: Mapping[str, str], request: SearchRequest, vectors: Any = None) -> Ranking:
         """The candidates of each query (id -> text; or `vectors`): of the index, after feedback, fused."""
         feedback, mix, depth, names = request.feedback, request.interpolation, request.candidates, list(queries)
+        self._check_passages(request)
+        best: dict[str, Found] = {}
         own: Run
         retriever: Any = self.retriever
         if feedback is not None and isinstance(retriever, WordsRetriever):
@@ -326,21 +248,28 @@ class Searcher:
         deep = depth
         if feedback is not None:
             deep = max(depth, feedback.k, WHOLE if mix is not None or feedback.bottom else 0)
-        second = None if mix is None else self._second(queries, deep)
+        second = None if mix is None else self.second_run(queries, deep, request.by, best)
         before = after = retriever.encode(queries) if vectors is None else vectors
-        run = own = retriever.search(before, names, deep)
+
+        def search(vectors: Any, k: int) -> Run:
+            of_passages = self.passages is not None and request.by == "document"
+            return found_by(lambda n: retriever.search(vectors, names, n), k, self.stage, best if of_passages else None)
+
+        run = own = search(before, deep)
         if feedback is not None:
 
             def again(basis: Run) -> Run:
                 nonlocal after, own
-                after = retriever.expand(before, names, basis, feedback)
-                own = retriever.search(after, names, depth if mix is None else deep)
+                chosen = as_passages(basis, [best[stage] for stage in (self.stage, _SECOND) if stage in best])
+                after = retriever.expand(before, names, chosen, feedback)
+                own = search(after, depth if mix is None else deep)
                 return own
 
             run = with_feedback(run, again, deep, second, mix)
         ranking = Ranking(_best(run, depth), {self.stage: own if mix else _best(own, depth)}, before, after)
+        ranking.by, ranking.passages = request.by, best
         if request.fusion is not None:
-            ranking.stages["words"] = self._second(queries, depth)
+            ranking.stages["words"] = self.second_run(queries, depth, request.by, best)
             ranking.run = request.fusion.mix(ranking.run, ranking.stages["words"], depth)
             ranking.stages["fusion"] = ranking.run
         return ranking
@@ -356,16 +285,44 @@ class Searcher:
         """The ranking of :meth:`rank` after late interaction; `encoded` and `candidates` as in :class:`Reranker`."""
         if self.reranker is None:
             raise ValueError("reranking: expected a searcher with a late-interaction model, got one without.")
-        late, run = self.reranker(queries, ranking.run, reranking, encoded, candidates)
+        if ranking.by == "passage" and self.reranker.tokens is not None and self.reranker.passages != self.passages:
+            raise ValueError(f"tokens: expected those of the passages that are searched ({self.passages}), got others.")
+        given, by, found = (encoded, candidates), ranking.by, ranking.found if self.passages else None
+        late, run, best = self.reranker(queries, ranking.run, reranking, *given, by=by, passages=found)
         stages = ranking.stages | {"late": _best(late, reranking.depth)}
-        return replace(ranking, run=run, stages=stages, candidates=ranking.run)
+        passages = ranking.passages | ({"late": best} if best else {})
+        return replace(ranking, run=run, stages=stages, candidates=ranking.run, passages=passages)
 
-    def _second(self, queries: Mapping[str, str], k: int) -> Run:
+    def rerank_texts(self, ranking: Ranking, reranking: Reranking) -> dict[str, str]:
+        """Id -> text to encode as `candidates` of :meth:`rerank`, where there are no token vectors."""
+        if self.reranker is None:
+            return {}
+        return self.reranker.candidates(ranking.run, reranking, ranking.by, ranking.found if self.passages else None)
+
+    def _check_passages(self, request: SearchRequest) -> None:
+        """Raise ``ValueError`` where the index, or the second one, is not of the passages that a request needs."""
+        if request.by == "passage" and self.passages is None:
+            raise ValueError("by: expected 'document', the index is of whole documents; got 'passage'. Cut them.")
+        mix, second = request.interpolation, self.second
+        asked = mix is not None or request.fusion is not None
+        of_passages = request.by == "passage" or (mix is not None and mix.place != "after")
+        if not asked or second is None or not of_passages or self.passages is None:
+            return
+        cut = second.provenance.passages if isinstance(second, BM25Index) else None
+        if cut != self.passages:
+            why = "as passages are asked for" if request.by == "passage" else "whose best ones feedback reads"
+            wanted = f"a BM25 index of the passages that are searched ({self.passages}), {why}"
+            raise ValueError(f"second: expected {wanted}, got {cut or 'whole documents'}.")
+
+    def second_run(self, queries: Mapping[str, str], k: int, by: str, best: dict[str, Found]) -> Run:
+        """The `k` best of the second ranking; `best` learns the passages that documents were found by."""
         if self.second is None:
             raise ValueError("second: expected a BM25 index or a run to interpolate or fuse with, got None.")
-        if isinstance(self.second, BM25Index):
-            return self.second.search(queries, k)
-        return {query: self.second[query] for query in queries if query in self.second}
+        words = self.second
+        if isinstance(words, BM25Index):
+            of_passages = words.provenance.passages is not None and by == "document"
+            return found_by(lambda n: words.search(queries, n), k, _SECOND, best if of_passages else None)
+        return {query: words[query] for query in queries if query in words}
 
     def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Json]]:
         """The terms that each document shares with the query as searched, largest part first, without special ones."""
@@ -375,9 +332,11 @@ class Searcher:
         tokenizer, asked = retriever.model.tokenizer, ranking.after.row(0)
         moved = ranking.before is not ranking.after
         own = set(ranking.before.row(0)[0].tolist())
-        stored = retriever.stored(scores, lacking=True)
+        passages = ranking.passages.get(self.stage, {}).get("query", {})
+        names = {passages.get(name, name): name for name in scores}
+        stored = retriever.stored(names, lacking=True)
         found: dict[str, list[Json]] = {}
-        for row, name in enumerate(stored.ids):
+        for row, name in enumerate(map(names.__getitem__, stored.ids)):
             matched = matched_terms(asked, stored.row(row), tokenizer.all_special_ids)
             tokens = tokenizer.convert_ids_to_tokens([term for term, _ in matched])
             found[name] = [

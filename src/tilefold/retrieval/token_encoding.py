@@ -18,6 +18,7 @@ from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
 from tilefold.retrieval.encoding import encode_to_folder, model_fingerprint, model_name
+from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import STORAGES, TokenManifest, TokenVectors, TokenVectorWriter, check_finite
 from tilefold.retrieval.truncation import cut_texts
 
@@ -36,6 +37,7 @@ def encode_tokens(
     shard_size: int = 1024,
     save_minutes: float = 1.0,
     source: str | None = None,
+    max_length: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
     group: object = "world",
@@ -51,7 +53,7 @@ def encode_tokens(
             1/127 of the token's largest entry.
         source: folder or name that `model` was loaded from, stored so that queries can be encoded with it.
     """
-    encoding = TokenEncoding(kind, batch_size, batch_tokens, storage, source)
+    encoding = TokenEncoding(kind, batch_size, batch_tokens, max_length, storage, source)
     output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
     manifest: TokenManifest = encode_to_folder(encoding, model, texts, output, group)
     return manifest
@@ -69,9 +71,11 @@ class TokenEncoding(Encoding):
         super().check()
         check_choice("storage", self.storage, STORAGES)
 
-    def job(self, model: Model, texts: Mapping[str, str], output: Output, texts_sha256: Callable[[], str]) -> TokenJob:
+    def job(
+        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
+    ) -> TokenJob:
         """See :meth:`Encoding.job`."""
-        return TokenJob(self, model, token_dimension(model, self.kind), texts, output, texts_sha256)
+        return TokenJob(self, model, token_dimension(model, self.kind), texts, output, made_of)
 
 
 class TokenJob(Job[TokenManifest, TokenVectors]):
@@ -101,7 +105,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
     def open_writer(self, lists: bool) -> TokenVectorWriter:
         how, output = self.how, self.output
         made_by = (model_name(self.model), self.fingerprint, how.source, how.kind)
-        settings = {"texts_sha256": self.texts_sha256(), "shard_size": output.shard_size}
+        settings = how.settings(self.made_of()) | {"shard_size": output.shard_size}
         manifest = TokenManifest(self.size, how.storage, *made_by, settings=settings)
         return TokenVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import ClassVar
@@ -20,6 +21,7 @@ from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
 from tilefold.retrieval._sparse import check_ids
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.passages import document_of
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["STORAGES", "TokenManifest", "TokenStore", "TokenVectorWriter", "TokenVectors", "open_tokens"]
@@ -176,7 +178,7 @@ class TokenManifest(Manifest):
     @property
     def provenance(self) -> Provenance:
         """Model and texts, as far as they are known."""
-        return Provenance(self.model_fingerprint, self.settings.get("texts_sha256"))
+        return replace(Provenance.from_dict(self.settings), model_fingerprint=self.model_fingerprint)
 
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
         """See :meth:`Manifest.wrong`."""
@@ -235,6 +237,14 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @cached_property
+    def passages(self) -> dict[str, list[str]]:
+        """Document id -> ids of its passages, those that could not be encoded too, of a store of passages."""
+        found: dict[str, list[str]] = {}
+        for name in (*self.ids, *self.manifest.failed):
+            found.setdefault(document_of(name), []).append(name)
+        return found
 
     @property
     def dimension(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from tilefold._typing import Model, Tokenizer
 from tilefold.pipeline.truncated import Call, Tally, Truncation, tallied, tell, unwatched, watching
 
-__all__ = ["Call", "Tally", "cut_texts", "tallied", "tell_truncated", "token_counts", "watching"]
+__all__ = ["Call", "Tally", "cut_texts", "limit_length", "limited", "tallied", "tell_truncated", "token_counts"]
+__all__ += ["watching"]
 
 _CHARACTERS_PER_TOKEN = 16  # of the first attempt at white space; shorter texts than twice that are left alone
 _BEGINNINGS = (8, 32, 128, 512)  # characters per token of the attempts anywhere
@@ -61,6 +63,39 @@ def tell_truncated(kind: str, texts: int, truncated: Mapping[str, int | None]) -
     """Say to who counts (:func:`tallied`) how many of so many texts were cut, as a manifest or a result says it."""
     if truncated:
         tell(kind, texts, Truncation(count=truncated["count"] or 0, max_length=truncated["max_length"]))
+
+
+def limit_length(model: Model, kind: str, max_length: int | None) -> dict[Model, int | None]:
+    """Let a model read at most `max_length` tokens of a text of `kind`, special ones too; its modules' limits before.
+
+    More tokens than the model reads, or a model without a limit for a kind of texts, is a ``ValueError``.
+    """
+    if max_length is None:
+        return {}
+    own, name = getattr(model, "max_seq_length", None), f"{kind}_length"
+    if isinstance(own, int) and max_length > own:
+        raise ValueError(f"max_length: expected at most {own}, the tokens that the model reads, got {max_length}.")
+    modules = [module for module in model.modules() if hasattr(module, name)]
+    if not modules:
+        of = f"a model whose tokenizer takes a length for a {kind}, got {type(model).__name__} without one"
+        raise ValueError(f"max_length: expected {of}. Set its max_seq_length.")
+    before = {module: getattr(module, name) for module in modules}
+    for module in modules:
+        setattr(module, name, max_length)
+    return before
+
+
+@contextmanager
+def limited(model: Model, kind: str, max_length: int | None, *, before: Callable[[], object]) -> Iterator[None]:
+    """Within it, the model is that of :func:`limit_length`; `before` is called while it still has its own limits."""
+    if max_length is not None:
+        before()
+    former = limit_length(model, kind, max_length)
+    try:
+        yield
+    finally:
+        for module, length in former.items():
+            setattr(module, f"{kind}_length", length)
 
 
 def _limit(model: Model) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.index import SparseIndex
-from tilefold.retrieval.reranking import contents_of
+from tilefold.retrieval.passages import Passage
 from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
@@ -78,16 +78,13 @@ class Searchable:
             "fusion": self.words is not None,
             "dense": self.dense is not None,
             "rerank": self.late is not None and (self.store is not None or bool(self.documents)),
+            "passages": self.searcher.passages is not None,
         }
 
     @cached_property
     def rows(self) -> dict[str, int]:
         """Document id -> row of its vector."""
         return {} if self.vectors is None else {name: row for row, name in enumerate(self.vectors.ids)}
-
-    def contents(self, names: Sequence[str]) -> list[str]:
-        """Texts that a model reads of documents; a ``MissingDocumentError`` for one that is not in the collection."""
-        return [contents_of(name, self.documents.get(name)) or " " for name in names]
 
     def query_vector(self, row: Row) -> SparseVectors:
         """The vector of a query, with its heaviest terms alone if the index is searched so."""
@@ -129,6 +126,12 @@ class Searchable:
         ]
         return {"terms": terms, "terms_in_all": len(weights), "marks": _marks(text, query, set(shown))}
 
+    def owner(self, ranking: Ranking, name: str) -> tuple[Document | None, Passage | None]:
+        """The document of a result, and the passage that it was ranked by."""
+        found = ranking.passage(QUERY, name)
+        passage = None if found is None else Passage.of(found)
+        return self.documents.get(passage.document if passage else name), passage
+
     def explain_document(self, ranking: Ranking, name: str) -> Explanation:
         """The rank and score of a document in every stage, and the terms that it shares with the query as searched."""
         stages = {
@@ -137,12 +140,14 @@ class Searchable:
             if name in run[QUERY]
         }
         found: Explanation = {"stages": stages}
-        row = self.rows.get(name)
+        row = self.rows.get(ranking.passages.get("sparse", {}).get(QUERY, {}).get(name, name))
         if self.vectors is None or self.encoder is None or row is None:
             return found | {"terms": []}
-        text, document = self.encoder.text, self.documents.get(name)
+        text, (document, passage) = self.encoder.text, self.owner(ranking, name)
+        shown = document.text if document else ""
+        shown = shown[passage.start : passage.stop] if passage else shown
         matched = matched_terms(ranking.after.row(0), self.vectors.row(row), text.special_ids)
-        own = text.words(document.contents[:_MARKED]) if document else None
+        own = text.words(Document(name, document.title, shown).contents[:_MARKED]) if document else None
         score = ranking.stages["sparse"][QUERY].get(name)
         found["terms"] = [
             {"id": term, "term": text.token(term), "contribution": part}
@@ -154,7 +159,7 @@ class Searchable:
             terms = {term for term, _ in matched}
             found["marks"] = {
                 "title": _marks(text, document.title, terms),
-                "text": _marks(text, document.text[:_MARKED], terms),
+                "text": _marks(text, shown[:_MARKED], terms),
             }
         return found
 

@@ -16,6 +16,7 @@ from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.feedback import Feedback
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
+from tilefold.retrieval.passages import document_of
 from tilefold.retrieval.reranking import Reranking
 from tilefold.retrieval.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.tokens import TokenVectors
@@ -75,6 +76,7 @@ class SearchBody(_Strict):
     query: str
     hits: int = Field(default=10, ge=1)
     parse: bool = True
+    by: Literal["document", "passage"] = "document"
     fusion: FusionBody | bool = False
     prf: FeedbackBody | bool = False
     rerank: RerankBody | bool = False
@@ -160,6 +162,8 @@ class _SearchRoutes:
             if value is not None and value > most:
                 raise invalid(f"`{name}` expected at most {most}, got {value}")
         features = self.searchable.features
+        if body.by == "passage" and not features["passages"]:
+            raise invalid("`by` expected 'document', the index is of whole documents; got 'passage'")
         for name, needed in _NEEDS.items():
             if getattr(body, name) is not False and not features[name]:
                 raise invalid(f"`{name}`: this server was started without what it needs: {needed}")
@@ -171,6 +175,7 @@ class _SearchRoutes:
             None,
             _record(Fusion, FusionBody, body.fusion, "fusion"),
             _record(Reranking, RerankBody, body.rerank, "rerank"),
+            body.by,
         )
         self._check(body, asked.reranking)
         try:
@@ -242,10 +247,10 @@ class _SearchRoutes:
         asked = await service.encode("multi-vector", [text], Asked("query"))
         query, candidates = _packed([QUERY], asked.rows), None
         if found.store is None:
-            names = list(ranking.run[QUERY])[: reranking.depth]
-            if len(names) > self._encodable:
+            if min(len(ranking.run[QUERY]), reranking.depth or RERANK_DEPTH) > self._encodable:
                 raise invalid(f"`rerank.depth` expected at most {self._encodable}, got {reranking.depth}")
-            texts = await service.off_loop(found.contents, names)
+            wanted = await service.off_loop(found.searcher.rerank_texts, ranking, reranking)
+            names, texts = list(wanted), [text or " " for text in wanted.values()]
             with service.permits.take(len(texts)):
                 encoded = await service.encode("multi-vector", texts, Asked("document", truncate=True))
             candidates = _packed(names, encoded.rows)
@@ -256,10 +261,10 @@ class _SearchRoutes:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)
-        ranking = await self._rank(body.query, vector, SearchRequest(depth, request.feedback))
+        ranking = await self._rank(body.query, vector, SearchRequest(depth, request.feedback, by=body.by))
         columns = dict(ranking.stages)
         if found.words is not None:
-            columns["words"] = await self._asked(found.words.search, {QUERY: body.query}, depth)
+            columns["words"] = await self._asked(found.searcher.second_run, {QUERY: body.query}, depth, body.by, {})
         if found.dense is not None:
             outcome = await self.service.encode("dense", [body.query], Asked("query"))
             columns["dense"] = {QUERY: await self._asked(found.search_dense, outcome.rows[0], depth)}
@@ -274,22 +279,25 @@ class _SearchRoutes:
         found, query = self.searchable, Explanation(text=body.query)
         candidates = []
         for rank, (name, score) in enumerate(list(ranking.run[QUERY].items())[: body.hits], start=1):
-            document = found.documents.get(name)
-            entry = {"docid": name, "score": score, "rank": rank, "doc": _shown(document, body.parse)}
+            document, passage = found.owner(ranking, name)
+            docid = passage.document if passage else name
+            entry = {"docid": docid, "score": score, "rank": rank, "doc": _shown(document, body.parse)}
+            entry |= {"passage": passage.shown(document)} if passage else {}
             candidates.append(entry | ({"explanation": found.explain_document(ranking, name)} if body.explain else {}))
         if body.explain:
             query |= found.explain_query(ranking, body.query)
         answer: Explanation = {"api": "v1", "index": found.name, "query": query, "candidates": candidates}
         if columns:
-            answer["columns"] = {name: self._column(run[QUERY], body.hits) for name, run in columns.items()}
+            answer["columns"] = {name: self._column(run[QUERY], body.hits, body.by) for name, run in columns.items()}
         if not brief:
             answer["milliseconds"] = {name: round(1000 * value, 3) for name, value in times.items()}
         return plain(answer)
 
-    def _column(self, scores: dict[str, float], hits: int) -> list[dict[str, Any]]:
+    def _column(self, scores: dict[str, float], hits: int, by: str) -> list[dict[str, Any]]:
         """The best of one stage."""
         best, documents = list(scores.items())[:hits], self.searchable.documents
-        named = [(name, score, documents.get(name)) for name, score in best]
+        owner = document_of if by == "passage" else str
+        named = [(owner(name), score, documents.get(owner(name))) for name, score in best]
         return [
             {"docid": name, "score": score, "rank": rank, "title": document.title if document else ""}
             for rank, (name, score, document) in enumerate(named, start=1)

@@ -132,7 +132,8 @@ class PackedInputs(Replacement):
         now = (backend, len(tokenizer))
         if self._copied != now:
             self._plans, self._backend, self._copied = {}, None, now
-        settings = (tokenizer.model_max_length, tokenizer.truncation_side)
+        lengths = [getattr(self.owner, name, None) for name in ("query_length", "document_length")]
+        settings = (tokenizer.model_max_length, tokenizer.truncation_side, *lengths)
         key = (prompt, *settings, *sorted(kwargs.items()))
         if key not in self._plans:
             self._plans[key] = self._planned(prompt, kwargs, backend)

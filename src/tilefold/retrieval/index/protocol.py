@@ -27,7 +27,7 @@ _TYPES: dict[str, type | UnionType] = {
     **dict.fromkeys(("n_documents", "vocab_size"), int),
     **dict.fromkeys(("options", "files"), dict),
     "versions": dict | None,
-    **dict.fromkeys(("fingerprint", "model_fingerprint", "texts_sha256"), str | None),
+    **dict.fromkeys(("fingerprint", "model_fingerprint", "texts_sha256", "passages"), str | None),
 }
 REMEDY = "Build the index again (tilefold index)."
 

@@ -91,7 +91,8 @@ class QdrantIndex:
         if unknown:
             raise ValueError(f"options: Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.")
         check_buildable(vectors)
-        layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=options.get("weights", "float32"))
+        kept, cut = options.get("weights", "float32"), vectors.provenance.passages
+        layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=kept, passages=cut)
         documents = Documents(vectors.ids, vectors)
         report = {name: options.get(name) for name in ("progress", "resumes")}
         url, folder = options.get("url"), options.get("folder")

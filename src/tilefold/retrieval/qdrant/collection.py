@@ -122,7 +122,7 @@ class QdrantCollection:
     @property
     def provenance(self) -> Provenance:
         """The model of the sparse vectors, and the texts, which are unknown once single documents were changed."""
-        return Provenance(self.layout.models.get(SPARSE), self._record.texts_sha256)
+        return Provenance(self.layout.models.get(SPARSE), self._record.texts_sha256, self.layout.passages)
 
     def __len__(self) -> int:
         return self._engine.count(None)
@@ -239,7 +239,7 @@ class QdrantCollection:
         }
         rows = {name: rows[name] for name in ids if name in rows}
         found = SparseVectors.from_rows(rows, self.layout.vocab_size or 1, self.layout.fingerprint)
-        found.provenance = Provenance(self.layout.models.get(SPARSE))
+        found.provenance = Provenance(self.layout.models.get(SPARSE), passages=self.layout.passages)
         return found
 
     def _points(self, ids: Sequence[str], vectors: bool = False) -> Iterator[Point]:

@@ -152,6 +152,10 @@ class Documents(Queries):
                 got = ", ".join(self.kinds)
                 raise DataError(f"documents: {place} keeps {kind} vectors, got only {got}. Give those of all as well.")
         check_models(layout.models, self.models, place)
+        cut = layout.passages if self.sparse is None else self.sparse.provenance.passages
+        if cut != layout.passages:
+            own, got = (f"passages ({each})" if each else "whole documents" for each in (layout.passages, cut))
+            raise DataError(f"documents: expected {own} as in {place}, got {got}. Encode them alike.")
         heaviest = 0.0 if self.sparse is None else float(self.sparse.data.max(initial=0.0))
         if layout.weights == "float16" and heaviest > _LARGEST_HALF:
             most = f"up to {_LARGEST_HALF:.0f}"

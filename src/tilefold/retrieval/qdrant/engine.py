@@ -43,6 +43,8 @@ class Layout:
         distance: of dense vectors, ``"dot"`` or ``"cosine"``.
         fields: fields of the payload that filters are quick on -> one of keyword, integer, float, bool, text.
         models: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> fingerprint of the model, as far as it is known.
+        passages: cut of the documents whose passages are kept (:class:`tilefold.retrieval.Passages`); None for whole
+            documents.
 
     No vectors at all, or a wrong value, is a ``ValueError``.
     """
@@ -55,6 +57,7 @@ class Layout:
     distance: str = "dot"
     fields: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
+    passages: str | None = None
 
     def __post_init__(self) -> None:
         for name, size in {"vocab_size": self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}.items():
@@ -83,7 +86,7 @@ class Layout:
         if mine[0] != others[0] or (None not in (mine[1], others[1]) and mine[1] != others[1]):
             remedy = "Encode with the same model, or choose another collection."
             raise VocabularyMismatchError(f"layout: expected the vocabulary of {place} {mine}, got {others}. {remedy}")
-        for name in ("dense", "tokens", "weights", "distance"):
+        for name in ("dense", "tokens", "weights", "distance", "passages"):
             own, got = getattr(self, name), getattr(other, name)
             if own != got:
                 raise DataError(f"layout: expected {name}={own!r} as in {place}, got {got!r}. Choose another.")

@@ -134,8 +134,10 @@ function showResult(found) {
   marked(title, doc.title || found.docid, doc.title ? marks.title : [], byId);
   top.append(title, element("span", "score", number(found.score)));
   card.append(top);
-  if (doc.title) card.append(element("div", "id", found.docid));
-  if (doc.text) card.append(...textOf(doc.text, marks.text, byId));
+  const place = found.passage ? `passage ${found.passage.number}` : "";
+  if (doc.title || place) card.append(element("div", "id", [doc.title && found.docid, place].filter(Boolean).join(", ")));
+  const text = found.passage ? found.passage.text : doc.text;
+  if (text) card.append(...textOf(text, marks.text, byId));
   if (shared.length) card.append(termsOf(shared));
   if (Object.keys(stages).length > 1) card.append(stagesOf(stages));
   item.append(card);
