@@ -225,7 +225,8 @@ def test_candidates_are_encoded_as_many_as_there_are_permits(searchable: Any, mo
 def test_the_schema_names_every_field(client: Client) -> None:
     paths = client.get("/openapi.json").json["paths"]
     schema = paths["/v1/{index}/search"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(schema["properties"]) == {"query", "hits", "parse", "fusion", "prf", "rerank", "explain", "columns"}
+    fields = {"query", "hits", "parse", "by", "fusion", "prf", "rerank", "explain", "columns"}
+    assert set(schema["properties"]) == fields
     assert "$ref" not in json.dumps(paths)
     assert "/v1/{index}/doc/{docid}" in paths
 

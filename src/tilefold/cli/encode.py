@@ -152,7 +152,10 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
     """Print a summary of the folder, and the texts that are not in it."""
     from tilefold.retrieval.truncation import tell_truncated
 
-    tell_truncated(manifest.kind, manifest.n_texts, manifest.truncated)
+    cut = manifest.provenance.passages
+    tell_truncated(manifest.kind if cut is None else "passage", manifest.n_texts, manifest.truncated)
+    if cut is not None and manifest.truncated.get("count"):
+        note("what was cut off a passage is never found: give --passages fewer words, or another model")
     result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed
     if hasattr(manifest, "vocab_size"):
         nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)

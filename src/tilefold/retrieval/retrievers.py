@@ -41,9 +41,12 @@ class SparseRetriever:
         if self.vectors is None:
             return
         stored = read_manifest(self.vectors) if isinstance(self.vectors, Path) else self.vectors
-        if self.provenance.differs(stored.provenance) or self.provenance.passages != stored.provenance.passages:
+        mine, other = self.provenance, stored.provenance
+        if mine.differs(other) or mine.passages != other.passages:
+            told = f" (passages {other.passages or 'of none'}, those of the index {mine.passages or 'of none'})"
+            cut = "" if mine.passages == other.passages else told
             where = f"{self.vectors} " if isinstance(self.vectors, Path) else ""
-            said = f"{where}holds vectors of another model or of other documents or passages than the index"
+            said = f"{where}holds vectors of another model or of other documents than the index{cut}"
             raise DataError(f"vectors: {said}. Give its own, or build it again: tilefold index --vectors VECTORS")
 
     @property
