@@ -19,6 +19,7 @@ from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval.encoding import Output, SparseEncoding
 from tilefold.retrieval.errors import DataError, MissingPackageError
 from tilefold.retrieval.on_ray import TRIED, TRIES, ClusterError, RayCluster, Work, Worker, encode_on_ray
+from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
 
 TEXTS: dict[str, Any] = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)} | {"number": 5}
@@ -47,7 +48,9 @@ class Held:
 
     def open(self) -> Any:
         output = Output(self.folder, shard_size=2)
-        return ENCODING.job(self.model, {}, output, lambda: self.survey.sha256).open_writer(True)
+        return ENCODING.job(self.model, {}, output, lambda: Provenance(texts_sha256=self.survey.sha256)).open_writer(
+            True
+        )
 
     def worker(self, **other: Any) -> Worker:
         made: dict[str, Any] = {

@@ -112,7 +112,8 @@ def encode(
             _common.print_result(found, as_json, _said_of_dry_run(found))
             return
         _common.kept.append(lambda: _has_vectors(output))
-        with nullcontext() if rank else _common.progress_bar("encoding", resumes=_common.FRESH) as update:
+        bar = nullcontext() if rank else _common.progress_bar("encoding", resumes=_common.FRESH)
+        with bar as update, _options.as_options("max_length"):
             options: Values = {"shard_size": shard_size, "resume": resume, "progress": update}
             if engine == "ray":
                 from tilefold.retrieval.on_ray import RayCluster, encode_on_ray
@@ -243,7 +244,8 @@ def _dry_run(
     if not sample:
         problem = next(_common.first_line(count) for count in counts if isinstance(count, Exception))
         raise CommandError(f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).")
-    tokens = sum(count for count in counts if isinstance(count, int)) / len(sample)
+    most = encoding.max_length
+    tokens = sum(min(count, most or count) for count in counts if isinstance(count, int)) / len(sample)
     device = model.device.type
     here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
     where = torch.cuda.get_device_name() if device == "cuda" else f"{device} with {torch.get_num_threads()} threads"
