@@ -206,6 +206,7 @@ def test_passages_are_asked_for_and_of_other_parts_refused(parts: dict[str, Any]
     wrong: list[tuple[str, Callable[[], object]]] = [
         ("by: expected 'document', the index is of whole", lambda: plain.search("csv", by(3))),
         ("by: expected one of document, passage, got 'word'", lambda: r.SearchRequest(by="word")),  # type: ignore[arg-type]
+        ("teacher w: expected a BM25 index of whole documents", lambda: r.Teacher("w", "bm25", parts["second"])),
         ("tokens: expected those of the passages", lambda: mixed.search("csv", by(3, reranking=r.Reranking()))),
         (r"second: .*as passages are asked for, got 4/4/", lambda: mixed.search("csv", by(3, fusion=r.Fusion()))),
         ("second: .*whose best ones feedback reads, got 4/4/", lambda: mixed.search("csv", before)),

@@ -262,9 +262,10 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
     if _is_index(given):
         index = retrieval.BM25Index.load(given)
         _scores.check_texts(f"--teacher {given}", index.provenance, collection, _scores.texts_of(collection))
-        return Teacher(name, BM25, index)
-    model, kind = _models.load_model(given, "--teacher", ("cross-encoder", "dense", "sparse", "multi-vector"))
-    if max_length is not None:
+        model, kind = index, BM25
+    else:
+        model, kind = _models.load_model(given, "--teacher", ("cross-encoder", "dense", "sparse", "multi-vector"))
+    if max_length is not None and kind != BM25:
         if kind == "multi-vector":
             raise UsageError(f"--max-length: {given} is a multi-vector model, which has lengths of its own.")
         setattr(model, "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length", max_length)

@@ -57,6 +57,8 @@ class Teacher:
             wanted = "a cross-encoder with one output, a relevance score"
             got = f"one with {self.model.num_labels} classes. Take a reranker"
             raise ValueError(f"teacher {self.name}: expected {wanted}, got {got}.")
+        if self.kind == "bm25" and self.model.provenance.passages is not None:
+            raise ValueError(f"teacher {self.name}: expected a BM25 index of whole documents, got one of passages.")
 
     @property
     def fingerprint(self) -> str:
