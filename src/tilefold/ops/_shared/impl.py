@@ -13,6 +13,7 @@ from tilefold.ops._shared._triton.releases import INTERPRETER_FAULTS, release_na
 from tilefold.ops._shared.checks import check_choice, dtype_name
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.internals import in_forward_mode, in_function_transform
+from tilefold.ops._shared.plan import Setting
 
 IMPLS = ("auto", "reference", "tiled", "triton")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -105,11 +106,9 @@ def host_may_read(device: torch.device, impl: str) -> bool:
     return device.type != "cuda" or (impl == "tiled" and not torch.cuda.is_current_stream_capturing())
 
 
-def check_interpreted(impl: str, device: torch.device, *dtypes: torch.dtype) -> None:
+def check_interpreted(setting: Setting, *dtypes: torch.dtype) -> None:
     """Raise ``RuntimeError`` for what Triton's interpreter computes wrongly without a word: bf16, so far."""
-    if impl != "triton" or device.type == "cuda":
-        return
-    for dtype in dtypes:
+    for dtype in dtypes if setting.capability == (0, 0) else ():
         if (fault := INTERPRETER_FAULTS.get(dtype)) is not None:
             raise RuntimeError(
                 f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from tilefold.ops._shared.internals import Grid, Tma
 Values = tuple[Any, ...]  # tensors, addresses or numbers, of which each place has its own kind
 Take = Callable[[Any], Values]  # selects values of a sequence
 Constants = dict[str, Any]  # ``constexpr`` parameters, warps and stages
+ASKED = ("num_warps", "num_stages", "maxnreg", "ptx_options")  # of Triton, which chooses where there is none
 
 
 class Setting(NamedTuple):
@@ -84,26 +86,18 @@ class Plan(NamedTuple):
     """One pass; its names are those of given tensors, of results, of ``buffers``, and what torch steps make."""
 
     steps: tuple[Launch | TorchStep, ...] = ()
-    # scratch and views; None for what launches get None for, which may be a result that is not made
+    # scratch and views; None for a result that is not made. Launches get None for names that nothing has
     buffers: Mapping[str, Buffer | View | None] = {}
     fills: Mapping[str, float] = {}  # the number that all entries of a result have before the steps
 
 
-def contiguous(**tensors: Tensor | None) -> tuple[TorchStep, ...]:
-    """Steps that copy those tensors which are not contiguous, by name."""
+def contiguous(dtype: torch.dtype | None = None, /, **tensors: Tensor | None) -> tuple[TorchStep, ...]:
+    """Steps that copy those tensors which are not contiguous, or not in ``dtype``, by name."""
+    cast = partial(Tensor.to, dtype=dtype, memory_format=torch.contiguous_format)
     return tuple(
-        TorchStep(name, Tensor.contiguous, name)
+        TorchStep(name, Tensor.contiguous if dtype in (None, tensor.dtype) else cast, name)
         for name, tensor in tensors.items()
-        if tensor is not None and not tensor.is_contiguous()
-    )
-
-
-def in_dtype(dtype: torch.dtype, **tensors: Tensor) -> tuple[TorchStep, ...]:
-    """Steps that bring those tensors into contiguous memory and ``dtype`` which are not there, by name."""
-    return tuple(
-        TorchStep(name, lambda tensor: tensor.to(dtype).contiguous(), name)
-        for name, tensor in tensors.items()
-        if tensor.dtype != dtype or not tensor.is_contiguous()
+        if tensor is not None and not (tensor.is_contiguous() and dtype in (None, tensor.dtype))
     )
 
 
@@ -114,23 +108,55 @@ def taker(places: list[int]) -> Take:
     return lambda values: tuple([values[place] for place in places])
 
 
-def arguments_of(
-    kernel: Any, places: Mapping[str, str], values: Mapping[str, Any]
-) -> tuple[list[str], tuple[int | float, ...], Constants]:
-    """Tensors by name, numbers and constants of a launch, by the names that the kernel has for them.
+class Steps:
+    """The steps of a plan in the making; launches take their arguments by their kernels' own names.
 
-    ``places`` are the tensors by the kernel's names; one ``<name>_ptr`` that is not there is ``name``. ``values`` may
-    have more than the kernel takes, besides warps, stages, the registers of a thread and options of the assembler.
+    Attributes:
+        places: names of tensors by the kernels' for them; one ``<name>_ptr`` that is not there is ``name``.
+        stands: by such a name the one that the plan has for it at this point.
+        values: numbers and constants by the kernels' names, of which each takes its own.
     """
-    named: list[str] = []
-    numbers: list[int | float] = []
-    asked = ("num_warps", "num_stages", "maxnreg", "ptx_options")  # None leaves it to Triton
-    constants = {name: values[name] for name in asked if values.get(name) is not None}
-    for name in kernel.arg_names:
-        if name in places or name.endswith("_ptr"):
-            named.append(places.get(name, name.removesuffix("_ptr")))
-        elif name in kernel.fn.__annotations__:
-            constants[name] = values[name]
-        else:
-            numbers.append(values[name])
-    return named, tuple(numbers), constants
+
+    def __init__(self, places: Mapping[str, str], values: Mapping[str, Any]) -> None:
+        self.places, self.values = places, dict(values)
+        self.stands: dict[str, str] = {}
+        self.steps: list[Launch | TorchStep] = []
+        self.buffers: dict[str, Buffer | View | None] = {}
+        self.fills: dict[str, float] = {}
+
+    def buffer(self, name: str, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> str:
+        """Scratch, by its name."""
+        self.buffers[name] = Buffer(tuple(shape), dtype)
+        return name
+
+    def torch(self, makes: str, function: Callable[..., Tensor | None], tensors: str) -> None:
+        """A step of torch."""
+        self.steps.append(TorchStep(makes, function, " ".join(self.stands.get(x, x) for x in tensors.split())))
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        own: Mapping[str, Any] = {},
+        places: Mapping[str, str] = {},
+        tma: Mapping[str, Tma] = {},
+        instead: Instead | None = None,
+    ) -> None:
+        """A launch with values and places of its ``own``; ``instead`` is for one that takes descriptors."""
+        places, values, named = {**self.places, **places}, {**self.values, **own}, list[str]()
+        numbers: list[int | float] = []
+        constants = {name: values[name] for name in ASKED if values.get(name) is not None}
+        for name in kernel.arg_names:
+            if name in places or name.endswith("_ptr"):
+                place = places.get(name, name.removesuffix("_ptr"))
+                named.append(self.stands.get(place, place))
+            elif name in kernel.fn.__annotations__:
+                constants[name] = values[name]
+            else:
+                numbers.append(values[name])
+        (x, y, z), instead = (*grid, 1, 1)[:3], instead if tma else None
+        self.steps.append(Launch(kernel, (x, y, z), " ".join(named), tuple(numbers), constants, tma, instead))
+
+    def plan(self) -> Plan:
+        """All of them."""
+        return Plan(tuple(self.steps), self.buffers, self.fills)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,23 +15,12 @@ from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops._shared.plan import (
-    Buffer,
-    Instead,
-    Launch,
-    Plan,
-    Setting,
-    TorchStep,
-    arguments_of,
-    contiguous,
-    in_dtype,
-)
+from tilefold.ops._shared.plan import Plan, Setting, Steps, contiguous
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs
 from tilefold.ops.lsr_head._triton import max_backward, one_token, pack, quantize, sum_pooling
 from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forward_kernel
-from tilefold.ops.lsr_head.configs import Constants
 
 COMBINE_BLOCK = 1024
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
@@ -46,31 +34,22 @@ WEIGHT_WARPS, HIDDEN_WARPS = 8, 4  # of the gradients of one token
 MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
 HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
 EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
-Described = tuple[Mapping[str, Tma], Instead | None]  # descriptors, and what stands behind a kernel that takes them
 PLACES = {  # of tensors, by their kernels' names
     "weight_src": "weight", "weight_desc": "weight", "rows_ptr": "hidden", "rows_src": "hidden", "rows_desc": "hidden",
     "mask_ptr": "attention_mask", "cu_ptr": "cu_seqlens", "winner_ptr": "winners", "out_ptr": "scores",
 }  # fmt: skip
 
 
-class Steps:
-    """The steps of a plan in the making: launches take their arguments by their kernels' own names.
-
-    Attributes:
-        values: numbers and constants of kernels; a launch has ``own`` ones besides.
-        places: tensors that are called something else than by the kernels.
-    """
+class HeadSteps(Steps):
+    """The steps of a plan in the making."""
 
     def __init__(self, tensors: HeadTensors | HeadSaved, options: HeadOptions, setting: Setting) -> None:
         self.tensors, self.options, self.setting, self.tokens = tensors, options, setting, tensors.tokens
         self.quantized = isinstance(tensors, HeadTensors) and tensors.weight_scale is not None
         # of the rows: products of quantised ones take that of the weight
         self.dtype = self.tokens.hidden.dtype if self.quantized else options.compute_dtype
-        self.steps: list[Launch | TorchStep] = []
-        self.buffers: dict[str, Buffer | None] = {}
-        self.places = dict(PLACES)
         masked, packed = tensors.attention_mask is not None, tensors.cu_seqlens is not None
-        self.values: Constants = dict.fromkeys(("length", "uniform_length", "S"), self.tokens.length) | {
+        values = dict.fromkeys(("length", "uniform_length", "S"), self.tokens.length) | {
             "B": self.tokens.batch, "V": tensors.weight.size(0), "D": tensors.weight.size(1),
             "N": self.tokens.n_rows, "T": self.tokens.n_rows, "logit_scale": options.logit_scale,
             "ACTIVATION": options.activation, "NO_WINNER": no_winner(winner_dtype(self.tokens.length_bound)),
@@ -78,40 +57,28 @@ class Steps:
             "UNIFORM": not packed, "LAST": options.pooling == "last", "MEAN": options.pooling == "mean",
             "SCALED": self.dtype == torch.float16,
         }  # fmt: skip
-
-    def launch(
-        self, kernel: Any, grid: tuple[int, ...], own: Constants, tma: Described = ({}, None), **places: str
-    ) -> None:
-        named, numbers, constants = arguments_of(kernel, self.places | places, self.values | own)
-        x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(Launch(kernel, (x, y, z), " ".join(named), numbers, constants, *tma))
+        super().__init__(PLACES, values)
 
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
     """Scores, and winners where a gradient may be asked for."""
-    tokens, steps, others = tensors.tokens, Steps(tensors, options, setting), tensors._asdict()
-    if setting.capability == (0, 0):
-        check_interpreted("triton", torch.device("cpu"), steps.dtype, options.out_dtype)
+    tokens, steps, others = tensors.tokens, HeadSteps(tensors, options, setting), tensors._asdict()
+    check_interpreted(setting, steps.dtype, options.out_dtype)
     if tokens.batch == 0 or (tokens.cu_seqlens is None and tokens.length == 0):
         return Plan(fills={"scores": 0, "winners": no_winner(winner_dtype(tokens.length_bound))})
     hidden, weight = others.pop("hidden"), others.pop("weight")
-    steps.steps += in_dtype(steps.dtype, hidden=hidden)
-    steps.steps += in_dtype(weight.dtype if steps.quantized else steps.dtype, weight=weight)
+    steps.steps += contiguous(steps.dtype, hidden=hidden)
+    steps.steps += contiguous(None if steps.quantized else steps.dtype, weight=weight)
     steps.steps += contiguous(**others)
-    if options.pooling == "max":
-        _max_forward(steps, training)
-    elif options.pooling in ("sum", "mean"):
-        _sum_forward(steps)
-    else:
-        _one_token_forward(steps, training)
-    return Plan(tuple(steps.steps), steps.buffers)
+    POOLINGS[options.pooling][0](steps, training)
+    return steps.plan()
 
 
 def backward(
     dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: tuple[bool, ...], setting: Setting
 ) -> Plan:
     """Gradients of hidden, weight and bias, where they are needed."""
-    wanted, steps, sums = Needs(*needs), Steps(saved, options, setting), options.pooling in ("sum", "mean")
+    wanted, steps, sums = Needs(*needs), HeadSteps(saved, options, setting), options.pooling in ("sum", "mean")
     if saved.tokens.batch == 0 or saved.tokens.n_rows == 0:
         return Plan(fills={"dhidden": 0, "dweight": 0, "dbias": 0})
     steps.values["stride_db"], steps.values["stride_dv"] = dscores.stride()
@@ -120,23 +87,17 @@ def backward(
     hidden, weight = others.pop("hidden"), others.pop("weight")
     steps.steps += contiguous(**others)
     if wanted.hidden or sums:
-        steps.steps += in_dtype(steps.dtype, weight=weight)
+        steps.steps += contiguous(steps.dtype, weight=weight)
     if wanted.weight or wanted.bias or sums:
-        steps.steps += in_dtype(steps.dtype, hidden=hidden)
-    if options.pooling == "max":
-        _max_backward(steps, wanted)
-    elif sums:
-        _sum_backward(steps, wanted)
-    else:
-        steps.values["MASKED"] = saved.winners is not None and saved.winners.size(0) > 0
-        _row_gradients(steps, wanted)
-    return Plan(tuple(steps.steps), steps.buffers)
+        steps.steps += contiguous(steps.dtype, hidden=hidden)
+    POOLINGS[options.pooling][1](steps, wanted)
+    return steps.plan()
 
 
 # ---- max pooling
 
 
-def _max_forward(steps: Steps, training: bool) -> None:
+def _max_forward(steps: HeadSteps, training: bool) -> None:
     """The persistent kernel, of packed rows where sequences are no whole groups of rows, and what finishes its cuts."""
     tensors, setting, (vocab, dim) = steps.tensors, steps.setting, steps.tensors.weight.shape
     dtype = tensors.weight.dtype if steps.quantized else steps.dtype
@@ -158,28 +119,27 @@ def _max_forward(steps: Steps, training: bool) -> None:
         steps.buffers["winners"] = None
     if steps.quantized:
         # whole tiles of scales, as the kernel reads them
-        steps.buffers["row_scale"] = Buffer((cdiv(total, block_t) * block_t,), torch.float32)
-        steps.buffers["values"] = Buffer((total, dim), dtype)
+        steps.buffer("row_scale", (cdiv(total, block_t) * block_t,))
         own = {"N": total, **quantize.row_constants(dim)}
         steps.launch(quantize.quantize_rows_kernel, (cdiv(total, quantize.BLOCK_ROWS),), own)
-        steps.places |= {"rows_src": "values", "rows_desc": "values"}
+        steps.stands["hidden"] = steps.buffer("values", (total, dim), dtype)
     # without a cut nothing is partial
     cuts = splits > 1 and (not length or multiple * block_t % length != 0)
     parts = (2 * splits * vocab if cuts else 0,)
-    steps.buffers["part"] = Buffer(parts, torch.float32)
-    steps.buffers["part_winner"] = Buffer(parts if training else (0,), torch.int32)
+    steps.buffer("part", parts)
+    steps.buffer("part_winner", parts if training else (0,), torch.int32)
     name, kernel, make, block_v = configs.kernel_name(config), max_forward_kernel, tma_descriptor, config["BLOCK_V"]
     if config["WARP_ROLES"]:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
         kernel, make, block_v = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor, hopper.HALF_V.value
         config |= {"STAGES": config.pop("num_stages"), "LEAN_PLACES": releases.lean_places()}
-    described = {"weight": (vocab, block_v), steps.places["rows_src"]: (total, block_t)}
+    described = {"weight": (vocab, block_v), steps.stands.get("hidden", "hidden"): (total, block_t)}
     if name == configs.PORTABLE:
         described = {}
     tma = {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
     instead = None if setting.capability == (0, 0) else configs.instead_of(name)
-    steps.launch(kernel, (setting.multiprocessors,), config, (tma, instead))
+    steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, instead=instead)
     if cuts:
         steps.launch(combine_kernel, (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)), {"BLOCK": COMBINE_BLOCK})
 
@@ -191,7 +151,7 @@ def tma_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Ten
     return lambda tensor: TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
-def _pack(steps: Steps, group: int, training: bool) -> int | None:
+def _pack(steps: HeadSteps, group: int, training: bool) -> int | None:
     """Pack the valid tokens, score empty sequences, and return the room for rows; ``None`` if all are whole groups.
 
     Of ``rows`` the first ``offset[B]`` are meant; ``position`` is theirs in their sequences, where winners are kept.
@@ -202,7 +162,6 @@ def _pack(steps: Steps, group: int, training: bool) -> int | None:
     own = {"BLOCK_ROWS": pack.BLOCK_ROWS, "BLOCK_D": pack.BLOCK_D, "BLOCK_EMPTY": pack.BLOCK_EMPTY, "SCAN_B": 64}
     total = max(1, tokens.n_rows + batch * (group - 1))
     kernel, grid = pack.copy_packed_kernel, (max(1, cdiv(tokens.n_rows, pack.BLOCK_ROWS)), 1)
-    steps.places |= dict.fromkeys(("rows_ptr", "rows_src", "rows_desc"), "rows")
     if tokens.cu_seqlens is None:
         total = batch * cdiv(length, group) * group
         kernel, grid = pack.copy_padded_kernel, (batch, cdiv(length, pack.BLOCK_ROWS))
@@ -210,18 +169,20 @@ def _pack(steps: Steps, group: int, training: bool) -> int | None:
         if mask is None or blocks[0] * blocks[1] > pack.MAX_MASK:
             blocks = 0, 0
         if mask is not None and blocks[0] == 0:
-            steps.buffers |= dict.fromkeys(("count", "first"), Buffer((batch,), torch.int32))
+            for name in ("count", "first"):
+                steps.buffer(name, (batch,), torch.int32)
             steps.launch(pack.count_kernel, (batch,), {"SCAN": pack.SCAN})
         own |= {"SCAN": pack.SCAN, "BLOCK_B": blocks[0], "BLOCK_S": blocks[1]}
-    steps.launch(kernel, grid, own)
-    steps.buffers["rows"] = Buffer((total, tokens.hidden.size(-1)), steps.dtype)
-    steps.buffers["offset"] = Buffer((batch + 1,), torch.int32)
+    rows = steps.buffer("rows", (total, tokens.hidden.size(-1)), steps.dtype)
+    steps.buffer("offset", (batch + 1,), torch.int32)
     if training:
-        steps.buffers["position"] = Buffer((total,), torch.int32)
+        steps.buffer("position", (total,), torch.int32)
+    steps.launch(kernel, grid, own, {"rows_ptr": rows})
+    steps.stands["hidden"] = rows
     return total
 
 
-def _max_backward(steps: Steps, needs: Needs) -> None:
+def _max_backward(steps: HeadSteps, needs: Needs) -> None:
     """Lists of what the rows of hidden won, and their products with the weight; what the rows of the weight won."""
     dtype, setting, tokens, (vocab, dim) = steps.dtype, steps.setting, steps.tokens, steps.tensors.weight.shape
     if vocab > max_backward.MAX_VOCAB:
@@ -237,38 +198,38 @@ def _max_backward(steps: Steps, needs: Needs) -> None:
         steps.values |= {"SPLITS": splits, "split_v": scan["SPLIT_V"], "ADDED_UP": added_up}
         steps.launch(max_backward.count_kernel, (tiles, splits), scan)
         if added_up:
-            steps.steps.append(TorchStep("place", lambda counts: counts.cumsum(0), "count"))
+            steps.torch("place", lambda counts: counts.cumsum(0), "count")
         steps.launch(max_backward.list_kernel, (tiles, splits), scan)
         steps.launch(max_backward.dhidden_kernel, (tiles, cdiv(dim, product["BLOCK_D"])), product)
-        steps.buffers |= {
-            "count": Buffer((tiles * splits,), torch.int32), "code": Buffer((tokens.batch * vocab,), torch.int32),
-            "grad": Buffer((tokens.batch * vocab,), torch.float32 if dtype == torch.float16 else dtype),
-        }  # fmt: skip
+        steps.buffer("count", (tiles * splits,), torch.int32)
+        steps.buffer("code", (tokens.batch * vocab,), torch.int32)
+        steps.buffer("grad", (tokens.batch * vocab,), torch.float32 if dtype == torch.float16 else dtype)
     if needs.weight or needs.bias:
         config = configs.constants_of(configs.DWEIGHT, dtype, setting, batch=tokens.batch)
         items = cdiv(vocab, config["BLOCK_V"]) * (cdiv(dim, config["BLOCK_D"]) if needs.weight else 1)
         programs = min(items, setting.multiprocessors * config["PROGRAMS"])
         entries = (programs * config["BLOCK_B"] * config["BLOCK_V"],)  # its programs list entries of their own
-        steps.buffers |= {"code64": Buffer(entries, torch.int64), "own_grad": Buffer(entries, dtype)}
+        steps.buffer("code64", entries, torch.int64)
         own = config | {"ACCUMULATE": "weight" in setting.added}
-        steps.launch(max_backward.dweight_kernel, (programs,), own, grad_ptr="own_grad")
+        named = {"grad_ptr": steps.buffer("own_grad", entries, dtype)}
+        steps.launch(max_backward.dweight_kernel, (programs,), own, named)
 
 
 # ---- sums and means
 
 
-def _sum_forward(steps: Steps) -> None:
+def _sum_forward(steps: HeadSteps, training: bool) -> None:
     """Scores; NaN where ``cu_seqlens`` is broken."""
     config = configs.constants_of(configs.SUM, steps.dtype, steps.setting)
     steps.buffers["winners"] = None
     if steps.tokens.cu_seqlens is not None:
-        steps.buffers["ok"] = Buffer((1,), torch.int32)
-        steps.launch(sum_pooling.check_offsets_kernel, (1,), {})
+        steps.buffer("ok", (1,), torch.int32)
+        steps.launch(sum_pooling.check_offsets_kernel, (1,))
     grid = steps.tokens.batch, cdiv(steps.values["V"], config["BLOCK_V"])
     steps.launch(sum_pooling.sum_forward_kernel, grid, config)
 
 
-def _sum_backward(steps: Steps, needs: Needs) -> None:
+def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
     """A slab of the vocabulary at a time: its logits are computed again, and their gradients multiplied by torch.
 
     Of few rows, the kernels of one token per sequence multiply those of all logits: a library's products of few rows
@@ -281,21 +242,19 @@ def _sum_backward(steps: Steps, needs: Needs) -> None:
     few = n_rows <= config["FEW_ROWS"] and not scaled and given == (dtype, dtype)
     slab = max(block_v, config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v)
     width = vocab if few else min(slab, cdiv(vocab, 8) * 8)
-    steps.buffers["dlogits"] = Buffer((n_rows, width), dtype)
+    steps.buffer("dlogits", (n_rows, width), dtype)
     clean = tokens.attention_mask is not None and needs.weight  # a copy of rows without what is masked
     if clean:
-        steps.buffers["clean"] = Buffer((n_rows, dim), dtype)
+        steps.buffer("clean", (n_rows, dim), dtype)
     if not few:
-        steps.buffers["sum"] = Buffer((batch if needs.bias else 0, width), torch.float32)  # of each sequence's dlogits
+        steps.buffer("sum", (batch if needs.bias else 0, width))  # of each sequence's dlogits
     if scaled:
         # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
         # in fp16 those of a mean, not yet divided by the length, would not fit
         unit = functools.partial(_unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length)
-        steps.steps += [
-            TorchStep("dscores", _wide, "dscores"),
-            TorchStep("unit", unit, "dscores attention_mask cu_seqlens"),
-            TorchStep("dscores", torch.div, "dscores unit"),
-        ]
+        steps.torch("dscores", _wide, "dscores")
+        steps.torch("unit", unit, "dscores attention_mask cu_seqlens")
+        steps.torch("dscores", torch.div, "dscores unit")
         steps.values |= {"stride_db": vocab, "stride_dv": 1}
     # products in fp32 are the gradients where nothing is left to be done to them
     stored = [each != torch.float32 or scaled or options.logit_scale != 1.0 for each in given]
@@ -309,26 +268,24 @@ def _sum_backward(steps: Steps, needs: Needs) -> None:
             # each row stands for a sequence, and slopes are in the gradients already
             steps.values |= {"B": n_rows, "length": 1, "stride_db": vocab, "stride_dv": 1, "ACTIVATION": "none"}
             steps.values |= {"PACKED": False, "MASKED": False, "LAST": False, "NO_WINNER": -1}
-            steps.places |= {"dscores_ptr": "dlogits", "scores_ptr": "dlogits"}
-            steps.places["rows_ptr"] = "clean" if clean else "hidden"
+            steps.stands |= {"dscores": "dlogits", "scores": "dlogits", "hidden": "clean" if clean else "hidden"}
             _row_gradients(steps, needs)
             return
         if needs.hidden:
             product = functools.partial(_hidden_product, entries=slice(v0, v1))
-            steps.steps.append(TorchStep("drows", product, "dlogits weight drows" if v0 else "dlogits weight"))
+            steps.torch("drows", product, "dlogits weight drows" if v0 else "dlogits weight")
         if needs.weight:
             product = functools.partial(_weight_product, entries=v1 - v0)
-            steps.steps.append(TorchStep("product", product, "dlogits clean" if clean else "dlogits hidden"))
+            steps.torch("product", product, "dlogits clean" if clean else "dlogits hidden")
         counts = n_rows * dim if stored[0] and v1 == vocab else 0, (v1 - v0) * dim if stored[1] else 0
         _store(steps, (*counts, v1 - v0 if needs.bias else 0), v0, last=v1 == vocab)
     if needs.hidden and not stored[0]:
-        reshape = functools.partial(torch.reshape, shape=tuple(tokens.hidden.shape))
-        steps.steps.append(TorchStep("dhidden", reshape, "drows"))
+        steps.torch("dhidden", functools.partial(torch.reshape, shape=tuple(tokens.hidden.shape)), "drows")
     if needs.weight and not stored[1]:
-        steps.steps.append(TorchStep("dweight", lambda product: product, "product"))
+        steps.torch("dweight", lambda product: product, "product")
 
 
-def _store(steps: Steps, counts: tuple[int, int, int], first: int, last: bool) -> None:
+def _store(steps: HeadSteps, counts: tuple[int, int, int], first: int, last: bool) -> None:
     """Store so many numbers of hidden, weight and bias, of a slab from entry ``first`` on."""
     if not any(counts):
         return
@@ -339,7 +296,7 @@ def _store(steps: Steps, counts: tuple[int, int, int], first: int, last: bool) -
         "BLOCK_V": STORE_BIAS[1],
     }  # fmt: skip
     grid = (sum(map(cdiv, counts, blocks)),)
-    steps.launch(sum_pooling.store_gradients_kernel, grid, own, dhidden_ptr="dhidden" if last else "nothing")
+    steps.launch(sum_pooling.store_gradients_kernel, grid, own, {"dhidden_ptr": "dhidden" if last else "nothing"})
 
 
 def _unit_of_dlogits(
@@ -381,7 +338,7 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 # ---- one token per sequence
 
 
-def _one_token_forward(steps: Steps, training: bool) -> None:
+def _one_token_forward(steps: HeadSteps, training: bool) -> None:
     """Winners are the places of the tokens, kept where a mask hides them."""
     tokens, masked, vocab = steps.tokens, steps.values["MASKED"], steps.values["V"]
     config = configs.constants_of(configs.ONE_TOKEN, steps.dtype, steps.setting)
@@ -391,15 +348,15 @@ def _one_token_forward(steps: Steps, training: bool) -> None:
         steps.buffers["winners"] = None
     if masked and not finds:
         if not training:  # what no backward reads is scratch
-            steps.places["winner_ptr"] = "places"
-            steps.buffers["places"] = Buffer((tokens.batch, 1), winner_dtype(tokens.length_bound))
+            places = steps.buffer("places", (tokens.batch, 1), winner_dtype(tokens.length_bound))
+            steps.stands["winners"] = places
         steps.launch(one_token.find_kernel, (tokens.batch,), {"BLOCK": FIND_BLOCK})
     config |= {"FIND": SHORT_FIND_BLOCK if finds else 0, "WITH_WINNERS": finds and training}
     grid = cdiv(vocab, config["BLOCK_V"]), cdiv(tokens.batch, block_b)
     steps.launch(one_token.forward_kernel, grid, config)
 
 
-def _row_gradients(steps: Steps, needs: Needs) -> None:
+def _row_gradients(steps: HeadSteps, needs: Needs) -> None:
     """Gradients of rows of hidden, one a sequence: ``dhidden`` is zero where none was taken."""
     batch, vocab, dim = (steps.values[name] for name in "BVD")
     config = configs.constants_of(configs.ONE_TOKEN_GRADIENTS, steps.dtype, steps.setting)
@@ -409,7 +366,7 @@ def _row_gradients(steps: Steps, needs: Needs) -> None:
     split_v = cdiv(tiles, max(1, min(tiles, wanted))) * config["BLOCK_V"]
     splits = cdiv(vocab, split_v)
     if needs.hidden:
-        steps.buffers["part"] = Buffer((splits, batch, dim), torch.float32)
+        steps.buffer("part", (splits, batch, dim))
         own = config | {"num_warps": HIDDEN_WARPS, "CLEAR": CLEAR_BLOCK, "split_v": split_v}
         steps.launch(one_token.split_gradient_kernel, (width, splits, blocks), own)
         own = {"BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim)), "splits": splits}
@@ -417,3 +374,15 @@ def _row_gradients(steps: Steps, needs: Needs) -> None:
     if needs.weight or needs.bias:
         grid = (tiles * (width if needs.weight else 1),)
         steps.launch(one_token.weight_gradient_kernel, grid, config | {"num_warps": WEIGHT_WARPS})
+
+
+def _one_token_backward(steps: HeadSteps, needs: Needs) -> None:
+    winners = steps.tensors._asdict()["winners"]
+    steps.values["MASKED"] = winners is not None and winners.size(0) > 0
+    _row_gradients(steps, needs)
+
+
+_SUMS, _ONE_TOKEN = (_sum_forward, _sum_backward), (_one_token_forward, _one_token_backward)
+POOLINGS: dict[str, tuple[Callable[[HeadSteps, bool], None], Callable[[HeadSteps, Needs], None]]] = {
+    "max": (_max_forward, _max_backward), "sum": _SUMS, "mean": _SUMS, "cls": _ONE_TOKEN, "last": _ONE_TOKEN
+}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from tilefold.ops._shared._triton.offsets import int32_launch
 from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.impl import check_interpreted
-from tilefold.ops._shared.internals import Grid, Tma
-from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, View, arguments_of
+from tilefold.ops._shared.internals import Tma
+from tilefold.ops._shared.plan import Instead, Plan, Setting, Steps, TorchStep, contiguous
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim._problem import (
     RESULTS,
@@ -53,24 +53,12 @@ TENSORS = {  # by their kernels' names
 }  # fmt: skip
 
 
-Names = Mapping[str, str]
+class MaxSimSteps(Steps):
+    """The steps of a plan in the making: tensors are brought to the form that kernels read, then what is added."""
 
-
-class Steps:
-    """The steps of a plan in the making. Names that no tensor and no buffer has stand for ``None``.
-
-    Attributes:
-        stands: by the name that launches are written with, the name that the plan has for it.
-        values: by name, what kernels are told of the problem.
-    """
-
-    def __init__(
-        self, p: Problem, setting: Setting, tensors: Mapping[str, Tensor | None], results: Mapping[str, bool]
-    ) -> None:
+    def __init__(self, p: Problem, setting: Setting, tensors: Mapping[str, Tensor | None], *leading: TorchStep) -> None:
         self.problem, self.setting = p, setting
-        self.stands: dict[str, str] = {}
-        self.fills: dict[str, float] = {}
-        self.values: dict[str, object] = {
+        values = {
             "Tq": p.queries.size(0), "Td": p.documents.size(0), "Nq": p.n_queries, "Nd": p.n_documents,
             "length_q": p.query_length, "length_d": p.document_length, "group": max(p.group, 1),
             "longest": p.longest_query, "temperature": p.temperature,
@@ -80,57 +68,22 @@ class Steps:
             "HAS_DMASK": p.document_mask is not None,
             "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[p.pairing],
         }  # fmt: skip
-        self._buffers: dict[str, Buffer | View | None] = dict.fromkeys(n for n, made in results.items() if not made)
-        self._copies: list[Launch | TorchStep] = []
-        self._steps: list[Launch | TorchStep] = []
-        self.known = {name for name, made in results.items() if made}
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                self._take(name, tensor)
+        super().__init__(TENSORS, values)
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self.known = known = {name: tensor for name, tensor in given.items() if tensor.numel()}
+        self.stands |= {name: f"no_{name}" for name in given if name not in known}  # not made by the registered one
+        # from a multiple of 16 bytes on: a copy costs less than another build of a kernel, and adds up alike
+        self.steps += contiguous(**known) if setting.aligned else [TorchStep(name, _in_order, name) for name in known]
+        self.steps += leading
+        for name in OFFSETS:
+            if name in known and known[name].dtype == torch.int64:
+                self.stands[name] = self.buffer(f"narrow_{name}", known[name].shape, torch.int32)
+                self.steps.append(int32_launch(name, self.stands[name], known[name].numel()))
 
-    def _take(self, name: str, tensor: Tensor) -> None:
-        """Bring a tensor to the form that kernels read: contiguous from a multiple of 16 bytes on, offsets in int32."""
-        if not tensor.numel():  # what the registered operator did not make
-            self.stands[name] = f"no_{name}"
-            return
-        self.known.add(name)
-        if not self.setting.aligned:  # a copy costs less than another build of a kernel, and adds up alike
-            self._copies.append(TorchStep(name, _in_order, name))
-        elif not tensor.is_contiguous():
-            self._copies.append(TorchStep(name, Tensor.contiguous, name))
-        if name in OFFSETS and tensor.dtype == torch.int64:
-            self.stands[name] = self.buffer(f"narrow_{name}", tensor.shape, torch.int32)
-            self._steps.append(int32_launch(name, self.stands[name], tensor.numel()))
-
-    def buffer(self, name: str, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> str:
-        """Scratch, by its name."""
-        self._buffers[name] = Buffer(tuple(shape), dtype)
-        return name
-
-    def torch(self, makes: str, function: Callable[..., Tensor], names: str, first: bool = False) -> None:
-        """A step of torch; ``first`` before all launches, of tensors that are given."""
-        self.known.add(makes)
-        steps = self._copies if first else self._steps
-        steps.append(TorchStep(makes, function, " ".join(self.stands.get(name, name) for name in names.split())))
-
-    def launch(
-        self,
-        kernel: object,
-        grid: Grid,
-        own: Mapping[str, object],
-        tensors: Names = TENSORS,
-        tma: Mapping[str, Tma] = {},
-    ) -> None:
-        """A launch, its arguments by the kernel's names: ``tensors`` and values of its ``own``, and the problem's."""
-        places = {name: self.stands.get(place, place) for name, place in {**TENSORS, **tensors}.items()}
-        named, numbers, constants = arguments_of(kernel, places, {**self.values, **own})
-        self._steps.append(Launch(kernel, grid, " ".join(named), numbers, constants, tma, BY_POINTERS if tma else None))
-
-    def over_rows(self, kernel: object, count: int, tensors: Names = TENSORS, others: int = 0) -> None:
+    def over_rows(self, kernel: object, count: int, places: Mapping[str, str] = {}, others: int = 0) -> None:
         """A launch that goes over ``count`` rows once, and over ``others``."""
-        grid = (cdiv(count, BLOCK_ROWS) + cdiv(others, BLOCK_ROWS), 1, 1)
         own = {"T": count, "BLOCK_R": BLOCK_ROWS, "BLOCK_D": BLOCK_COLUMNS, "num_warps": 4, "num_stages": 3}
-        self.launch(kernel, grid, own, tensors)
+        self.launch(kernel, (cdiv(count, BLOCK_ROWS) + cdiv(others, BLOCK_ROWS),), own, places)
 
     def inverse_norms(self, results: bool) -> None:
         """``[Tq]`` and ``[Td]`` fp32 by which rows of norm 1 are made, in one launch, as results or buffers."""
@@ -141,13 +94,6 @@ class Steps:
             for name, count in zip(SAVED_NORMS, sides, strict=True):
                 self.buffer(name, (count,))
         self.over_rows(norms.inverse_norms_kernel, sides[0], others=sides[1])
-
-    def plan(self) -> Plan:
-        """All of them."""
-        for step in self._steps:
-            names = step.tensors.split() if isinstance(step, Launch) else ()
-            self._buffers |= dict.fromkeys(name for name in names if name not in self.known | self._buffers.keys())
-        return Plan((*self._copies, *self._steps), self._buffers, self.fills)
 
 
 def _in_order(tensor: Tensor) -> Tensor:
@@ -162,11 +108,11 @@ def _in_order(tensor: Tensor) -> Tensor:
 def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool, setting: Setting) -> Plan:
     """Scores, and what backward reads besides the tensors where ``training``."""
     p = Problem.of(tensors, options)
-    if setting.capability == (0, 0):
-        check_interpreted("triton", torch.device("cpu"), p.queries.dtype)
+    check_interpreted(setting, p.queries.dtype)
     if p.empty or 0 in p.score_shape:
         return Plan((), dict.fromkeys(RESULTS[1:]), {"scores": 0})
-    steps = Steps(p, setting, tensors._asdict(), dict(zip(RESULTS, p.made(training), strict=True)))
+    steps = MaxSimSteps(p, setting, tensors._asdict())
+    steps.buffers |= dict.fromkeys(name for name, made in zip(RESULTS, p.made(training), strict=True) if not made)
     if training and p.index is not None and p.cu_queries is not None:
         # no token writes the places past the end of a query shorter than the longest
         steps.torch("saved", lambda queries: no_winners(p, queries).view(p.saved_dtype), "queries")
@@ -174,7 +120,7 @@ def forward(tensors: MaxSimTensors, options: MaxSimOptions, training: bool, sett
     return steps.plan()
 
 
-def _add_scores(steps: Steps, training: bool) -> None:
+def _add_scores(steps: MaxSimSteps, training: bool) -> None:
     p, setting = steps.problem, steps.setting
     everything, stored, dim = p.pairing == "all", p.documents.dtype, p.queries.size(1)
     rows = p.queries.size(0) if everything else p.query_length or p.queries.size(0)
@@ -209,14 +155,14 @@ def _add_scores(steps: Steps, training: bool) -> None:
     if stream:
         own = {} if config.registers is None else {"maxnreg": config.registers}
         own["PREFETCH"] = config.prefetch if tma else 0
-        steps.launch(stream_kernel, (plan_splits(1, p.n_documents, slots), 1, 1), own, tma=tma)
+        steps.launch(stream_kernel, (plan_splits(1, p.n_documents, slots),), own, tma=tma, instead=BY_POINTERS)
     elif everything:
         _add_all_pairs(steps, config.block_q, slots, tma)
     else:
-        steps.launch(scores.listed_pairs_kernel, (p.n_pairs, 1, 1), {}, tma=tma)
+        steps.launch(scores.listed_pairs_kernel, (p.n_pairs,), tma=tma, instead=BY_POINTERS)
 
 
-def _add_all_pairs(steps: Steps, block_q: int, slots: int, tma: Mapping[str, Tma]) -> None:
+def _add_all_pairs(steps: MaxSimSteps, block_q: int, slots: int, tma: Mapping[str, Tma]) -> None:
     p = steps.problem
     rows, length = p.queries.size(0), p.query_length
     direct = 0 < length <= block_q
@@ -228,11 +174,10 @@ def _add_all_pairs(steps: Steps, block_q: int, slots: int, tma: Mapping[str, Tma
     own["LQ"] = length if direct and length and block_q % length == 0 else 0
     if not direct:  # partial sums of queries that several tiles share
         steps.buffer("parts", (tiles + p.n_queries, p.n_documents))
-    steps.launch(scores.all_pairs_kernel, (tiles, splits, 1), own, tma=tma)
+    steps.launch(scores.all_pairs_kernel, (tiles, splits), own, tma=tma, instead=BY_POINTERS)
     if not direct:
-        grid = (p.n_queries * cdiv(p.n_documents, COMBINED), 1, 1)
         own = {"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3}
-        steps.launch(scores.combine_kernel, grid, own)
+        steps.launch(scores.combine_kernel, (p.n_queries * cdiv(p.n_documents, COMBINED),), own)
 
 
 def _descriptor(block: list[int], rows: Tensor) -> TensorDescriptor:
@@ -251,8 +196,7 @@ def plan_splits(tiles: int, documents: int, slots: int) -> int:
 
 def xtr_forward(tensors: MaxSimTensors, options: XtrOptions, training: bool, setting: Setting) -> None:
     """XTR scores are made of torch operations."""
-    if setting.capability == (0, 0):
-        check_interpreted("triton", torch.device("cpu"), tensors.queries.dtype)
+    check_interpreted(setting, tensors.queries.dtype)
 
 
 # ---- gradients
@@ -278,8 +222,9 @@ def backward(
     strides = strides if usable else (dscores.size(-1), 1)  # a copy at another address is contiguous
     given = saved._asdict() | ({} if usable else {"dscores": dscores})
     given |= {} if p.temperature else {"query_mask": None, "document_mask": None}
-    steps = Steps(p, setting, given, {"dscores": True, "dqueries": True, "ddocuments": True})
     has_largest = p.queries.dtype == torch.float16 and (needs[1] or p.temperature > 0)  # scales fp16 products
+    norm = TorchStep("largest", functools.partial(torch.linalg.vector_norm, ord=math.inf), "dscores")
+    steps = MaxSimSteps(p, setting, given, *[norm] * has_largest)
     steps.values |= {
         "stride_q": strides[0] if everything else 0, "stride_d": strides[-1], "factor": 1.0 / p.divisor,
         "HAS_LARGEST": has_largest, "NO_WINNER": no_winner(saved.saved.dtype),
@@ -292,9 +237,7 @@ def backward(
         rows, bisections = p.queries.size(0), p.n_queries.bit_length()
         steps.stands["row_query"] = steps.buffer("rows_query", (rows,), torch.int32)
         own = {"steps": bisections, "BLOCK": ROW_QUERIES, "num_warps": 4, "num_stages": 1}
-        steps.launch(norms.row_query_kernel, (cdiv(rows, ROW_QUERIES), 1, 1), own)
-    if has_largest:
-        steps.torch("largest", functools.partial(torch.linalg.vector_norm, ord=math.inf), "dscores", first=True)
+        steps.launch(norms.row_query_kernel, (cdiv(rows, ROW_QUERIES),), own)
     for side in (1, 0):  # documents first: their lists of winners are gone when the queries' gradient is made
         if needs[side]:
             _add_gradient(steps, side)
@@ -313,7 +256,7 @@ def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:
     return torch.searchsorted(index[:, side][order], which)
 
 
-def _add_gradient(steps: Steps, side: int) -> None:
+def _add_gradient(steps: MaxSimSteps, side: int) -> None:
     """The gradient of queries (0) or documents (1)."""
     p = steps.problem
     name, rows = ("documents", p.documents) if side else ("queries", p.queries)
