@@ -31,7 +31,6 @@ the table ``STREAM`` of ``src/tilefold/ops/maxsim/configs.py``. ``flash_maxsim``
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -69,14 +68,14 @@ CASES: dict[str, tuple[int, int, int, int]] = {
 # Of the configuration; "stream": False is the kernel of batches after a launch that rounds the query.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "no prefetch": {"prefetch": 0},
-    "prefetch 512": {"prefetch": 512},
+    "no prefetch": {"PREFETCH": 0},
+    "prefetch 512": {"PREFETCH": 512},
     "4 stages": {"num_stages": 4},
-    "one program fewer": {"programs": -1},
-    "one program more": {"programs": 1},
-    "4 stages, one program fewer": {"num_stages": 4, "programs": -1},
-    "5 stages, two programs fewer": {"num_stages": 5, "programs": -2},
-    "tiles of 128, 8 warps, half the programs": {"block_t": 128, "num_warps": 8, "programs": 0.5},
+    "one program fewer": {"PROGRAMS": -1},
+    "one program more": {"PROGRAMS": 1},
+    "4 stages, one program fewer": {"num_stages": 4, "PROGRAMS": -1},
+    "5 stages, two programs fewer": {"num_stages": 5, "PROGRAMS": -2},
+    "tiles of 128, 8 warps, half the programs": {"BLOCK_T": 128, "num_warps": 8, "PROGRAMS": 0.5},
     "two launches": {"stream": False},
 }
 
@@ -126,9 +125,9 @@ def variant(name: str) -> Iterator[None]:
         found, change = honest(*arguments), dict(VARIANTS[name])
         if found is None or not change.pop("stream", True):
             return None
-        programs = change.pop("programs", 0)
-        programs = found.programs + programs if isinstance(programs, int) else int(found.programs * programs)
-        return dataclasses.replace(found, programs=max(programs, 1), **change)
+        programs = change.pop("PROGRAMS", 0)
+        programs = found["PROGRAMS"] + programs if isinstance(programs, int) else int(found["PROGRAMS"] * programs)
+        return found | change | {"PROGRAMS": max(programs, 1)}
 
     forget()
     try:

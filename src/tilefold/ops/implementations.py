@@ -50,7 +50,7 @@ def kernel_of(operator: str, capability: tuple[int, int], device: torch.device |
         why = releases.why_no_warp_roles() if capability == (9, 0) else None
         why = failed.get(head.BY_TMA) or failed.get(head.BY_ROLES) or why
     elif operator == "maxsim":
-        tma = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False).use_tma
+        tma = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False)["USE_TMA"]
         why = given_up(maxsim.BY_TMA, device) if device is not None and tma else None
         name = "kernels with TMA" if tma and why is None else "kernels without TMA"
     else:

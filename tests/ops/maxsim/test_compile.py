@@ -134,9 +134,9 @@ def test_forward_of_quantized_documents_builds_without_spills(
         compiled = build(launch, capability, torch.bfloat16, spilled, **types)
         config = configs.stream_config(divmod(capability, 10), stored, asked.get("dim", 128), rows, dtype)
         if stored == torch.int8 and release() == (3, 6) and config is not None:
-            threads = 32 * config.num_warps * config.programs  # all programs that are planned run at a time
+            threads = 32 * config["num_warps"] * config["PROGRAMS"]  # all programs that are planned run at a time
             assert -(-compiled.registers // 8) * 8 * threads <= 65536, compiled
-            assert (compiled.shared + 1024) * config.programs <= SHARED_LIMIT[capability], compiled
+            assert (compiled.shared + 1024) * config["PROGRAMS"] <= SHARED_LIMIT[capability], compiled
     if not asked or stored == torch.float8_e4m3fn:
         *_, launch = planned(capability, dtype, rows=4096, stored=stored)
         query = document if stored == torch.int8 else f"*{NAMES[dtype]}"

@@ -131,8 +131,8 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
     winners_in = p.document_length if training else None
     config = stream or forward_config(setting.capability, dtype, dim, rows, setting.tf32, winners_in)
     tma = {}
-    if config.use_tma and rows_fit_descriptor(p.documents) and BY_TMA not in setting.given_up:
-        block = [config.block_t, config.block_k]
+    if config["USE_TMA"] and rows_fit_descriptor(p.documents) and BY_TMA not in setting.given_up:
+        block = [config["BLOCK_T"], config["BLOCK_K"]]
         tma["documents"] = Tma(p.documents.size(0), dim, functools.partial(_descriptor, block))
     if p.document_scale is not None:
         steps.stands["document_factors"] = "document_scale"
@@ -144,20 +144,17 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
         rounded = {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"}
         steps.over_rows(norms.quantize_kernel, p.queries.size(0), rounded)
         steps.stands["queries"] = "int8_queries"
-    steps.values |= {
-        "BLOCK_Q": config.block_q, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k,
+    steps.values |= config | {
         "HAS_QSCALE": p.normalize or stored == torch.int8, "MASK_ZERO": p.mask_zero, "SMOOTH": p.temperature > 0,
         "WITH_SAVED": training, "NO_WINNER": 0 if p.temperature else no_winner(p.saved_dtype),
-        "USE_TMA": bool(tma), "PRECISION": config.precision, "INTEGER": stored == torch.int8,
-        "NORMALIZED": p.normalize, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "USE_TMA": bool(tma), "INTEGER": stored == torch.int8, "NORMALIZED": p.normalize,
     }  # fmt: skip
-    slots = setting.multiprocessors * config.programs
+    slots = setting.multiprocessors * config["PROGRAMS"]
     if stream:
-        own = {} if config.registers is None else {"maxnreg": config.registers}
-        own["PREFETCH"] = config.prefetch if tma else 0
+        own = {"PREFETCH": config["PREFETCH"] if tma else 0}
         steps.launch(stream_kernel, (plan_splits(1, p.n_documents, slots),), own, tma=tma, instead=BY_POINTERS)
     elif everything:
-        _add_all_pairs(steps, config.block_q, slots, tma)
+        _add_all_pairs(steps, config["BLOCK_Q"], slots, tma)
     else:
         steps.launch(scores.listed_pairs_kernel, (p.n_pairs,), tma=tma, instead=BY_POINTERS)
 
