@@ -16,8 +16,6 @@ MAX_BLOCK_K = 128
 MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
 AMPERE, HOPPER, BLACKWELL = Between(most=(8, 9)), Between((9, 0), (9, 9)), Between(least=(10, 0))
 INTERPRETED = {"capability": (0, 0)}
-
-
 Constants = dict[str, Any]  # of a kernel, by their names
 
 # Forward: BLOCK_K is the whole dimension where it fits, so that a query tile is loaded once; USE_TMA reads documents
@@ -206,7 +204,8 @@ def forward_config(
 
     Winners, if they are kept, are among ``winners_in`` tokens of each document, 0 for packed ones.
     """
-    winners, even = winners_in is not None, bool(winners_in) and -winners_in % 128 <= winners_in // 10
+    winners, length = winners_in is not None, winners_in or 0
+    even = length > 0 and -length % 128 <= length // 10
     facts = {"capability": capability, "dtype": dtype, "dim": dim, "rows": rows, "tf32": tf32}
     found = lookup(FORWARD, **facts, even=even, winners=winners)
     found["BLOCK_Q"] = found["BLOCK_Q"] or min(power_of_two(rows), 64)
