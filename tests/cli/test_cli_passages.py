@@ -97,6 +97,21 @@ def test_options_that_do_not_go_together_are_refused_before_the_work(
         (("search", "csv", "--index", work / "bm25", "--by", "word"), "--by: expected one of document, passage"),
     ):
         fails(call(*command), 2, message)
+    train = (
+        "train",
+        "--model",
+        masked_lm,
+        *data,
+        "--output",
+        tmp_path / "m",
+        "--steps",
+        "1",
+        "--batch-size",
+        "2",
+        *CUT,
+    )
+    fails(call(*train, "--negatives", shared / "mined.parquet"), 2, "--negatives names whole documents")
+    assert "4 documents in 16 passages" in done(call(*train)).err
     fails(call(*encode, "--max-length", "100000"), 2, "--max-length: expected at most")
     assert not (tmp_path / "none").exists()
     told = done(call(*encode, *CUT, "--max-length", "5"))

@@ -105,6 +105,8 @@ RULES: dict[str, _Rules] = {
     "train": (
         (_TRAINING, "steps=0", _USELESS.format("with --steps 0, which trains nothing")),
         ("epochs", "steps", _USELESS.format("with --steps, which says how many")),
+        *_CUTS,
+        ("negatives", "passages", "names whole documents, and goes without --passages"),
     ),
     "bench": (
         ("shape impl device dtype output quick seconds minutes", "listing",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilefold.cli import _common, _models, _options
+from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import Asked, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.passages import Passages
 
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
@@ -48,6 +51,9 @@ def train(
     group_by_length: bool = flag("Sparse recipes: batches of documents of similar length.", "--group-by-length"),
     max_length: Count = option(f"Maximum tokens per text; {_OWN}."),
     train_max_length: Count = option("The same while training; fewer are faster."),
+    passages: Count = option("Train on passages of at most so many words; of a relevant document, the best by BM25."),
+    stride: Count = _retrievers.STRIDE,
+    cut: Text = _retrievers.CUT,
     attention: Text = option("softmax or entmax; by default the model's own."),
     alpha: Number = option("alpha of entmax, from 1 (softmax) to 2; by default 1.5."),
     anneal_alpha: float = preset(0.0, "Share of the steps over which alpha rises from 1."),
@@ -70,8 +76,9 @@ def train(
     asked = locals()
     from tilefold.retrieval.truncation import tell_truncated
 
+    cuts = _retrievers.passages(asked)
     config = _configure(recipe, asked)
-    result = _train(config, asked)
+    result = _train(config, asked, cuts)
     if result.exploded:
         note(
             f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
@@ -92,7 +99,7 @@ def train(
     _common.print_result(asdict(result), as_json, f"{how}{loss}: {result.model_dir}", following)
 
 
-def _train(config: Any, asked: Asked) -> Any:
+def _train(config: Any, asked: Asked, cuts: Passages | None) -> Any:
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
 
@@ -100,6 +107,10 @@ def _train(config: Any, asked: Asked) -> Any:
     if config.base_model != _models.PACKAGED:
         _models.find_model(config.base_model, "--model")
     collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"])
+    if cuts is not None:
+        whole = len(collection.documents)
+        collection = cuts.training(collection)
+        note(f"{whole:,} documents in {len(collection.documents):,} passages of at most {cuts.length} words")
     _common.kept.append(lambda: newest_step(output) is not None)
     before = [newest_step(output) or 0] if asked["resume"] else [0]  # reported once, with the first step
     with _common.progress_bar("training", resumes=_common.FRESH) as update:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from tilefold.retrieval._checks import check_choice, check_count
 from tilefold.retrieval._files import Json
-from tilefold.retrieval.bm25 import UNSPACED
-from tilefold.retrieval.collection import Document
+from tilefold.retrieval.bm25 import UNSPACED, BM25Index
+from tilefold.retrieval.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.provenance import Provenance, texts_digest
@@ -147,6 +149,44 @@ class Passages:
                 texts[passage.id] = passage.contents(document)
         digest = texts_digest({name: document.contents for name, document in documents.items()})
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))
+
+    def training(self, collection: Collection) -> Collection:
+        """The collection with passages as documents, for training: relevant is the passage that BM25 scores highest.
+
+        Of passages of a relevant document with equal scores, none shared word among them, the first is taken; grades
+        stay, and of what was judged not relevant no passage is judged.
+        """
+        texts = self.of(collection.documents)
+        words = BM25Index.build(texts)
+        stored, asked = words.document_vectors(), words.query_vectors(collection.queries)
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(stored.ids):
+            rows.setdefault(document_of(name), []).append(row)
+        query_row = {name: row for row, name in enumerate(asked.ids)}
+        weights = np.zeros(stored.vocab_size)
+
+        def best(query: str, document: str) -> str:
+            terms, values = asked.row(query_row[query])
+            weights[terms] = values
+            scores = [float(weights[terms_] @ parts) for terms_, parts in map(stored.row, rows[document])]
+            weights[terms] = 0
+            return stored.ids[rows[document][int(np.argmax(scores))]]
+
+        qrels = {
+            split: {
+                query: {best(query, name): grade for name, grade in grades.items() if grade > 0}
+                for query, grades in judged.items()
+            }
+            for split, judged in collection.qrels.items()
+        }
+        documents = collection.documents
+        cut = {
+            name: Document(
+                name, documents[passage.document].title, documents[passage.document].text[passage.start : passage.stop]
+            )
+            for name, passage in zip(texts, map(Passage.of, texts), strict=True)
+        }
+        return Collection(collection.name, cut, collection.queries, qrels)
 
 
 def document_of(name: str) -> str:
