@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import machine
+from tilefold._figures import new_figure, save_figure
 from tilefold.bench.results import read_csv, short_number
 
 if TYPE_CHECKING:

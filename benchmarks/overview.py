@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
+from tilefold._figures import new_figure, save_figure
 from tilefold.bench.results import read_csv
 
 RESULTS = Path(__file__).parent / "results" / "nvidia-h200"

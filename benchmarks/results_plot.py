@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
+from tilefold._figures import new_figure, save_figure
 from tilefold.bench.results import read_csv, short_number
 
 if TYPE_CHECKING:

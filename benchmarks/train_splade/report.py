@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.figures import new_figure, save_figure
 from benchmarks.paths import given_paths
 from benchmarks.results_plot import distinct, machine, relative_bars
+from tilefold._figures import new_figure, save_figure
 from tilefold.bench.results import exponent, ratio, read_csv, short_number, spread
 
 if TYPE_CHECKING:

@@ -89,6 +89,7 @@ def _app() -> Any:
 
     from tilefold.cli._options import Command, root
     from tilefold.cli.bench import bench, warmup
+    from tilefold.cli.compare import compare
     from tilefold.cli.demo import demo
     from tilefold.cli.encode import encode
     from tilefold.cli.evaluate import evaluate, fuse
@@ -108,7 +109,10 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    making, asking = (demo, train, recipes, encode, index), (search, evaluate, export, fuse, mine, score, serve)
+    making, asking = (
+        (demo, train, recipes, encode, index),
+        (search, evaluate, compare, export, fuse, mine, score, serve),
+    )
     for verb in (*making, *asking, bench, warmup, info):
         app.command(cls=Command)(verb)
     return app

@@ -64,6 +64,15 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def shorten(text: str, cells: int) -> str:
+    """`text` in one line of at most so many cells of a terminal, of which wide characters take two."""
+    from rich.text import Text
+
+    line = Text(" ".join(text.split()))
+    line.truncate(cells, overflow="ellipsis")
+    return line.plain
+
+
 def print_table(
     columns: Iterable[str], rows: Iterable[Iterable[str]], title: str = "", fold: Iterable[str] = (), **look: Any
 ) -> None:

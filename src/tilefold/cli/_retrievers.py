@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.reranking import Reranking
-    from tilefold.retrieval.searcher import Searcher
+    from tilefold.retrieval.searcher import Searcher, SearchRequest
     from tilefold.retrieval.tokens import TokenStore
 
 Texts = Callable[[], Mapping[str, str]]
@@ -30,6 +31,7 @@ STRIDE = option("Words from the beginning of a passage to that of the next; by d
 CUT = option("Where passages begin and end: sentences (default), or words.")
 BY = preset("document", "An index of passages: document, by its best passage, or passage.")
 RESULTS = ("document", "passage")
+CHUNK = 1024  # queries searched at a time
 MODEL_HELP = "The SparseEncoder that made --index; minilm for an index of encode --model minilm."
 DENSE_LENGTH = option("Dense: tokens read of a text; by default the model's.")
 QUERY_TOP_K = option("Sparse: keep only this many terms of a query.")
@@ -126,6 +128,21 @@ def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance]
     names = {"vectors": "--vectors", "second": f"--prf-with: {asked.get('prf_with')}", "tokens": "--rerank"}
     with _options.as_options(**names, model="--rerank-model"):
         return Searcher(index, encoder, query_top_k=asked["query_top_k"], options=options, other_model=True, **parts)
+
+
+def ranked(
+    searcher: Searcher, queries: Mapping[str, str], request: SearchRequest
+) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """The rankings of `queries`, some at a time, after reranking if the request has one."""
+    left, done = iter(queries.items()), 0
+    with _common.progress_bar("searching") as update:
+        while chunk := dict(itertools.islice(left, CHUNK)):
+            found = searcher.rank(chunk, request)
+            if request.reranking is not None:
+                found = searcher.rerank(chunk, found, request.reranking)
+            yield from ((query, dict(list(scores.items())[: request.k])) for query, scores in found.run.items())
+            done += len(chunk)
+            update(done, len(queries), "")
 
 
 def read_documents(path: Path) -> Any:

@@ -1,14 +1,19 @@
-"""Shared by evaluate and fuse: runs from files, checks that they belong to a collection, measures, and the table."""
+"""Shared by evaluate, fuse and compare: runs from files, checks that they belong together, measures, the table."""
 
 from __future__ import annotations
 
+import csv
+import itertools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from tilefold import retrieval
+from tilefold._files import atomic_file
 from tilefold.cli import _common
 from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.retrieval.provenance import Provenance, texts_digest
@@ -16,6 +21,7 @@ from tilefold.retrieval.provenance import Provenance, texts_digest
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection, Document
     from tilefold.retrieval.fusion import Run
+    from tilefold.retrieval.significance import Mean, Table
 
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
 SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
@@ -97,14 +103,14 @@ def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = 
         retrieval.write_trec_run(best, path, tag=Provenance(named.provenance.model_fingerprint, texts.texts_sha256).tag)
 
 
-def check_savable(path: Path | None, collection: Collection, queries: Iterable[str]) -> None:
+def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:
     """Refuse, before any work, ids that --save-run could not write after it."""
     from tilefold.retrieval.evaluation import check_word
 
     if path is None:
         return
     try:
-        for what, ids in (("query id", queries), ("document id", collection.documents)):
+        for what, ids in (("query id", queries), ("document id", documents)):
             for name in ids:
                 check_word(what, name)
     except ValueError as error:
@@ -133,6 +139,21 @@ def open_documents(data: str, index: Path, made_by: Provenance) -> Mapping[str, 
     return collection.documents
 
 
+def check_runs(named: Sequence[NamedRun], collection: Collection | None, splits: Sequence[str]) -> None:
+    """Refuse runs of different collections or of another one, or without results for one of the splits."""
+    for first, other in itertools.combinations(named, 2):
+        if "texts_sha256" in first.provenance.differs(other.provenance):
+            raise CommandError(f"{first.name} and {other.name} were made from different collections.")
+    if collection is None:
+        return
+    texts = texts_of(collection)
+    for split in splits:
+        _common.check_split(collection, split)
+    for each in named:
+        check_texts(each.name, each.provenance, collection, texts)
+        check_answers(each, collection, splits)
+
+
 def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]) -> None:
     """Refuse a run that answers no judged query of one of the splits, or knows no document of the collection."""
     for split in splits:
@@ -155,28 +176,93 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
             note(f"{named.name}: {some}; the others count as 0")
 
 
+@dataclass(frozen=True)
+class Scores:
+    """The measures of a run: split -> query -> measure -> value, and the conventions that they depend on."""
+
+    tables: dict[str, Table]
+    conventions: dict[str, dict[str, float]]
+
+    def means(self) -> dict[str, dict[str, Mean]]:
+        """Split -> measure -> mean."""
+        return {split: means_of(table) for split, table in self.tables.items()}
+
+    def write(self, path: Path | None) -> None:
+        """Write a line per query, if --per-query is given: tab-separated columns, which the first line names."""
+        if path is None:
+            return
+        with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.writer(stream, "excel-tab", lineterminator="\n")
+            writer.writerow(["split", "query_id", *next(iter(next(iter(self.tables.values())).values()))])
+            for split, table in self.tables.items():
+                writer.writerows([split, query, *map(repr, row.values())] for query, row in table.items())
+
+
+def means_of(table: Table) -> dict[str, Mean]:
+    """Measure -> mean over the queries of a table."""
+    return {name: retrieval.mean_of(row[name] for row in table.values()) for name in next(iter(table.values()))}
+
+
 def score(
     named: NamedRun, collection: Collection, splits: Sequence[str], measures: Sequence[str], deepest: int
-) -> dict[str, dict[str, float]]:
-    """Split -> measure -> value."""
+) -> Scores:
+    """The measures of a run on the splits."""
     from tilefold.retrieval import evaluation
 
     longest = max(map(len, named.run.values()))
     if longest < min(deepest, len(collection.documents)):
         note(f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more")
-    return {split: evaluation.evaluate(named.run, collection.qrels[split], measures) for split in splits}
+    judged = {split: collection.qrels[split] for split in splits}
+    return Scores(
+        {split: evaluation.evaluate_per_query(named.run, qrels, measures) for split, qrels in judged.items()},
+        {split: evaluation.conventions(named.run, qrels, deepest) for split, qrels in judged.items()},
+    )
 
 
-def facts(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> Values:
-    """The scores as ``--json`` prints them: of the first split, and of each."""
-    first = next(iter(scores))
-    return {"collection": collection.name, "split": first, "measures": scores[first], "splits": scores}
+def facts(collection: Collection, scores: Scores) -> Values:
+    """The scores as ``--json`` prints them: of the first split, and of each; errors; conventions."""
+    means, first = scores.means(), next(iter(scores.tables))
+    splits = {split: {name: found.mean for name, found in row.items()} for split, row in means.items()}
+    errors = {split: {name: asdict(found) for name, found in row.items()} for split, row in means.items()}
+    known: Values = {"collection": collection.name, "split": first, "measures": splits[first], "splits": splits}
+    return known | {"errors": errors, "conventions": scores.conventions}
 
 
-def print_table(collection: Collection, scores: Mapping[str, Mapping[str, float]]) -> None:
-    """A row per measure, a column per split."""
-    sizes = ", ".join(f"{split}: {len(collection.qrels[split])} queries" for split in scores)
-    columns = ["measure", *(f"{split}>" if len(scores) > 1 else "value>" for split in scores)]
-    measures = next(iter(scores.values()))
-    rows = ([measure, *(f"{values[measure]:.4f}" for values in scores.values())] for measure in measures)
+def print_scores(collection: Collection, scores: Scores) -> None:
+    """A row per measure, a column per split, with standard errors; what the numbers depend on below."""
+    sizes = ", ".join(f"{split}: {len(table)} queries" for split, table in scores.tables.items())
+    means = scores.means()
+    columns = ["measure", *(f"{split}>" if len(means) > 1 else "value>" for split in means)]
+    rows = [[name, *(cell(row[name]) for row in means.values())] for name in next(iter(means.values()))]
+    if len(means) == 1:
+        columns.append("95% interval")
+        rows = [
+            [*row, interval(found)] for row, found in zip(rows, *(row.values() for row in means.values()), strict=True)
+        ]
     _common.print_table(columns, rows, f"{collection.name}, {sizes}")
+    for split, found in scores.conventions.items():
+        if said := said_of(found):
+            typer.echo(f"{split}: {said}")
+
+
+def cell(found: Mean, sign: str = "") -> str:
+    """A mean and its standard error."""
+    error = "" if found.standard_error is None else f" ± {found.standard_error:.4f}"
+    return f"{found.mean:{sign}.4f}{error}"
+
+
+def interval(found: Mean) -> str:
+    """The ends of an interval; empty where there is none."""
+    return "" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
+
+
+def said_of(found: Mapping[str, float]) -> str:
+    """Conventions that some documents or judgements came under, as a sentence; empty without one."""
+    parts = []
+    if found["judged@10"] < 1:
+        parts.append(f"{found['judged@10']:.0%} of the first 10 documents are judged, others count as not relevant")
+    if found["negative"]:
+        parts.append(f"grades below 0 count as not relevant: {found['negative']:.0f}")
+    if found["tied"]:
+        parts.append(f"queries with equal scores, ranked by document id: {found['tied']:.0f}")
+    return "; ".join(parts)

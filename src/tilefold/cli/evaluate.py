@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -10,12 +9,11 @@ import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import CommandError, UsageError, Values
+from tilefold.cli._common import UsageError, Values
 from tilefold.cli._options import Count, Number, Place, Text, Words, flag, option, preset, required
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
-    from tilefold.cli._scores import NamedRun
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.fusion import Normalization
 
@@ -56,9 +54,13 @@ def evaluate(
     prf_weight: Number = _retrievers.PRF_WEIGHT,
     prf_normalization: Text = _retrievers.PRF_NORMALIZATION,
     save_run: Place = option(_scores.SAVE_RUN_HELP),
+    per_query: Place = option("Write the measures of each query: tab-separated columns, named in the first line."),
     as_json: bool = flag("The measures as JSON on stdout.", "--json"),
 ) -> None:
-    """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking."""
+    """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking.
+
+    Means over queries have standard errors (±) and bootstrap intervals; tilefold compare tests differences.
+    """
     asked = locals()
     if (run is None) == (model is None and index is None):
         raise UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
@@ -68,11 +70,12 @@ def evaluate(
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k, deepest, save_run or rerank)
     _scores.check_writable(save_run, "--save-run")
+    _scores.check_writable(per_query, "--per-query")
     _models.find_models({"--model": model, "--rerank": rerank})
     collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
     queries = {query: text for name in splits for query, text in collection.split_queries(name).items()}
     if run is None:
-        _scores.check_savable(save_run, collection, queries)
+        _scores.check_savable(save_run, collection.documents, queries)
     texts = _scores.texts_of(collection)
     reranker, passages = None, None
     if rerank is not None:
@@ -103,10 +106,11 @@ def evaluate(
             found = _scores.NamedRun(found.name, reranker(queries, judged, reranking, passages=passages)[1], texts)
     scores = _scores.score(found, collection, splits, measures, deepest)
     _scores.save(found, texts, save_run, depth)
+    scores.write(per_query)
     if as_json:
         _common.print_json(_scores.facts(collection, scores) | _common.known({"rerank": rerank}))
     else:
-        _scores.print_table(collection, scores)
+        _scores.print_scores(collection, scores)
 
 
 METHODS = ("rrf", "interpolation")
@@ -148,7 +152,7 @@ def fuse(
     named = [_scores.read_run(path, "--run") for path in run]
     also = [] if tune is None else [tune]
     collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
-    _check_runs(named, collection, [*splits, *also])
+    _scores.check_runs(named, collection, [*splits, *also])
 
     from tilefold.retrieval.evaluation import choose_weights
 
@@ -173,34 +177,19 @@ def fuse(
     fused = _scores.NamedRun("the fusion", found, made_of)
     _scores.save(fused, made_of, save_run)
     result["weights"] = weights
-    scores = {} if collection is None else _scores.score(fused, collection, splits, measures, deepest)
+    scores = None if collection is None else _scores.score(fused, collection, splits, measures, deepest)
     if as_json:
-        _common.print_json(result | ({} if collection is None else _scores.facts(collection, scores)))
+        _common.print_json(result | (_scores.facts(collection, scores) if collection and scores else {}))
         return
     if weights is not None:
         typer.echo("weights: " + ", ".join(f"{path} {value:g}" for path, value in zip(run, weights, strict=True)))
-    if collection is not None:
-        _scores.print_table(collection, scores)
+    if collection is not None and scores is not None:
+        _scores.print_scores(collection, scores)
         for name, count in shared.items():
             of = f"{count} of the {len(collection.qrels[name])} queries of {name}"
             typer.echo(f"in sample: the weights were chosen on {of}")
     if save_run is not None:
         typer.echo(f"{len(fused.run)} queries: {save_run}")
-
-
-def _check_runs(named: list[NamedRun], collection: Collection | None, splits: list[str]) -> None:
-    """Refuse runs of different collections or of another one, or without results for one of the splits."""
-    for first, other in itertools.combinations(named, 2):
-        if "texts_sha256" in first.provenance.differs(other.provenance):
-            raise CommandError(f"{first.name} and {other.name} were made from different collections.")
-    if collection is None:
-        return
-    texts = _scores.texts_of(collection)
-    for split in splits:
-        _common.check_split(collection, split)
-    for each in named:
-        _scores.check_texts(each.name, each.provenance, collection, texts)
-        _scores.check_answers(each, collection, splits)
 
 
 def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool) -> dict[str, int]:

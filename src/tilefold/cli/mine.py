@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,13 +17,11 @@ from tilefold.retrieval.provenance import texts_digest
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
     from tilefold.retrieval.mining import FalseNegatives, Mined, Window
-    from tilefold.retrieval.searcher import Searcher
     from tilefold.retrieval.teachers import Teacher
     from tilefold.retrieval.training_rows import TrainingRows
 
 RANKS, PER_QUERY = "1-100", 16
 FILTER_DEPTH = 1000  # a relevant document is looked for that deep
-CHUNK = 1024  # queries searched at a time
 MARGIN_HELP = "Leave out negatives that score within this margin of the query's best relevant document."
 _LEFT_OUT = {
     "queries_without": "queries have no negative and are left out",
@@ -132,17 +129,8 @@ def _open(
     name = f"--model {model}" if source is None else f"--{source} {asked[source]}"
     _scores.check_texts(name, searcher.provenance, collection, texts)
     queries = collection.split_queries(split)
-    return _scores.NamedRun(name, {}, searcher.provenance), _searched(searcher, queries, depth)
-
-
-def _searched(searcher: Searcher, queries: Mapping[str, str], depth: int) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The rankings of `queries`, some at a time."""
-    left, done = iter(queries.items()), 0
-    with _common.progress_bar("searching") as update:
-        while chunk := dict(itertools.islice(left, CHUNK)):
-            yield from searcher.rank(chunk, retrieval.SearchRequest(depth)).run.items()
-            done += len(chunk)
-            update(done, len(queries), "")
+    ranked = _retrievers.ranked(searcher, queries, retrieval.SearchRequest(depth))
+    return _scores.NamedRun(name, {}, searcher.provenance), ranked
 
 
 def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
@@ -19,10 +18,10 @@ from tilefold.cli._options import Count, Number, Place, Text, argument, flag, op
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.searcher import Searcher
+    from tilefold.retrieval.searcher import Searcher, SearchRequest
 
 SHOWN_TERMS = 6
-SHOWN_CHARACTERS = 80
+SHOWN_CELLS = 80
 
 
 def search(
@@ -56,6 +55,7 @@ def search(
     prf_place: Text = _retrievers.PRF_PLACE,
     prf_weight: Number = _retrievers.PRF_WEIGHT,
     prf_normalization: Text = _retrievers.PRF_NORMALIZATION,
+    save_run: Place = option("With several queries: write their documents as a TREC run, and print none."),
     as_json: bool = flag("The hits as JSON on stdout.", "--json"),
 ) -> None:
     """Search an index; without options, the index of the demo.
@@ -77,10 +77,18 @@ def search(
     if index is None:
         asked |= _demo_paths(demo)
     _models.find_models({"--model": model, "--rerank": rerank})
+    single = query is not None and query != "-"
+    if save_run is not None:
+        if single:
+            raise UsageError("--save-run: goes with --queries, or with queries on standard input (-), which have ids.")
+        _scores.check_writable(save_run, "--save-run")
     searcher = _open(asked)
     _retrievers.check_by(by, searcher)
     request = retrieval.SearchRequest(k, feedback, mix, None, reranking, by)
-    single = query is not None and query != "-"
+    if save_run is not None:
+        found = _save(searcher, _many(query, queries), request, save_run)
+        _common.print_result(found, as_json, f"{found['queries']} queries, {found['documents']} documents: {save_run}")
+        return
     for name, text in [("query", str(query))] if single else _many(query, queries):
         with _options.as_options(documents="--data", tokens="--rerank"):
             hits = searcher.search(text, request)
@@ -107,6 +115,25 @@ def _open(asked: Asked) -> Searcher:
         return parts
 
     return _retrievers.open_searcher(asked, _common.texts_of(data), load)
+
+
+def _save(searcher: Searcher, asked: Iterator[tuple[str, str]], request: SearchRequest, path: Path) -> Values:
+    """Write the run of all queries, whose ids and those of the documents are checked before the first one."""
+    queries: dict[str, str] = {}
+    for name, text in asked:
+        if name in queries:
+            raise CommandError(f"queries: the id {name!r} was given before; a run needs one for each query.")
+        queries[name] = text
+    if not queries:
+        raise CommandError("queries: expected at least one for --save-run, got none.")
+    _scores.check_savable(path, getattr(getattr(searcher.retriever, "index", None), "ids", ()), queries)
+    with _options.as_options(documents="--data", tokens="--rerank"):
+        run = {name: dict(scores) for name, scores in _retrievers.ranked(searcher, queries, request)}
+    _scores.save(_scores.NamedRun("the run", run, searcher.provenance), searcher.provenance, path)
+    empty = sum(not scores for scores in run.values())
+    if empty:
+        note(f"{empty} of {len(run)} queries found no document, and have no line in the run")
+    return {"output": str(path), "queries": len(run), "documents": sum(map(len, run.values())), "empty": empty}
 
 
 def _many(query: str | None, queries: Path | None) -> Iterator[tuple[str, str]]:
@@ -156,7 +183,7 @@ def _print(query: str, hits: list[Values]) -> None:
         passage = hit.get("passage", {})
         part = f"{passage['number']}: {passage.get('text', '')}" if passage else ""
         first = f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else ""
-        title = textwrap.shorten(hit["title"], SHOWN_CHARACTERS, placeholder=" ...")
+        title = _common.shorten(hit["title"], SHOWN_CELLS)
         terms = "  ".join(
             f"{'+' * term.get('feedback', False)}{term['term']} {term['share']:.0%}"
             for term in hit["terms"][:SHOWN_TERMS]
@@ -165,7 +192,7 @@ def _print(query: str, hits: list[Values]) -> None:
             str(hit["rank"]),
             hit["id"],
             title,
-            textwrap.shorten(part, SHOWN_CHARACTERS, placeholder=" ..."),
+            _common.shorten(part, SHOWN_CELLS),
             f"{hit['score']:.2f}",
             first,
             terms,

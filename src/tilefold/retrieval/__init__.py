@@ -24,6 +24,7 @@ _NAMES = {
     "dense": "dense_run encode_dense rank_by_similarity",
     "fusion": "Fusion Run interpolate reciprocal_rank_fusion",
     "evaluation": "evaluate evaluate_per_query write_trec_run read_trec_run active_terms flops",
+    "significance": "Difference Mean compare mean_of",
     "feedback": "Feedback Interpolation expand_dense expand_sparse feedback_documents with_feedback",
     "mining": "FalseNegatives Window drop_false_negatives mine_negatives",
     "teachers": "Teacher score_rows ensemble",

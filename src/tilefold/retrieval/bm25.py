@@ -129,7 +129,7 @@ class BM25Index:
     fingerprint: ClassVar[str | None] = None  # BM25 has no model vocabulary
 
     def __init__(self, engine: Any, ids: list[str], options: BM25Options, provenance: Provenance) -> None:
-        self._engine, self._ids = engine, ids
+        self._engine, self.ids = engine, ids
         self.options, self.provenance = options, provenance
         self._tokenize = Tokenizer(options)
 
@@ -158,7 +158,7 @@ class BM25Index:
 
     @property
     def n_documents(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     @property
     def vocab_size(self) -> int:
@@ -172,7 +172,7 @@ class BM25Index:
             run[query_id] = {}
             if tokens := self._known(text):
                 scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
-                run[query_id] = {self._ids[i]: float(scores[i]) for i in top_positive(scores, k)}
+                run[query_id] = {self.ids[i]: float(scores[i]) for i in top_positive(scores, k)}
         return run
 
     def document_vectors(self) -> SparseVectors:
@@ -180,8 +180,8 @@ class BM25Index:
         data, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         words = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
         order = np.lexsort((words, documents))
-        rows = offsets_of(np.bincount(documents, minlength=len(self._ids)))
-        return SparseVectors(self._ids, rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
+        rows = offsets_of(np.bincount(documents, minlength=len(self.ids)))
+        return SparseVectors(self.ids, rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
         """Term frequencies of each query; words that the index lacks are left out."""
@@ -196,7 +196,7 @@ class BM25Index:
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory; only an earlier BM25 index is replaced."""
-        with saved_index(path, self, _OWN_NAMES, "bm25s", asdict(self.options), self._ids) as folder:
+        with saved_index(path, self, _OWN_NAMES, "bm25s", asdict(self.options), self.ids) as folder:
             self._engine.save(folder)
 
     @classmethod

@@ -22,8 +22,8 @@ from tilefold.retrieval.fusion import Normalization, Run, check_scores, interpol
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import SparseVectors, check_same_vocabulary
 
-__all__ = ["DEFAULT_MEASURES", "active_terms", "check_measures", "choose_weights", "evaluate", "evaluate_per_query"]
-__all__ += ["flops", "read_trec_provenance", "read_trec_run", "write_trec_run"]
+__all__ = ["DEFAULT_MEASURES", "active_terms", "check_measures", "choose_weights", "conventions", "evaluate"]
+__all__ += ["evaluate_per_query", "flops", "read_trec_provenance", "read_trec_run", "write_trec_run"]
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
 MAX_TRIALS = 300
@@ -85,6 +85,24 @@ def evaluate_per_query(
                 if measure == metric.measure:
                     table[numbered[metric.query_id]][name] = float(metric.value)
     return table
+
+
+def conventions(run: _RunLike, qrels: _QrelsLike, depth: int = 100) -> dict[str, float]:
+    """Conventions of trec_eval that bear on the measures of a run, each with how often it was needed.
+
+    ``judged@10``: mean share of the first 10 documents of a query that somebody judged; others are not relevant.
+    ``negative``: judgements with a grade below 0, which are not relevant either. ``tied``: judged queries with equal
+    scores, in fp32, among their best `depth` documents and the next one, whose order :func:`evaluate` says.
+    """
+    judged, tied = evaluate(run, qrels, ["Judged@10"])["Judged@10"], 0
+    for query_id in qrels:
+        with np.errstate(over="ignore"):
+            best = np.sort(np.array([*run.get(query_id, {}).values()], np.float64).astype(np.float32))[::-1][
+                : depth + 1
+            ]
+        tied += bool((best[1:] == best[:-1]).any())
+    negative = sum(grade < 0 for grades in qrels.values() for grade in grades.values())
+    return {"judged@10": judged, "negative": negative, "tied": tied}
 
 
 def choose_weights(

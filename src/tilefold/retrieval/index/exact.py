@@ -257,7 +257,7 @@ class ExactIndex:
     def __init__(
         self, ids: list[str] | StoredIds, postings: Postings, fingerprint: str | None, provenance: Provenance
     ) -> None:
-        self._ids, self._postings = ids, postings
+        self.ids, self._postings = ids, postings
         self.n_documents, self.vocab_size = len(ids), postings.n_terms
         self.fingerprint, self.provenance = fingerprint, provenance
 
@@ -277,7 +277,7 @@ class ExactIndex:
         for i in range(len(queries)):
             scores.fill(0.0)
             self._postings.add(scores, *queries.row(i))
-            results.append([Hit(self._ids[at], float(scores[at])) for at in top_positive(scores, k)])
+            results.append([Hit(self.ids[at], float(scores[at])) for at in top_positive(scores, k)])
         return results
 
     def save(self, path: str | Path) -> None:
@@ -289,7 +289,7 @@ class ExactIndex:
             np.save(folder / _WEIGHTS, self._postings.weights)
             sums = map(self._postings.checksum, range(self.vocab_size))
             np.save(folder / _CHECKSUMS, np.fromiter(sums, np.uint32, self.vocab_size))
-            save_ids(self._ids, folder)
+            save_ids(self.ids, folder)
 
     @classmethod
     def load(cls, path: str | Path) -> ExactIndex:

@@ -124,7 +124,7 @@ class SeismicIndex:
     def __init__(
         self, engine: Any, ids: list[str], terms: npt.NDArray[np.int32], options: SeismicOptions, made_of: _Origin
     ) -> None:
-        self._engine, self._ids, self._terms, self.options = engine, ids, terms, options
+        self._engine, self.ids, self._terms, self.options = engine, ids, terms, options
         self.n_documents, (self.vocab_size, self.fingerprint, self.provenance) = len(ids), made_of
         self._folder: Path | None = None  # that it was read from
 
@@ -189,7 +189,7 @@ class SeismicIndex:
                 rows = np.array([row for _, row in found], np.int64)
                 check_arrays(("documents", rows, self.n_documents), ("scores", -np.array([s for s, _ in found])))
                 if found:
-                    results[int(answer[0][0])] = [Hit(self._ids[row], -score) for score, row in found]
+                    results[int(answer[0][0])] = [Hit(self.ids[row], -score) for score, row in found]
         return results
 
     @contextmanager
@@ -205,7 +205,7 @@ class SeismicIndex:
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory."""
-        with saved_index(path, self, (_TERMS, _FILE), _PACKAGE, asdict(self.options), self._ids) as folder:
+        with saved_index(path, self, (_TERMS, _FILE), _PACKAGE, asdict(self.options), self.ids) as folder:
             with _quiet():
                 self._engine.save(str(folder / _STEM))
             np.save(folder / _TERMS, self._terms)
