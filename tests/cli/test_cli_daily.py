@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
 from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_steps
@@ -45,6 +47,49 @@ def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, t
     asked = ("evaluate", "--data", tmp_path / "sample", "--run", tmp_path / "run.trec", "--json")
     fails(call(*asked), 1, "or load it with --drop-unknown to leave them out")
     assert measured(call(*asked, "--drop-unknown"))["measures"]["nDCG@10"] == pytest.approx(1 / 3)
+
+
+def test_the_judgements_of_other_splits_are_not_read(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:
+    small_collection().save_beir(tmp_path / "data")
+    (tmp_path / "data" / "qrels" / "test.tsv").write_text("not\tjudgements\n")
+    data, queries = ("--data", tmp_path / "data"), ("--queries", "--split", "train", "--output", tmp_path / "v")
+    run = tmp_path / "run.trec"
+    run.write_text("q1 Q0 d1 1 1.0 x\nq2 Q0 d1 1 1.0 x\n")
+    mined = tmp_path / "mined.parquet"
+    done(call("mine", "--data", work / "data", "--run", run, "--output", mined))
+    for asked in (
+        ("encode", *data, "--model", work / "model", *queries),
+        ("evaluate", *data, "--run", run, "--split", "train"),
+        ("compare", *data, run, work / "train.json", "--split", "train"),
+        ("score", mined, *data, "--teacher", "bm25", "--output", tmp_path / "scored.parquet"),
+        ("train", *data, "--model", masked_lm, "--steps", "1", "--batch-size", "2", "--output", tmp_path / "m"),
+    ):
+        outcome = call(*asked)
+        if asked[0] == "compare":
+            fails(outcome, 1, "train.json:1: expected 6 fields")
+        else:
+            done(outcome)
+    fails(call("evaluate", *data, "--run", run, "--split", "test"), 1, "test.tsv:1: expected 3 tab-separated fields")
+
+
+def test_help_names_the_words_that_an_option_takes(call: Call) -> None:
+    shown = {verb: call(verb, "--help").out for verb in ("index", "evaluate", "fuse", "export", "serve", "encode")}
+    for verb, words in (("index", "exact | seismic |"), ("fuse", "rrf|interpolation"),
+                        ("evaluate", "average|rocchio"), ("evaluate", "keep|drop"), ("serve", "query|document"),
+                        ("export", "opensearch|vespa"), ("encode", "fp16|int8")):  # fmt: skip
+        assert words in shown[verb], shown[verb]
+
+
+def test_wide_characters_are_shown_in_80_columns(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "東大寺は、8世紀に聖武天皇の発願で造立された盧舎那仏像、いわゆる「奈良の大仏」を本尊とする寺である。" * 2
+    Collection("wide", {"d": Document("d", "", text)}, {}, {}).save_beir(tmp_path / "data")
+    run_steps(("index", "--backend", "bm25", "--data", tmp_path / "data", "--output", tmp_path / "bm25"))
+    monkeypatch.setattr(common, "stdout", lambda: Console(width=80))
+    shown = done(call("search", "東大寺", "--index", tmp_path / "bm25", "--data", tmp_path / "data")).out
+    rows = [line.split("│")[3].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert "".join(rows).replace(" ", "").rstrip("…") == text[:40] and all(
+        cell_len(line) <= 80 for line in shown.split("\n")
+    )
 
 
 def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

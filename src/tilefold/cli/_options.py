@@ -131,7 +131,10 @@ RULES: dict[str, _Rules] = {
 
 
 def option(help: str, *flags: str, default: object = None, **settings: Any) -> Any:
-    """An option of a command, under its parameter's name unless `flags` are given, with those of ``typer.Option``."""
+    """An option of a command, under its parameter's name unless `flags` are given, with those of ``typer.Option``.
+
+    A `metavar` such as ``"keep|drop"`` is shown by ``--help``, and has the only words that the option takes.
+    """
     return typer.Option(default, *flags, help=help, **settings)
 
 
@@ -249,7 +252,9 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, unless the table refuses its options."""
+        """Run the command, unless the table refuses its options, or one is none of the words of its metavar."""
+        for each in (each for each in self.params if "|" in (each.metavar or "")):
+            check_choice(options[str(each.name)], ctx.params[each.name], map(str.strip, str(each.metavar).split("|")))
         for names, where, why in RULES.get(ctx.info_name or "", ()):
             if all(any(_holds(each, ctx.params) for each in part.split("|")) for part in where.split()):
                 refuse(names.split(), why.format_map(ctx.params))

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 Texts = Callable[[], Mapping[str, str]]
 PASSAGES = option("Cut texts into passages of at most so many words; documents are then found by their best one.")
 STRIDE = option("Words from the beginning of a passage to that of the next; by default --passages, without overlap.")
-CUT = option("Where passages begin and end: sentences (default), or words.")
-BY = preset("document", "An index of passages: document, by its best passage, or passage.")
-RESULTS = ("document", "passage")
+CUT = option("Where passages begin and end; by default sentences.", metavar="sentences|words")
+BY = preset("document", "An index of passages: documents by their best one, or passages.", metavar="document|passage")
 CHUNK = 1024  # queries searched at a time
 MODEL_HELP = "The SparseEncoder that made --index; minilm for an index of encode --model minilm."
 DENSE_LENGTH = option("Dense: tokens read of a text; by default the model's.")
@@ -50,7 +49,7 @@ RERANK_MODEL = option("Multi-vector model for the queries, or minilm; by default
 RERANK_WEIGHT = option(
     "Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."
 )
-PRF = option("Search again with each query moved towards what it found: average, or rocchio.", "--prf")
+PRF = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio")
 PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
 PRF_TERMS = option("Sparse: heaviest terms kept of a query after --prf.")
 PRF_ALPHA = option("rocchio: weight of the query (0.4).")
@@ -58,9 +57,9 @@ PRF_BETA = option("rocchio: weight of the best documents (0.6).")
 PRF_GAMMA = option("rocchio: weight of the last documents, subtracted (0).")
 PRF_BOTTOM = option("rocchio: how many last documents, of 1,000, --prf-gamma is for.")
 PRF_WITH = option("A second ranking to interpolate with: a BM25 index, or a TREC run.")
-PRF_PLACE = option("Interpolate before feedback, after it, or both (default).")
+PRF_PLACE = option("Where to interpolate around feedback; by default both.", metavar="before|after|both")
 PRF_WEIGHT = option("Weight of --prf-with in [0, 1], beside the other one (0.5).")
-PRF_NORMALIZATION = option("Before interpolation: min_max (default), z_score or none.")
+PRF_NORMALIZATION = option("Before interpolation; by default min_max.", metavar="min_max|z_score|none")
 
 
 def passages(asked: Asked) -> Passages | None:
@@ -171,12 +170,11 @@ def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None,
 
 def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | None]:
     """Feedback and interpolation, None without --prf."""
-    from tilefold.retrieval.feedback import METHODS, Feedback, Interpolation
+    from tilefold.retrieval.feedback import Feedback, Interpolation
 
     method = asked["prf"]
     if method is None:
         return None, None
-    _options.check_choice("--prf", method, METHODS)
     if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
         raise UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
     own = {name: asked[f"prf_{name}"] for name in ("depth", "terms", "alpha", "beta", "gamma", "bottom")}

@@ -26,8 +26,8 @@ def bench(
     listing: bool = flag("List shapes and implementations, run nothing.", "--list"),
     shape: Words = option("Named shape; repeat for several.", "--shape", "--only"),
     impl: Words = option("Implementation; repeat for several."),
-    device: Text = option("cpu or cuda; the GPU if there is one."),
-    dtype: Text = option("Override the shapes' dtype: bf16, fp16 or fp32."),
+    device: Text = option("By default the GPU if there is one.", metavar="cpu|cuda"),
+    dtype: Text = option("Override the shapes' dtype.", metavar="bf16|fp16|fp32"),
     output: Place = option("Folder for <device>/<op>.csv."),
     quick: bool = flag("A few shapes, short timing; saved only with --output.", "--quick"),
     seconds: float = preset(0.5, "Timing budget of one implementation and phase."),
@@ -118,9 +118,6 @@ def _run_all(chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOption
     return failed
 
 
-PRECISIONS = ("bf16", "fp16", "fp32")
-
-
 def warmup(
     model: str = required("A SparseEncoder or multi-vector model: folder or Hugging Face name."),
     length: list[int] | None = option(
@@ -129,7 +126,7 @@ def warmup(
     batch_size: int = preset(32, "Texts per batch: kernels are chosen by shape."),
     inference: bool = preset(True, "Kernels of scores alone.", "--inference/--no-inference"),
     training: bool = preset(True, "Kernels of gradients too.", "--training/--no-training"),
-    precision: str = preset("bf16", "Of autocast: bf16, fp16, or fp32 for none."),
+    precision: str = preset("bf16", "Of autocast; fp32 for none.", metavar="bf16|fp16|fp32"),
     workers: Count = option("Kernels built at a time; by default one per core."),
     as_json: bool = flag("What was built as JSON on stdout.", "--json"),
 ) -> None:
@@ -138,7 +135,6 @@ def warmup(
     A first call of an operator otherwise waits seconds for a compiler. Later processes of this user load what was
     built, as long as Triton, its settings and the GPU stay the same.
     """
-    _options.check_choice("--precision", precision, PRECISIONS)
     lengths = length or [32, 256]
     _options.check_at_least_one(length=min(lengths))
     _options.check_at_least_one(batch_size=batch_size, workers=workers)

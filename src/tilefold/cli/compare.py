@@ -121,7 +121,7 @@ def _print_worst(found: Difference, tables: Mapping[str, Table], collection: Col
     if rows:
         title = f"{found.measure}: where {found.run} loses most to {found.over}"
         columns = ("query", "text", f"{found.over}>", f"{found.run}>", "difference>")
-        _common.print_table(columns, rows, title, fold=("query",))
+        _common.print_table(columns, rows, title, fold=("query", "text"))
 
 
 def _facts(

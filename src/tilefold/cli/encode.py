@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.text_ranges import Texts
 
-STORAGES = ("fp16", "int8")
-ENGINES = ("local", "ray")
 _SAMPLE = 512  # texts whose tokens a dry run counts, about
 _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
@@ -40,7 +38,7 @@ def encode(
     ),
     output: Path = required("Folder for the vectors."),
     data: str = preset("pydocs", _common.DOCUMENTS_HELP),
-    kind: Text = option("sparse or tokens: kind of vectors; by default that of the model, with minilm sparse."),
+    kind: Text = option("Kind of vectors; by default that of the model, with minilm sparse.", metavar="sparse|tokens"),
     queries: bool = flag("Encode queries instead of documents.", "--queries"),
     split: Text = option("With --queries: only those of this split."),
     top_k: Count = option("Sparse: keep only this many terms per text."),
@@ -52,7 +50,7 @@ def encode(
     passages: Count = _retrievers.PASSAGES,
     stride: Count = _retrievers.STRIDE,
     cut: Text = _retrievers.CUT,
-    storage: Text = option("Token vectors: fp16, or int8 for half the bytes."),
+    storage: Text = option("Token vectors: by default fp16; int8 has half the bytes.", metavar="fp16|int8"),
     batch_size: Count = option("Texts per batch, at most; by default batches are cut by tokens."),
     batch_tokens: Count = option("Tokens per batch; by default what suits the device."),
     shard_size: int = preset(1024, "Texts per shard; each shard is saved when it is full."),
@@ -62,7 +60,7 @@ def encode(
     ),
     jsonl: Place = option("Sparse: also write the vectors as JSON lines (Anserini form)."),
     resume: bool = preset(True, "Keep what an interrupted run has encoded.", "--resume/--fresh"),
-    engine: str = preset("local", "local, this process; or ray: workers on this machine or on a cluster."),
+    engine: str = preset("local", "This process, or workers on this machine or on a cluster.", metavar="local|ray"),
     address: Text = option("Ray: host:port of a cluster, auto for the one of this machine; by default this machine."),
     workers: Count = option("Ray: models at a time, at most; by default as many as fit, one per GPU."),
     worker_cpus: Count = option("Ray: cores of each worker."),
@@ -79,9 +77,6 @@ def encode(
     under torchrun, several processes share the work; the result is that of one.
     """
     asked = locals()
-    _options.check_choice("--storage", storage, STORAGES)
-    _options.check_choice("--kind", kind, _models.KINDS)
-    _options.check_choice("--engine", engine, ENGINES)
     counts = ("top_k", "max_length", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
     _options.check_at_least_one(**{name: asked[name] for name in counts})
     if several():
@@ -99,7 +94,8 @@ def encode(
         if rank:  # while the first one makes what this one finds
             _models.check_sentence_transformers()
         with first_rank_first() if model == _models.PACKAGED or data == "pydocs" else nullcontext():
-            collection = None if stored else _common.load_data(data, documents_only=not queries, drop_unknown=True)
+            parts: Values = {"documents_only": not queries, "splits": None if split is None else [split]}
+            collection = None if stored else _common.load_data(data, drop_unknown=True, **parts)
             texts = None if collection is None else _texts(collection, data, queries, split, cuts)
             encoder, made = _models.load_kind(model, kind, None if engine == "ray" else collection)
         encoding = _encoding(made, asked)
@@ -194,7 +190,7 @@ def _encoding(made: str, asked: Asked) -> Encoding:
         from tilefold.retrieval.token_encoding import TokenEncoding
 
         source = model if model == _models.PACKAGED else _models.absolute(model)
-        return TokenEncoding(storage=asked["storage"] or STORAGES[0], source=source, **shared)
+        return TokenEncoding(storage=asked["storage"] or "fp16", source=source, **shared)
     from tilefold.retrieval.encoding import SparseEncoding
 
     return SparseEncoding(top_k=asked["top_k"], special_tokens=asked["special_tokens"] is not False, **shared)

@@ -37,9 +37,7 @@ def evaluate(
     rerank: Text = _retrievers.RERANK,
     rerank_model: Text = _retrievers.RERANK_MODEL,
     rerank_depth: Count = option(_retrievers.RERANK_DEPTH_HELP + " By default --k, or a whole run."),
-    rerank_tail: Text = option(
-        "Candidates that were not reranked: keep them after the others (default), or drop them."
-    ),
+    rerank_tail: Text = option("Candidates that were not reranked: by default kept, last.", metavar="keep|drop"),
     rerank_weight: Number = _retrievers.RERANK_WEIGHT,
     vectors: Place = option("The encoded documents of --index, for --prf."),
     prf: Text = _retrievers.PRF,
@@ -113,17 +111,15 @@ def evaluate(
         _scores.print_scores(collection, scores)
 
 
-METHODS = ("rrf", "interpolation")
-NORMALIZATIONS = ("min_max", "z_score", "none")
-
-
 def fuse(
     run: list[Path] = required("A TREC run file, such as evaluate --save-run writes; twice or more."),
-    method: str = preset("rrf", "rrf (reciprocal rank fusion), or interpolation (weighted sum of normalised scores)."),
+    method: str = preset(
+        "rrf", "Reciprocal rank fusion, or weighted sum of normalised scores.", metavar="rrf|interpolation"
+    ),
     weight: list[float] | None = option("interpolation: one per run, in their order; by default equal ones."),
     tune: Text = option("interpolation: choose the weights on this split of --data, by the first measure."),
     in_sample: bool = flag("Report queries that --tune chose the weights on, too, and say so.", "--in-sample"),
-    normalization: Text = option("interpolation: min_max (default), z_score or none, per query."),
+    normalization: Text = option("interpolation: per query; by default min_max.", metavar="min_max|z_score|none"),
     rrf_k: Count = option("rrf: the constant of 1 / (k + rank); by default 60."),
     k: int = preset(100, "Documents to keep per query; as many as the measures need at least."),
     data: Text = option("The collection of the runs, to measure the fusion: pydocs, or a BEIR folder."),
@@ -139,10 +135,8 @@ def fuse(
     """
     if len(run) < 2:
         raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
-    _options.check_choice("--method", method, METHODS)
     if weight is not None and len(weight) != len(run):
         raise UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
-    _options.check_choice("--normalization", normalization, NORMALIZATIONS)
     _options.check_at_least_one(k=k, rrf_k=rrf_k)
     if data is None and save_run is None:
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
@@ -157,7 +151,7 @@ def fuse(
     from tilefold.retrieval.evaluation import choose_weights
 
     weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
-    chosen = cast("Normalization", normalization or NORMALIZATIONS[0])
+    chosen = cast("Normalization", normalization or "min_max")
     result: Values = {"method": method, "runs": [str(path) for path in run], "weights": weights}
     shared: dict[str, int] = {}
     if tune is not None and collection is not None:

@@ -31,7 +31,7 @@ def index(
     output: Path = required("Folder for the index."),
     vectors: Place = option("exact, seismic, qdrant: folder that tilefold encode wrote."),
     data: Text = option("bm25: the documents. " + _common.DOCUMENTS_HELP),
-    backend: str = preset("exact", _BACKEND_HELP),
+    backend: str = preset("exact", _BACKEND_HELP, metavar="exact | seismic | qdrant | bm25"),
     language: Text = option("bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
     k1: Number = option("bm25: saturation of term frequencies; by default 1.5."),
     b: Number = option("bm25: normalisation of document length, 0 to 1; by default 0.75."),
@@ -55,7 +55,7 @@ def index(
     num_threads: Count = option("seismic: threads, 0 for one per core (0).", "--threads"),
     url: Text = option("qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY."),
     collection: Text = option("qdrant: name of the collection on the server; by default that of --output."),
-    weights: Text = option("qdrant: float32 (the default), or float16 in what is searched."),
+    weights: Text = option("qdrant: of what is searched; by default float32.", metavar="float32|float16"),
     overwrite: bool = flag("qdrant: replace other vectors in the collection of the server.", "--overwrite"),
     update: bool = flag(
         "qdrant: put --vectors into the index at --output, replacing documents of the same id.", "--update"
@@ -68,9 +68,6 @@ def index(
     With --update and --delete, an index of --backend qdrant is changed.
     """
     asked = locals()
-    from tilefold.retrieval.index import BACKENDS
-
-    _options.check_choice("--backend", backend, (*BACKENDS, BM25))
     options = {name: asked[name] for name in OF_BACKEND.get(backend, "").split() if asked[name] not in (None, False)}
     started = time.monotonic()
     if update or delete is not None:
@@ -182,28 +179,26 @@ def _change(output: Path, read: Any, options: Values) -> Values:
     return {"output": str(output), "n_documents": now, "written": len(documents or ()), "deleted": deleted}
 
 
-ENGINES = ("opensearch", "vespa")
-NAMES = ("tokens", "numbers")
-
-
 def export(
-    to: str = required("opensearch (bulk files and a mapping), or vespa (feed and schema).", "--to"),
+    to: str = required("Bulk files and a mapping, or a feed and a schema.", "--to", metavar="opensearch|vespa"),
     vectors: Path = required("Folder of documents that tilefold encode wrote."),
     output: Path = required("Folder for the files."),
     model: Text = option("The SparseEncoder that made the vectors, for the names of its terms."),
-    names: Text = option("What terms are called: tokens (with --model, the default) or numbers, which never collide."),
+    names: Text = option(
+        "What terms are called: by default tokens, with --model; numbers never collide.", metavar="tokens|numbers"
+    ),
     data: Text = option("The documents, to send texts along. " + _common.DOCUMENTS_HELP),
     field: str = preset("sparse", "Field of the vectors in the engine."),
     field_type: Text = option(
-        "opensearch: rank_features (exact, the default), or sparse_vector (Seismic; numbers only)."
+        "opensearch: by default rank_features (exact); sparse_vector is for Seismic, numbers only.",
+        metavar="rank_features | sparse_vector",
     ),
-    dots: Text = option("opensearch: refuse tokens with a dot (the default), or keep them, for neural_sparse queries."),
+    dots: Text = option("opensearch: tokens with a dot; keep is for neural_sparse queries.", metavar="refuse|keep"),
     document: Text = option("vespa: document type and schema (doc)."),
     namespace: Text = option("vespa: namespace of the document ids (tilefold)."),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Write encoded documents as another engine reads them; a vocabulary whose terms would collide there is refused."""
-    _options.check_choice("--to", to, ENGINES)
     # of one of the engines
     own = {"field_type": field_type, "dots": dots, "document": document, "namespace": namespace}
     options = {"field": field, **_common.known(own)}
@@ -239,7 +234,6 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
     """The token of each term, or None for numbers."""
     numbers = field_type == "sparse_vector"
     names = names or ("numbers" if numbers else "tokens")
-    _options.check_choice("--names", names, NAMES)
     if names == "numbers":
         _options.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
         return None

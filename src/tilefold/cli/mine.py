@@ -166,7 +166,7 @@ def score(
     data: str = preset("pydocs", _common.DATA_HELP),
     split: Text = option("Split whose relevant documents are scored too; by default that of the file."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
-    normalization: str = preset("min_max", "Of each teacher's scores of a query before their mean: min_max, or none."),
+    normalization: str = preset("min_max", "Of a teacher's scores of a query before the mean.", metavar="min_max|none"),
     scale: Number = option("Factor of the mean; by default 30, and 1 with --normalization none."),
     like: Text = option("Map the mean to the mean and deviation of this --teacher, in place of --scale."),
     margin: Number = option(MARGIN_HELP + " By the ensemble's score."),
@@ -182,8 +182,6 @@ def score(
     pairs of a cross-encoder at a time, shards of vectors of a sparse or multi-vector model, and whole columns are kept;
     the unfinished encoding of a dense model is repeated.
     """
-    if normalization not in ("min_max", "none"):
-        raise UsageError(f"--normalization: expected min_max or none, got {normalization!r}.")
     if scale is not None and not 0 < scale < float("inf"):
         raise UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
     false_negatives = check_filter(margin, max_score_share)
@@ -201,8 +199,8 @@ def score(
     rows = retrieval.read_training_rows(mined)
     if like is not None and names.get(like, like) not in {*names.values(), *rows.teachers}:
         raise UsageError(f"--like: expected one of --teacher, got {like!r}.")
-    collection = _common.load_data(data, drop_unknown=drop_unknown)
     split = split or str(rows.made_by.get("split", "train"))
+    collection = _common.load_data(data, drop_unknown=drop_unknown, splits=[split])
     _common.check_split(collection, split)
     rows.check_collection(collection)
     rows = with_relevant(rows, collection, split)

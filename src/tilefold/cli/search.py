@@ -69,7 +69,6 @@ def search(
     _options.check_at_least_one(k=k, query_top_k=query_top_k)
     if prf_with is not None and prf_with.is_file():
         raise UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
-    _options.check_choice("--by", by, _retrievers.RESULTS)
     feedback, mix = _retrievers.feedback_request(asked)
     reranking = _retrievers.rerank_request(asked)
     if rerank_depth is not None and rerank_depth < k:
@@ -198,4 +197,4 @@ def _print(query: str, hits: list[Values]) -> None:
             terms,
         )
         rows.append(list(compress(cells, shown.values())))
-    _common.print_table(compress(shown, shown.values()), rows, query, ("id",), title_justify="left")
+    _common.print_table(compress(shown, shown.values()), rows, query, ("id", "document"), title_justify="left")

@@ -44,7 +44,7 @@ def serve(
     other_model: bool = _retrievers.OTHER_MODEL,
     host: str = preset("127.0.0.1", "Interface to listen on; 0.0.0.0 for all."),
     port: int = preset(8080, "Port; 0 takes a free one.", min=0, max=65535),
-    default_side: str = preset("document", "How to encode inputs posted to the root routes: query or document."),
+    default_side: str = preset("document", "How to encode inputs posted to the root routes.", metavar="query|document"),
     api_key_file: Place = option(f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment."),
     cors_allow_origin: Words = option("Site whose pages may ask this server in a browser; * for all; may be repeated."),
     max_concurrent_requests: int = preset(
@@ -72,8 +72,6 @@ def serve(
         raise CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
     from tilefold.serve.server import bind
 
-    if default_side not in ("query", "document"):
-        raise UsageError(f"--default-side: expected query or document, got {default_side!r}.")
     _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
     index_name = _index_name(asked)
     try:

@@ -54,7 +54,7 @@ def train(
     passages: Count = option("Train on passages of at most so many words; of a relevant document, the best by BM25."),
     stride: Count = _retrievers.STRIDE,
     cut: Text = _retrievers.CUT,
-    attention: Text = option("softmax or entmax; by default the model's own."),
+    attention: Text = option("By default the model's own.", metavar="softmax|entmax"),
     alpha: Number = option("alpha of entmax, from 1 (softmax) to 2; by default 1.5."),
     anneal_alpha: float = preset(0.0, "Share of the steps over which alpha rises from 1."),
     bf16: bool | None = option("By default the faster one on this hardware.", "--bf16/--fp32"),
@@ -106,7 +106,7 @@ def _train(config: Any, asked: Asked, cuts: Passages | None) -> Any:
     output = asked["output"]
     if config.base_model != _models.PACKAGED:
         _models.find_model(config.base_model, "--model")
-    collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"])
+    collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=["train"])
     if cuts is not None:
         whole = len(collection.documents)
         collection = cuts.training(collection)

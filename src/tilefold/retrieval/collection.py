@@ -221,7 +221,7 @@ def _some(found: dict[str, T], path: Path) -> dict[str, T]:
 
 def _id(row: Json, where: str, seen: Mapping[str, object]) -> str:
     key = "id" if "_id" not in row and "id" in row else "_id"
-    value = row.get(key)
+    value = _field(row, key, where)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
@@ -234,7 +234,16 @@ def _id(row: Json, where: str, seen: Mapping[str, object]) -> str:
 
 
 def _string(row: Json, key: str, where: str, missing: str | None = None) -> str:
-    value = missing if row.get(key) is None else row[key]
+    value = _field(row, key, where) if missing is None else row.get(key)
+    value = missing if value is None else value
     if not isinstance(value, str):
         raise DataError(f"{where}: {key!r} must be a string, got {value!r}. Fix that line.")
     return value
+
+
+def _field(row: Json, key: str, where: str) -> object:
+    if key not in row:
+        got = ", ".join(map(repr, row)) or "none"
+        wanted = "'_id' (or 'id')" if key == "_id" else repr(key)
+        raise DataError(f"{where}: expected a column or field {wanted}, got {got}. Rename one of them, or add it.")
+    return row[key]
