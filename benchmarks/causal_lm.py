@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from benchmarks import small_lm
+from tilefold.recipes import Losses
 from tilefold.recipes.adaptation import AdaptationRecipe, AdaptationResult, adapt
 from tilefold.retrieval import load_collection
 
@@ -86,9 +87,9 @@ def train(
         seed=options.seed,
     )
 
-    def progress(step: int, total: int, loss: float | None) -> None:
+    def progress(step: int, total: int, losses: Losses | None) -> None:
         if step % 100 == 0:
-            print(f"{name}: step {step} of {total}, loss {loss:.3f}", file=sys.stderr)
+            print(f"{name}: step {step} of {total}, {losses}", file=sys.stderr)
 
     result = adapt(network, tokenizer, texts, recipe, progress=progress)
     network.save_pretrained(str(options.output / name))

@@ -299,7 +299,14 @@ def test_train_says_that_it_resumes(call: Call, cut: Path, masked_lm: str, tmp_p
     with monkeypatch.context() as patched:
         patched.setattr("tilefold.recipes._watch.write_json", interrupted)
         assert call(*asked).code == 130
+
+    def missing(*_: object) -> None:
+        raise ImportError("matplotlib")
+
+    monkeypatch.setattr("tilefold.recipes._run.new_figure", missing)
     again = done(call(*asked))
+    assert re.search(r", loss \d+\.\d+ \(ranking \d+\.\d+, penalties \d+\.\d+\): ", again.out), again.out
+    assert f"the log of the training is {tmp_path}/m/training_log.jsonl; with matplotlib" in again.err
     assert "training resumes: 2 of 4 were done before (--fresh does them again)" in again.err
     assert re.match(r"trained 4 steps, those after step 2 in \d+ s, loss ", again.out)
     begun = ("--model", tmp_path / "m", "--steps", "0", "--output", tmp_path / "s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,22 @@ def test_rows_of_another_collection_and_no_rows_are_refused(call: Call, work: Pa
     fails(call("score", tmp_path / "none.parquet", *command), 1, "Make one with: tilefold mine")
 
 
+def test_what_needs_no_download_is_suggested(
+    call: Call, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--some--reranker" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    drawn = ("mine", "--data", shared / "data", "--run", shared / "bm25.trec", "--output", tmp_path / "m.parquet")
+    out = done(call(*drawn)).out
+    (following,) = [line.removeprefix("next: tilefold ") for line in out.splitlines() if line.startswith("next: ")]
+    assert "(in the cache of this machine: some/reranker)" in out
+    done(call(*(str(tmp_path / "s.parquet") if word == "SCORED" else word for word in following.split())))
+    assert r.read_training_rows(tmp_path / "s.parquet").teachers.keys() == {"minilm", "bm25"}
+    fails(call("mine", "--data", shared / "data", "--output", tmp_path / "n"), 2, "--model such as minilm, which needs")
+
+
 def test_recipes_are_listed_with_what_they_need_and_what_their_papers_report(call: Call) -> None:
     table = done(call("recipes"))
     assert all(name in table.out for name in RECIPES)
@@ -287,7 +304,20 @@ def test_recipes_are_listed_with_what_they_need_and_what_their_papers_report(cal
     assert all(entry["publishes"] and entry["summary"] and entry["published"] for entry in listed)
     one = measured(call("recipes", "splade-v3", "--json"))
     assert one["needs"] == ["pairs", "negatives", "scores"] and one["recipe"]["negatives"] == 8
-    assert "document_regularizer = " in call("recipes", "splade-doc").out
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_page_of_a_recipe_says_what_each_field_does_and_the_command_that_changes_it(call: Call, name: str) -> None:
+    page, entry = done(call("recipes", name)).out, RECIPES[name]
+    assert entry.summary in page and entry.publishes in page
+    fields = dict(re.findall(r"^(\w[\w.]*) = (.*)\n    \S", page, re.MULTILINE))
+    for field, value in entry.recipe.to_dict().items():
+        inside = {f"{field}.{part}" for part in value} if isinstance(value, dict) and field != "loss" else {field}
+        assert inside & fields.keys() or field == "name", f"{field} has no line, or nothing is said of it"
+    assert fields["learning_rate"].endswith("(--lr)") and "warmup_ratio" in fields
+    commands = [line.split() for line in page.splitlines() if line.startswith("tilefold ")]
+    verbs = ["index", "mine", "score"][: len(entry.needs)] if "negatives" in entry.needs else []
+    assert [words[1] for words in commands] == [*verbs, "train"]
 
 
 def test_options_and_fields_reach_the_recipe(call: Call, shared: Path, tmp_path: Path) -> None:

@@ -304,8 +304,8 @@ def test_missing_data_are_named_with_their_commands(collection: Collection, mine
     for file, text in ((None, needed), (mined, "has no teachers' scores")):
         with pytest.raises(ValueError, match=text) as told:
             make_examples(get_recipe("splade-v3"), collection, file)
-        assert "tilefold mine --data small --index INDEX --output negatives.parquet" in str(told.value)
-        assert "tilefold score negatives.parquet --data small --teacher MODEL" in str(told.value)
+        assert "tilefold mine --data small --index bm25-index --output negatives.parquet" in str(told.value)
+        assert "tilefold score negatives.parquet --data small --teacher minilm --teacher bm25" in str(told.value)
         assert str(told.value).endswith("negatives=scores.parquet")
     file = write_rows(tmp_path / "test.parquet", [("q12", "d0", 1, 1.0, False)])
     text = "has no negatives of the training queries of 'small'"

@@ -29,7 +29,7 @@ from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import held
 from tilefold.integrations.transformers import runs_entmax, unregister
 from tilefold.losses import NoPenalty
-from tilefold.recipes import ColbertRecipe, SpladeRecipe, TrainingError, _training, get_recipe, train
+from tilefold.recipes import ColbertRecipe, Losses, SpladeRecipe, TrainingError, _training, get_recipe, train
 from tilefold.recipes._watch import SparseWatch
 from tilefold.recipes.loading import load_saved, newest_step
 from tilefold.retrieval.collection import Collection
@@ -107,6 +107,24 @@ def config(folder: Path) -> dict[str, Any]:
     return found
 
 
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_log_and_a_plot_with_the_ranking_loss_and_the_penalties_apart(trained: Any) -> None:
+    for kind in ("splade", "colbert"):
+        rows = rows_of(trained(kind))
+        assert [row["step"] for row in rows] == [1, 4]
+        assert (trained(kind) / "training.png").read_bytes().startswith(b"\x89PNG")
+    for row in rows_of(trained("splade")):
+        penalties = row["query_penalty"] + row["document_penalty"]
+        assert row["loss"] == pytest.approx(row["ranking_loss"] + penalties, rel=1e-3) and row["query_active_terms"] > 0
+    result = json.loads((trained("splade") / "tilefold_training.json").read_text())["result"]
+    assert (result["ranking_loss"], result["penalties"]) == (row["ranking_loss"], pytest.approx(penalties))
+    assert str(Losses(1.5, 1.0, 0.5)) == "loss 1.500 (ranking 1.000, penalties 0.500)"
+    assert str(Losses(1.5, 1.5)) == "loss 1.500"
+
+
 def stop_at(wanted: int) -> Any:
     def progress(step: int, steps: int, loss: float | None) -> None:
         if step == wanted:
@@ -145,6 +163,7 @@ def test_an_interrupted_run_ends_as_a_whole_one(
     result = train(recipe, collection, tmp_path / "m", progress=lambda step, *_: steps.append(step))
     assert (result.resumed_from, steps) == (2, [3, 4])
     assert_equal(trained(kind), tmp_path / "m")
+    assert [row["step"] for row in rows_of(tmp_path / "m")] == [1, 4], "what was logged before is kept"
     assert train(recipe, collection, tmp_path / "m").reused
 
 
@@ -328,7 +347,7 @@ def test_the_program_encodes_with_the_attention_of_a_model(
     assert run_cli(*command) == 1
     assert "must run entmax attention where its configuration has entmax_alpha" in capsys.readouterr().err
     assert run_cli("train", "--output", tmp_path / "m", "--attention", "sparse") == 2
-    assert "attention must be 'softmax', 'entmax' or None, got 'sparse'" in capsys.readouterr().err
+    assert "--attention: expected one of softmax, entmax, got 'sparse'" in capsys.readouterr().err
 
 
 def test_a_base_model_keeps_its_attention_unless_asked_to(trained: Any, collection: Collection, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tilefold.retrieval.provenance import texts_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilefold.recipes import Losses
     from tilefold.recipes.splade import SpladeRecipe, TrainResult
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
@@ -140,8 +141,8 @@ def train_model(folder: Path, size: Size, seed: int, collection: Collection, tic
     """The trained model in ``<folder>/model``."""
     from tilefold.recipes.splade import train
 
-    def progress(step: int, steps: int, loss: float | None) -> None:
-        tick(step, steps, "" if loss is None else f"loss {loss:.2f}")
+    def progress(step: int, steps: int, losses: Losses | None) -> None:
+        tick(step, steps, "" if losses is None else str(losses))
 
     return train(make_recipe(size, seed), collection, folder / "model", progress=progress)
 

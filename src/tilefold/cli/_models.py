@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PACKAGED = "minilm"
 KINDS = {"sparse": "sparse", "tokens": "multi-vector"}  # of vectors, and of the models that make them
+SHOWN = 5  # models of the cache
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
 _NAMES = {
     "sparse": "a SparseEncoder",
@@ -45,8 +46,20 @@ def find_model(name: str, option: str) -> str:
     if name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or parent_is_here:
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
     if problem := _hub_problem(name):
-        raise UsageError(f"{option}: there is no folder {name}, and {problem}; train a model with: tilefold train")
+        here = f"{PACKAGED} needs no download{cached()}"
+        raise UsageError(f"{option}: there is no folder {name}, and {problem}; {here}; train one with: tilefold train")
     return name
+
+
+def cached() -> str:
+    """Models of the Hugging Face cache of this machine, as the end of a sentence; empty without one."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return ""
+    found = Path(HF_HUB_CACHE).glob("models--*/snapshots/*/config.json")
+    names = sorted({path.parts[-4].removeprefix("models--").replace("--", "/") for path in found})
+    return f" (in the cache of this machine: {', '.join(names[:SHOWN])})" if names else ""
 
 
 def find_models(options: Mapping[str, str | None]) -> None:

@@ -65,7 +65,7 @@ def mine(
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
         ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
-        raise UsageError(f"give one of {ways}, or a dense --model.")
+        raise UsageError(f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.")
     _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
     _scores.check_writable(output, "--output")
     _models.find_models({"--model": model})
@@ -147,9 +147,11 @@ def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) 
     for name, what in _LEFT_OUT.items():
         if result[name] and not asked["as_json"]:
             note(f"{result[name]} {what}")
-    following = f"next: tilefold score {output} --teacher CROSS_ENCODER --data {asked['data']} --output SCORED"
+    teachers = f"--teacher {_models.PACKAGED} --teacher {BM25}"
+    following = f"next: tilefold score {output} {teachers} --data {asked['data']} --output SCORED"
+    stronger = f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached()}"
     said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
-    _common.print_result(result, asked["as_json"], said, following)
+    _common.print_result(result, asked["as_json"], said, following, stronger)
 
 
 BM25 = "bm25"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from tilefold.cli._common import Asked, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
+    from tilefold.recipes import Losses
+    from tilefold.recipes.catalogue import Entry
     from tilefold.retrieval.passages import Passages
 
 _OWN = "by default the recipe's"
@@ -74,6 +77,8 @@ def train(
     The same command again resumes an interrupted run from its last checkpoint.
     """
     asked = locals()
+    from tilefold.recipes import Losses
+    from tilefold.recipes.loading import LOG, PLOT
     from tilefold.retrieval.truncation import tell_truncated
 
     cuts = _retrievers.passages(asked)
@@ -93,7 +98,9 @@ def train(
         how = f"trained {result.steps} steps, those after step {result.resumed_from} in {result.seconds:.0f} s"
     if not result.steps:
         how = f"no step of training, {config.base_model} as the recipe starts from it"
-    loss = "" if result.loss is None else f", loss {result.loss:.3f}"
+    loss = "" if result.loss is None else f", {Losses(result.loss, result.ranking_loss, result.penalties)}"
+    if result.loss is not None and not (output / PLOT).is_file():
+        note(f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is a plot, too")
     vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if _is_late(config) else "VECTORS"
     following = f"next: tilefold encode --model {output} --data {data} --output {vectors}"
     _common.print_result(asdict(result), as_json, f"{how}{loss}: {result.model_dir}", following)
@@ -115,10 +122,10 @@ def _train(config: Any, asked: Asked, cuts: Passages | None) -> Any:
     before = [newest_step(output) or 0] if asked["resume"] else [0]  # reported once, with the first step
     with _common.progress_bar("training", resumes=_common.FRESH) as update:
 
-        def progress(step: int, steps: int, loss: float | None) -> None:
+        def progress(step: int, steps: int, losses: Losses | None) -> None:
             if before:
                 update(before.pop(), steps, "")
-            update(step, steps, "" if loss is None else f"loss {loss:.3f}")
+            update(step, steps, "" if losses is None else str(losses))
 
         options = {name: asked[name] for name in ("negatives", "resume", "overwrite", "verbose")}
         return catalogue.train(config, collection, output, progress=progress, **options)
@@ -198,7 +205,7 @@ def _set(recipe: Values, text: str) -> None:
 
 
 def recipes(
-    name: Text = argument("Only this one, with its settings."),
+    name: Text = argument("Only this one, as a page: its needs, its fields and the options that change them."),
     as_json: bool = flag("All settings as JSON on stdout.", "--json"),
 ) -> None:
     """List the published systems that can be trained by name, what they need, and what their papers report."""
@@ -209,12 +216,33 @@ def recipes(
     if as_json:
         _common.print_json(chosen[0].to_dict() if name else [entry.to_dict() for entry in chosen])
         return
+    if name:
+        _print_page(chosen[0])
+        return
     papers = [f"arXiv {entry.paper}" if entry.paper else "" for entry in chosen]
     rows = ((e.name, e.summary, ", ".join(e.needs), p, e.publishes) for e, p in zip(chosen, papers, strict=True))
     columns = ("recipe", "what it is", "needs", "paper", "published number")
     _common.print_table(columns, rows, fold=columns, box=None)
-    if name:
-        for field, value in chosen[0].recipe.to_dict().items():
-            said = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-            typer.echo(f"{field} = {said}")
-        typer.echo(f"published: {chosen[0].published}")
+
+
+def _print_page(entry: Entry) -> None:
+    """A recipe for people: what it is, the commands that it takes, and its fields."""
+    data = "DATA"
+    commands = entry.recipe.preparation(data)
+    negatives = f" --negatives {commands[-1].rpartition(' ')[2]}" if commands else ""
+    commands.append(f"tilefold train --recipe {entry.name} --data {data}{negatives} --output MODEL")
+    paper = f"arXiv {entry.paper}; " if entry.paper else ""
+    lines = [f"{entry.name}: {entry.summary}", f"paper: {paper}{entry.publishes}", f"published: {entry.published}"]
+    lines += [f"needs: {', '.join(entry.needs)}; a base model of kind {entry.base}", "", *commands, ""]
+    lines.append("Fields, their values in JSON, the option that changes each (else --set FIELD=VALUE), and what it is:")
+
+    from tilefold.cli import app
+    from tilefold.recipes.catalogue import describe
+
+    command: Any = typer.main.get_command(app)
+    spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in command.commands["train"].params}
+    for field, value, text in describe(entry.recipe):
+        option = spelled.get(_PARAMETERS.get(field, field))
+        lines.append(f"{field} = {json.dumps(value)}" + (f" ({option})" if option else ""))
+        lines.append(textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    "))
+    typer.echo("\n".join(lines))

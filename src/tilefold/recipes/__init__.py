@@ -9,6 +9,7 @@ _HOME = {
     "ColbertRecipe": "colbert",
     "EncoderSpec": "encoders",
     "build_encoder": "encoders",
+    "Losses": "_run",
     "LsrRecipe": "lsr",
     "RegularizerSpec": "lsr",
     "SparseRecipe": "lsr",

@@ -6,16 +6,33 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tilefold._figures import new_figure, save_figure
 from tilefold._files import LOCK, hold_folder, read_json, release_folder, swap_directory, write_json
 from tilefold._typing import Model
 
 RECORD = "tilefold_training.json"
 WHOLE = "tilefold_whole.json"
-Progress = Callable[[int, int, "float | None"], None]
+LOG, PLOT = "training_log.jsonl", "training.png"
 Record = Mapping[str, Any]
+
+
+class Losses(NamedTuple):
+    """Means over the steps since the last log: the loss, and its parts where it has some."""
+
+    loss: float  # the ranking loss plus the weighted penalties, whose weights rise at first
+    ranking: float | None = None
+    penalties: float | None = None  # of queries and documents together
+
+    def __str__(self) -> str:
+        parts = "" if self.penalties is None else f" (ranking {self.ranking:.3f}, penalties {self.penalties:.3f})"
+        return f"loss {self.loss:.3f}{parts}"
+
+
+Progress = Callable[[int, int, "Losses | None"], None]
 
 
 class TrainingRun:
@@ -26,6 +43,7 @@ class TrainingRun:
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
         self.checkpoint: Path | None = None
         self.resumed_from = 0
+        self.history: list[dict[str, float]] = []  # what was logged, a row for each time
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
         """The result of a finished run in this folder, if it has the same recipe and data."""
@@ -68,11 +86,15 @@ class TrainingRun:
             write_json(self.work_dir / RECORD, {"settings": self.settings})
 
     def finish(self, model: Model, result: Record) -> None:
-        """Save `model` in a temporary folder, move it into place, and delete the checkpoints."""
+        """Save `model`, log and plot in a temporary folder, move it into place, and delete the checkpoints."""
         made = self.work_dir / "model"
         if made.exists():
             shutil.rmtree(made)
         model.save_pretrained(str(made))
+        if self.history:
+            (made / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.history), encoding="utf-8")
+            with suppress(ImportError):  # of matplotlib
+                draw(self.history, made / PLOT)
         write_json(made / RECORD, {"settings": self.settings, "result": result})
         swap_directory(made, self.output_dir)
         shutil.rmtree(self.work_dir)
@@ -99,6 +121,21 @@ class TrainingRun:
 def _training(recipe: Record) -> Record:
     """The fields that change the model."""
     return {name: value for name, value in recipe.items() if name not in ("save_steps", "save_minutes")}
+
+
+def draw(history: list[dict[str, float]], picture: Path) -> None:
+    """Plot a log: losses and weighted penalties over the steps; below, if counted, the terms of a vector."""
+    names = dict.fromkeys(name for row in history for name in row)
+    groups = [[name for name in names if name.endswith(ends)] for ends in ("loss", "penalty", "_active_terms")]
+    panels = [part for part in (groups[0] + groups[1], groups[2]) if part]
+    figure = new_figure((7, 3.5 * len(panels)))
+    for axes, lines in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
+        for name in lines:
+            points = [(row["step"], row[name]) for row in history if name in row]
+            axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".", linewidth=1)
+        axes.set_xlabel("step")
+        axes.legend()
+    save_figure(figure, picture)
 
 
 def newest_step(output_dir: Path) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
@@ -69,6 +71,17 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Field names and values, as a JSON object."""
         return asdict(self)
+
+    @classmethod
+    def described(cls) -> dict[str, str]:
+        """Field -> what it does, from the section "Attributes" of the docstrings of the class and its bases."""
+        found: dict[str, str] = {}
+        for each in reversed(cls.__mro__):
+            _, _, section = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
+            for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
+                plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("`", "")
+                found.update(dict.fromkeys(names.split(", "), plain))
+        return found
 
     @classmethod
     def from_dict(cls: type[S], values: dict[str, Any]) -> S:
@@ -175,28 +188,46 @@ class EncoderSpec(Settings):
     :mod:`tilefold.recipes.decoders`), ``"prosper"`` (:class:`tilefold.modules.ProsperTransformer`), ``"bge_m3"`` (a
     weight for each token, with BGE-M3's own where the base model has them) and ``"splate"`` (an adapter on a frozen
     ColBERT, the base model).
+
+    Attributes:
+        kind: ``"mlm"``, ``"cls_mlm"``, ``"epic"``, ``"mlp"``, ``"binary"``, ``"idf"``, ``"causal"``,
+            ``"bidirectional"``, ``"echo"``, ``"prosper"``, ``"bge_m3"`` or ``"splate"``.
+        base_model: of this side alone: ``"minilm"``, a folder or a Hugging Face name; None takes the recipe's.
+        pooling: of the LM head (:class:`tilefold.modules.HeadPooling`): ``"max"``, of ``"prosper"`` ``"last"``.
+        activation: ``"log1p_relu"`` of heads, ``"relu"`` of ``"mlp"``.
+        logit_scale: factor on the logits: 1, but 1/16 for ModernBERT and Ettin (arXiv 2606.18811).
+        drop_special_tokens: they do not count; True for ``"mlp"`` and ``"epic"``.
+        top_k: keep the largest weights of a text that has more than this many; of ``"epic"``, whose weights are all
+            positive, the ``max_active_dims`` of the model, 1,000.
+        normalize: ``"l2"`` for vectors of length 1.
+        scale: start of a learned factor (``"mlp"``); of ``"binary"``, 0.3.
+        trainable: learn the numbers of ``"binary"`` and ``"idf"``; of ``"splate"``, the bias.
+        idf: a JSON file of token -> weight; None counts document frequencies in the sample texts.
+        layers: keep only so many of the lowest of the base model.
+        shared_network: queries run the network of documents, with a pooling of their own.
+        lora: rank of updates, trained alone, merged when it is saved; None trains all weights.
+        literal_residual: of ``"prosper"``: False leaves out that network.
+        head_model: of ``"splate"``: the masked language model whose head decodes; by default ``"minilm"``.
+        saturation: of ``"mlp"``: the weight that counts half when texts are encoded, as BM25 counts frequencies, and
+            that all tokens start with; the loss sees weights as they are.
     """
 
     kind: str = "mlm"
-    base_model: str | None = None  # of this side alone: "minilm", a folder or a Hugging Face name; None: the recipe's
-    pooling: str | None = None  # of the LM head (:class:`tilefold.modules.HeadPooling`); "max", of "prosper" "last"
-    activation: str | None = None  # "log1p_relu" of heads, "relu" of "mlp"
-    logit_scale: float | None = checked(None, OPTIONAL_POSITIVE)  # 1, but 1/16 for ModernBERT and Ettin (2606.18811)
-    drop_special_tokens: bool | None = checked(None, optional_flag)  # they do not count; True for "mlp" and "epic"
-    #: keep the largest weights of a text that has more than this many; of "epic", whose weights are all positive, the
-    #: ``max_active_dims`` of the model, 1,000
+    base_model: str | None = None
+    pooling: str | None = None
+    activation: str | None = None
+    logit_scale: float | None = checked(None, OPTIONAL_POSITIVE)
+    drop_special_tokens: bool | None = checked(None, optional_flag)
     top_k: int | None = checked(None, whole(optional=True))
-    normalize: str | None = None  # "l2" for vectors of length 1
-    scale: float | None = checked(None, OPTIONAL_POSITIVE)  # start of a learned factor ("mlp"); of "binary", 0.3
-    trainable: bool | None = checked(None, optional_flag)  # learn the numbers of "binary", "idf"; of "splate", the bias
-    idf: str | None = None  # a JSON file of token -> weight; None counts document frequencies in the sample texts
-    layers: int | None = checked(None, whole(optional=True))  # keep only so many of the lowest of the base model
-    shared_network: bool = checked(False, flag)  # queries run the network of documents, with a pooling of their own
-    lora: int | None = checked(None, whole(optional=True))  # rank of updates, trained alone, merged when it is saved
-    literal_residual: bool | None = checked(None, optional_flag)  # of "prosper": False leaves out that network
-    head_model: str | None = None  # of "splate": the masked language model whose head decodes; "minilm"
-    #: of "mlp": the weight that counts half when texts are encoded, as BM25 counts frequencies, and that all tokens
-    #: start with; the loss sees weights as they are
+    normalize: str | None = None
+    scale: float | None = checked(None, OPTIONAL_POSITIVE)
+    trainable: bool | None = checked(None, optional_flag)
+    idf: str | None = None
+    layers: int | None = checked(None, whole(optional=True))
+    shared_network: bool = checked(False, flag)
+    lora: int | None = checked(None, whole(optional=True))
+    literal_residual: bool | None = checked(None, optional_flag)
+    head_model: str | None = None
     saturation: float | None = checked(None, OPTIONAL_POSITIVE)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXPLODED = 4.0
 _logger = logging.getLogger(__name__)
+Losses = _run.Losses
 Progress = _run.Progress
 
 
@@ -43,6 +44,7 @@ class TrainResult:
     fused: bool  # and this
     first_ranking_loss: float | None = None  # without regularisers, of the first step of this call
     ranking_loss: float | None = None  # and of the last ones
+    penalties: float | None = None  # of the last ones, weighted; None without any
     warnings: tuple[str, ...] = ()  # what went wrong in the training, and what to do about it
     #: ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read, repeated ones too, and
     #: how many of them were cut there
@@ -90,6 +92,10 @@ class Recipe(TrainingSettings):
         """The data that training takes: ``"pairs"``, ``"negatives"``, ``"scores"``."""
         return ("pairs",)
 
+    def preparation(self, data: str) -> list[str]:
+        """Commands that make what :attr:`needs` has beside pairs of a collection, offline; the last writes the file."""
+        return []
+
     def start(self, texts: list[str]) -> Model:
         """The untrained model; `texts` are the documents of the collection."""
         raise NotImplementedError
@@ -124,7 +130,8 @@ def train(
         negatives: of the training queries, mined or with teacher scores (:mod:`tilefold.retrieval.training_rows`).
         resume: go on with, or return, an earlier run; False discards its checkpoints.
         overwrite: replace a finished model in `output_dir`.
-        progress: called as ``progress(step, steps, loss)`` after every step; loss is ``None`` until it is known.
+        progress: called as ``progress(step, steps, losses)`` after every step; the :class:`tilefold.recipes.Losses`
+            are ``None`` until they are known.
         verbose: let the libraries log.
 
     Raises:
@@ -212,7 +219,7 @@ def run_trainer(
     from transformers.trainer_callback import PrinterCallback
 
     from tilefold.integrations.transformers import AlphaSchedule, one_gpu
-    from tilefold.recipes._watch import Watcher
+    from tilefold.recipes._watch import NAMES, Watcher
 
     say_unused_gpus()
     recipe, read = job.recipe, job.examples.columns
@@ -233,14 +240,17 @@ def run_trainer(
         trainer.remove_callback(PrinterCallback)
     with watcher.heeding_interrupts():
         trainer.train(resume_from_checkpoint=str(job.run.checkpoint) if job.run.checkpoint else None)
+    logged = (row for row in trainer.state.log_history if "loss" in row)
+    job.run.history = [{NAMES.get(name, name): value for name, value in row.items()} for row in logged]
     warnings = job.result.warnings
     if recipe.graphs and trainer.model[0].forward.graphs.failed:
         warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
     return replace(
         job.result,
-        loss=watcher.loss,
+        loss=None if watcher.losses is None else watcher.losses.loss,
         first_ranking_loss=watcher.first_ranking_loss,
         ranking_loss=watcher.ranking_loss,
+        penalties=None if watcher.losses is None else watcher.losses.penalties,
         warnings=warnings,
         truncated=tuple(
             {"texts": found.texts, "count": found.count, "max_length": found.max_length}

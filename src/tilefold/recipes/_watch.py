@@ -18,13 +18,15 @@ from transformers import TrainerCallback
 
 from tilefold._files import write_json
 from tilefold._typing import Module
-from tilefold.recipes._run import WHOLE, Progress, TrainingError, TrainingRun
+from tilefold.recipes._run import WHOLE, Losses, Progress, TrainingError, TrainingRun
 
 if TYPE_CHECKING:
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
     from transformers import TrainerControl, TrainerState
 
 SIDES = ("query", "document")
+# names of sentence-transformers -> those in the log of a run
+NAMES = {"base_loss": "ranking_loss"} | {f"{side}_regularizer_loss": f"{side}_penalty" for side in SIDES}
 FULL = 0.25  # share of the vocabulary above which vectors count as nearly dense
 DEAD_ROWS = 0.5  # share of rows without a term above which a warning is due
 PATIENCE = 2  # logs in a row
@@ -39,7 +41,7 @@ class Watcher(TrainerCallback):
 
     def __init__(self, progress: Progress | None, run: TrainingRun, save_minutes: float) -> None:
         self.progress, self.run, self.save_minutes = progress, run, save_minutes
-        self.loss: float | None = None
+        self.losses: Losses | None = None
         self.first_ranking_loss: float | None = None  # without regularisers
         self.ranking_loss: float | None = None
         self.interrupted = False
@@ -49,12 +51,15 @@ class Watcher(TrainerCallback):
         self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
     ) -> None:
         if logs and "loss" in logs:
-            self.loss = float(logs["loss"])
-            if not math.isfinite(self.loss):
+            loss = float(logs["loss"])
+            if not math.isfinite(loss):
                 remedy = "Train with a smaller learning_rate, from the start (resume=False, --fresh)."
                 after = f"after {state.global_step} steps: the training has diverged"
-                raise TrainingError(f"the loss is {self.loss} {after}. {remedy}")
-            self.ranking_loss = float(logs.get("base_loss", self.loss))
+                raise TrainingError(f"the loss is {loss} {after}. {remedy}")
+            self.ranking_loss = float(logs.get("base_loss", loss))
+            penalties = [float(logs[name]) for name in NAMES if name in logs and name != "base_loss"]
+            self.losses = Losses(loss, self.ranking_loss, sum(penalties) if penalties else None)
+            state.log_history[-1].update(logs)  # which other callbacks have added to
             if self.first_ranking_loss is None:
                 self.first_ranking_loss = self.ranking_loss
 
@@ -62,7 +67,7 @@ class Watcher(TrainerCallback):
         if self.interrupted:
             raise KeyboardInterrupt
         if self.progress is not None:
-            self.progress(state.global_step, state.max_steps, self.loss)
+            self.progress(state.global_step, state.max_steps, self.losses)
         if time.monotonic() - self.saved >= 60 * self.save_minutes:
             control.should_save = True
 

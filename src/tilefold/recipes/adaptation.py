@@ -9,7 +9,7 @@ from typing import Any
 
 from tilefold._typing import Model, Network, Tokenizer
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Settings, checked, whole
-from tilefold.recipes._training import Progress, check_one_process, say_unused_gpus
+from tilefold.recipes._training import Losses, Progress, check_one_process, say_unused_gpus
 from tilefold.recipes.loading import supports_bf16
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
@@ -85,7 +85,7 @@ def adapt(
     Args:
         network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`.
         texts: of the collection, or of any corpus; they are packed into blocks.
-        progress: called as ``progress(step, steps, loss)`` after every step.
+        progress: called as ``progress(step, steps, losses)`` after every step.
 
     Raises:
         ValueError: a bidirectional model, one whose logits are not ``head(hidden)``, or too little text.
@@ -155,7 +155,7 @@ def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress
                 raise RuntimeError(f"the loss must be a finite number, got {got}")
             seen[1:] = [loss._replace(total=loss.total.detach())]
             if progress is not None:
-                progress(step, steps, float(seen[-1].total))
+                progress(step, steps, Losses(float(seen[-1].total)))
             return (loss.total, {}) if return_outputs else loss.total
 
     return AdaptationTrainer

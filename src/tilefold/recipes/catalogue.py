@@ -9,12 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tilefold.recipes._settings import KINDS, EncoderSpec, Settings
 from tilefold.recipes._training import TrainResult, train
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.lsr import LsrRecipe
 from tilefold.recipes.splade import SpladeRecipe
 
-__all__ = ["RECIPES", "Config", "Entry", "TrainResult", "get_recipe", "train"]
+__all__ = ["RECIPES", "Config", "Entry", "TrainResult", "describe", "get_recipe", "train"]
 
 Config = SpladeRecipe | ColbertRecipe | LsrRecipe
 _CLASSES: dict[str, type[Config]] = {kind.__name__: kind for kind in (SpladeRecipe, ColbertRecipe, LsrRecipe)}
@@ -66,3 +67,18 @@ def get_recipe(name: str, **overrides: Any) -> Config:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")
     recipe = RECIPES[name].recipe
     return type(recipe).from_dict(recipe.to_dict() | overrides) if overrides else replace(recipe)
+
+
+def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
+    """Name as ``--set`` takes it, JSON value and meaning of the fields of a recipe, and of those inside that apply."""
+    values = recipe.to_dict()
+    for name, text in recipe.described().items():
+        inside = getattr(recipe, name)
+        if not isinstance(inside, Settings):
+            if name != "name":
+                yield name, values[name], text
+            continue
+        applies = KINDS[inside.kind] | {"kind", "base_model"} if isinstance(inside, EncoderSpec) else values[name]
+        for part, meaning in inside.described().items():
+            if part in applies:
+                yield f"{name}.{part}", values[name][part], meaning

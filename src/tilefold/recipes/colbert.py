@@ -34,13 +34,21 @@ class ColbertRecipe(Recipe):
     """Configuration of a ColBERT training run; every field is checked on construction.
 
     The base model is ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name: of any encoder, of a
-    SentenceTransformer, or of a multi-vector model, whose projection, query length and skipped words are kept. The
-    other fields are those of :class:`TrainingSettings`.
+    SentenceTransformer, or of a multi-vector model, whose projection, query length and skipped words are kept.
+
+    Attributes:
+        base_model: the model to start from.
+        dimension: of the projection that is put on a backbone without one; None puts none, and keeps the backbone's
+            width.
+        query_length: maximum tokens per query.
+        expand_queries: pad queries with mask tokens that are scored too, as ColBERT does.
+        skip_punctuation: keep no vectors of punctuation in documents.
+
+    The others are those of :class:`TrainingSettings`.
     """
 
     base_model: str = checked("minilm", NAME)
     _: KW_ONLY
-    #: of the projection that is put on a backbone without one; None puts none, and keeps the backbone's width
     dimension: int | None = checked(
         128,
         rule(
@@ -48,9 +56,9 @@ class ColbertRecipe(Recipe):
             f"a multiple of 8 up to {MAX_DIMENSION} or None",  # for the kernels
         ),
     )
-    query_length: int = checked(32, whole())  # maximum tokens per query
-    expand_queries: bool = checked(False, flag)  # pad queries with mask tokens that are scored too, as ColBERT does
-    skip_punctuation: bool = checked(True, flag)  # keep no vectors of punctuation in documents
+    query_length: int = checked(32, whole())
+    expand_queries: bool = checked(False, flag)
+    skip_punctuation: bool = checked(True, flag)
 
     def start(self, texts: list[str]) -> MultiVectorEncoder:
         """The stock MultiVectorEncoder that training starts from, whatever the texts."""

@@ -12,12 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilefold._typing import Model
-from tilefold.recipes._run import newest_step
+from tilefold.recipes._run import LOG, PLOT, newest_step
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["fast_inference", "load_saved", "newest_step", "quiet_libraries", "run_fast", "saved_kind", "supports_bf16"]
+__all__ = ["LOG", "PLOT", "fast_inference", "load_saved", "newest_step", "quiet_libraries", "run_fast", "saved_kind"]
+__all__ += ["supports_bf16"]
 
 M = TypeVar("M", bound=Model)
 LOGGERS = ("sentence_transformers", "accelerate", "datasets", "huggingface_hub")

@@ -57,15 +57,22 @@ POOL = 8  # batches whose texts are sorted by length together
 
 @dataclass(frozen=True)
 class RegularizerSpec(Settings):
-    """The sparsity penalty of one side."""
+    """The sparsity penalty of one side.
 
-    #: ``"anti_zero"`` is added to FLOPS, as naver's trainer does
+    Attributes:
+        kind: ``"flops"``, ``"l1"``, ``"l2"``, ``"df_flops"``, ``"anti_zero"`` (added to FLOPS, as naver's trainer does)
+            or ``"none"``.
+        weight: of the penalty, once the warm-up is over.
+        warmup_ratio: share of the steps over which the weight rises quadratically.
+        threshold: rows up to so many terms go free (arXiv 2504.14839).
+        per_position: of documents: relevant ones, first negatives and so on are penalised by themselves, and the
+            values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
+    """
+
     kind: str = checked("flops", rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"))
-    weight: float = checked(0.1, NOT_NEGATIVE)  # once the warm-up is over
-    warmup_ratio: float = checked(1 / 3, RATIO)  # share of the steps over which the weight rises quadratically
-    threshold: int | None = checked(None, whole(optional=True))  # rows up to so many terms go free (arXiv 2504.14839)
-    #: of documents: relevant ones, first negatives and so on are penalised by themselves, and the values added
-    #: (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together
+    weight: float = checked(0.1, NOT_NEGATIVE)
+    warmup_ratio: float = checked(1 / 3, RATIO)
+    threshold: int | None = checked(None, whole(optional=True))
     per_position: bool = checked(False, flag)
 
     def __post_init__(self) -> None:
@@ -97,21 +104,31 @@ class SparseRecipe(Recipe):
 class LsrRecipe(SparseRecipe):
     """Configuration of a learned sparse model and its training; every field is checked on construction.
 
+    Attributes:
+        name: of the system, for messages; it changes nothing.
+        base_model: of encoders that name none: ``"minilm"``, a folder or a Hugging Face name.
+        query: encoder of queries; None shares the document's weights.
+        document: encoder of documents.
+        loss: weights by name, out of ``"infonce"`` (in-batch negatives beside mined ones), ``"kl"``, ``"margin_mse"``,
+            ``"pairwise_softmax"`` and ``"term_recall"``.
+        query_regularizer, document_regularizer: penalties of the two sides.
+        negatives: mined, per query and step; 0 for in-batch negatives alone.
+        idf_learning_rate: of the weights of ``"idf"`` queries; None takes `learning_rate`.
+
     The others are those of :class:`SparseRecipe` and :class:`TrainingSettings`.
     """
 
-    name: str = "custom"  # of the system, for messages; it changes nothing
-    base_model: str = checked("minilm", NAME)  # of encoders that name none: "minilm", a folder or a Hugging Face name
-    query: EncoderSpec | None = None  # None shares the document's weights
+    name: str = "custom"
+    base_model: str = checked("minilm", NAME)
+    query: EncoderSpec | None = None
     document: EncoderSpec = MASKED_LM
-    #: weights by name, out of `LOSSES`; "infonce" has in-batch negatives beside mined ones
     loss: Mapping[str, float] = field(default_factory=lambda: {"infonce": 1.0})
     query_regularizer: RegularizerSpec = RegularizerSpec()
     document_regularizer: RegularizerSpec = RegularizerSpec()
-    negatives: int = checked(0, whole(0))  # mined, per query and step; 0 for in-batch negatives alone
+    negatives: int = checked(0, whole(0))
     _: KW_ONLY
     batch_size: int = checked(32, whole(2))
-    idf_learning_rate: float | None = checked(None, OPTIONAL_POSITIVE)  # of the weights of "idf" queries
+    idf_learning_rate: float | None = checked(None, OPTIONAL_POSITIVE)
     max_length: int = checked(256, whole())
 
     reads_negatives: ClassVar[bool] = True
@@ -152,6 +169,15 @@ class LsrRecipe(SparseRecipe):
     def needs(self) -> tuple[str, ...]:
         """The data that training takes."""
         return ("pairs",) + ("negatives",) * bool(self.negatives) + ("scores",) * self.needs_scores
+
+    def preparation(self, data: str) -> list[str]:
+        """Commands that make the negatives and scores that training needs, offline; the last writes the file."""
+        commands = [
+            f"tilefold index --backend bm25 --data {data} --output bm25-index",
+            f"tilefold mine --data {data} --index bm25-index --output negatives.parquet",
+            f"tilefold score negatives.parquet --data {data} --teacher minilm --teacher bm25 --output scores.parquet",
+        ]
+        return commands[: len(self.needs)] if self.negatives else []
 
     def start(self, texts: list[str]) -> SparseEncoder:
         """The untrained model; `texts` are the documents of the collection."""
@@ -316,11 +342,9 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
 
 
 def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
-    mine = f"tilefold mine --data {collection.name} --index INDEX --output negatives.parquet"
-    score = f"tilefold score negatives.parquet --data {collection.name} --teacher MODEL --output scores.parquet"
-    what, made, commands = "mined negatives", "negatives.parquet", mine
-    if recipe.needs_scores:
-        what, made, commands = "mined negatives with teachers' scores", "scores.parquet", f"{mine}, then {score}"
+    what = "mined negatives with teachers' scores" if recipe.needs_scores else "mined negatives"
+    commands = ", then ".join(recipe.preparation(collection.name))
+    made = commands.rpartition(" ")[2]
     return (
         f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and give it the file: "
         f"--negatives {made}, in Python negatives={made}"
