@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import textwrap
 from dataclasses import asdict
@@ -236,11 +237,10 @@ def _print_page(entry: Entry) -> None:
     lines += [f"needs: {', '.join(entry.needs)}; a base model of kind {entry.base}", "", *commands, ""]
     lines.append("Fields, their values in JSON, the option that changes each (else --set FIELD=VALUE), and what it is:")
 
-    from tilefold.cli import app
     from tilefold.recipes.catalogue import describe
 
-    command: Any = typer.main.get_command(app)
-    spelled = {each.name: "/".join((*each.opts, *each.secondary_opts)) for each in command.commands["train"].params}
+    named = inspect.signature(train).parameters.items()
+    spelled = {name: "".join(each.default.param_decls) or f"--{name.replace('_', '-')}" for name, each in named}
     for field, value, text in describe(entry.recipe):
         option = spelled.get(_PARAMETERS.get(field, field))
         lines.append(f"{field} = {json.dumps(value)}" + (f" ({option})" if option else ""))

@@ -1,4 +1,4 @@
-"""Settings as checked dataclasses: rules for fields, dictionaries for files; those of trainings and encoders."""
+"""Settings as checked dataclasses: rules for fields, dictionaries for files; trainings, encoders, penalties."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ optional_flag = rule(lambda value: value is None or isinstance(value, bool), "Tr
 POSITIVE = number(lambda value: value > 0, "greater than 0")
 OPTIONAL_POSITIVE = number(lambda value: value > 0, "greater than 0", optional=True)
 NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
+RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
+REGULARIZERS = ("flops", "l1", "l2", "df_flops", "anti_zero", "none")
 NAME = rule(lambda value: isinstance(value, str) and value != "", "'minilm', a folder or a model name")
 SEED = rule(lambda value: is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32")
 
@@ -243,3 +245,31 @@ class EncoderSpec(Settings):
     def has_network(self) -> bool:
         """Whether texts of this side run through a Transformer."""
         return self.kind not in ("binary", "idf")
+
+
+@dataclass(frozen=True)
+class RegularizerSpec(Settings):
+    """The sparsity penalty of one side.
+
+    Attributes:
+        kind: ``"flops"``, ``"l1"``, ``"l2"``, ``"df_flops"``, ``"anti_zero"`` (added to FLOPS, as naver's trainer does)
+            or ``"none"``.
+        weight: of the penalty, once the warm-up is over.
+        warmup_ratio: share of the steps over which the weight rises quadratically.
+        threshold: rows up to so many terms go free (arXiv 2504.14839).
+        per_position: of documents: relevant ones, first negatives and so on are penalised by themselves, and the
+            values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
+    """
+
+    kind: str = checked("flops", rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"))
+    weight: float = checked(0.1, NOT_NEGATIVE)
+    warmup_ratio: float = checked(1 / 3, RATIO)
+    threshold: int | None = checked(None, whole(optional=True))
+    per_position: bool = checked(False, flag)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "anti_zero" and self.threshold is not None:
+            raise ValueError(f"threshold must be None for kind {self.kind!r}, got {self.threshold}.")
+        if self.kind == "df_flops" and self.per_position:
+            raise ValueError("per_position must be False for kind 'df_flops', whose frequencies are of all documents.")

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from tilefold._typing import Model, Module
 from tilefold.recipes._settings import (
     NAME,
-    NOT_NEGATIVE,
     OPTIONAL_POSITIVE,
     POSITIVE,
+    REGULARIZERS,
     EncoderSpec,
+    RegularizerSpec,
     Settings,
     checked,
     flag,
     number,
-    rule,
     whole,
 )  # fmt: skip
 from tilefold.recipes._training import (
@@ -48,39 +48,9 @@ __all__ = [
 ]  # fmt: skip
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
-MASKED_LM = EncoderSpec()
-REGULARIZERS = ("flops", "l1", "l2", "df_flops", "anti_zero", "none")
-RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
+MASKED_LM, FLOPS = EncoderSpec(), RegularizerSpec()
 MAX_TEXTS = 1 << 20  # of the documents in a dataset that holds several draws of negatives
 POOL = 8  # batches whose texts are sorted by length together
-
-
-@dataclass(frozen=True)
-class RegularizerSpec(Settings):
-    """The sparsity penalty of one side.
-
-    Attributes:
-        kind: ``"flops"``, ``"l1"``, ``"l2"``, ``"df_flops"``, ``"anti_zero"`` (added to FLOPS, as naver's trainer does)
-            or ``"none"``.
-        weight: of the penalty, once the warm-up is over.
-        warmup_ratio: share of the steps over which the weight rises quadratically.
-        threshold: rows up to so many terms go free (arXiv 2504.14839).
-        per_position: of documents: relevant ones, first negatives and so on are penalised by themselves, and the
-            values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
-    """
-
-    kind: str = checked("flops", rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"))
-    weight: float = checked(0.1, NOT_NEGATIVE)
-    warmup_ratio: float = checked(1 / 3, RATIO)
-    threshold: int | None = checked(None, whole(optional=True))
-    per_position: bool = checked(False, flag)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind == "anti_zero" and self.threshold is not None:
-            raise ValueError(f"threshold must be None for kind {self.kind!r}, got {self.threshold}.")
-        if self.kind == "df_flops" and self.per_position:
-            raise ValueError("per_position must be False for kind 'df_flops', whose frequencies are of all documents.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +93,8 @@ class LsrRecipe(SparseRecipe):
     query: EncoderSpec | None = None
     document: EncoderSpec = MASKED_LM
     loss: Mapping[str, float] = field(default_factory=lambda: {"infonce": 1.0})
-    query_regularizer: RegularizerSpec = RegularizerSpec()
-    document_regularizer: RegularizerSpec = RegularizerSpec()
+    query_regularizer: RegularizerSpec = FLOPS
+    document_regularizer: RegularizerSpec = FLOPS
     negatives: int = checked(0, whole(0))
     _: KW_ONLY
     batch_size: int = checked(32, whole(2))

@@ -15,7 +15,7 @@ from tilefold._files import InUseError, atomic_directory
 from tilefold._typing import Model, Module
 from tilefold._version import __version__
 from tilefold.recipes import lsr
-from tilefold.recipes._settings import NAME, POSITIVE, checked, number, whole
+from tilefold.recipes._settings import NAME, POSITIVE, RATIO, checked, number, whole
 from tilefold.recipes._training import TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
 from tilefold.recipes.loading import (
@@ -27,7 +27,7 @@ from tilefold.recipes.loading import (
     stay_offline,
     supports_bf16,
 )  # fmt: skip
-from tilefold.recipes.lsr import RATIO, LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
+from tilefold.recipes.lsr import LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
 from tilefold.retrieval.datasets import default_cache_dir
 from tilefold.retrieval.provenance import texts_digest
 
