@@ -53,6 +53,12 @@ def test_a_run_of_passages_counts_by_documents(call: Call, work: Path, tmp_path:
     found = call("evaluate", *data, "--run", tmp_path / "passages.trec")
     assert measured(found)["measures"] == documents["measures"]
     assert "ranks passages; documents count by their best one" in found.err
+    (tmp_path / "asked.tsv").write_text("".join(f"{name}\t{text}\n" for name, text in queries.items()))
+    search = ("search", "--queries", tmp_path / "asked.tsv", "--index", work / "bm25", "--k", "16")
+    for by, expected in (("passage", passages), ("document", r.best_passages(passages)[0])):
+        done(call(*search, "--by", by, "--save-run", tmp_path / by))
+        assert r.read_trec_run(tmp_path / by) == expected
+        assert measured(call("evaluate", *data, "--run", tmp_path / by))["measures"] == documents["measures"]
 
 
 def test_a_changed_document_has_its_new_passages_alone(call: Call, work: Path, tmp_path: Path, masked_lm: str) -> None:

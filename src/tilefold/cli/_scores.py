@@ -100,7 +100,9 @@ def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = 
     """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which model, made it."""
     if path is not None:
         best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
-        retrieval.write_trec_run(best, path, tag=Provenance(named.provenance.model_fingerprint, texts.texts_sha256).tag)
+        retrieval.write_trec_run(
+            best, path, tag=replace(texts, model_fingerprint=named.provenance.model_fingerprint).tag
+        )
 
 
 def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:

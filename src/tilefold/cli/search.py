@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,7 +129,8 @@ def _save(searcher: Searcher, asked: Iterator[tuple[str, str]], request: SearchR
     _scores.check_savable(path, getattr(getattr(searcher.retriever, "index", None), "ids", ()), queries)
     with _options.as_options(documents="--data", tokens="--rerank"):
         run = {name: dict(scores) for name, scores in _retrievers.ranked(searcher, queries, request)}
-    _scores.save(_scores.NamedRun("the run", run, searcher.provenance), searcher.provenance, path)
+    made_of = searcher.provenance if request.by == "passage" else replace(searcher.provenance, passages=None)
+    _scores.save(_scores.NamedRun("the run", run, searcher.provenance), made_of, path)
     empty = sum(not scores for scores in run.values())
     if empty:
         note(f"{empty} of {len(run)} queries found no document, and have no line in the run")
