@@ -23,6 +23,7 @@ OPTIONAL_PACKAGES = {
     "qdrant-client": "an index on a Qdrant server",
     "bm25s": "lexical baseline",
     "ir-measures": "evaluation",
+    "scipy": "statistics of measures",
     "ray": "encoding on many machines",
     "fastapi": "serving",
     "uvicorn": "serving",

@@ -199,4 +199,6 @@ def _print(query: str, hits: list[Values]) -> None:
             terms,
         )
         rows.append(list(compress(cells, shown.values())))
-    _common.print_table(compress(shown, shown.values()), rows, query, ("id", "document"), title_justify="left")
+    _common.print_table(
+        compress(shown, shown.values()), rows, query, ("id", "document", "passage"), title_justify="left"
+    )
