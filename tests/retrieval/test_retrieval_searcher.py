@@ -120,7 +120,7 @@ def test_what_is_no_part_of_a_search_or_needs_another_part_is_named(parts: dict[
         (ValueError, "second: expected a BM25 index or a run", lambda: bare.search("csv", needs["fusion"])),
         (ValueError, "reranking: .*with a late-interaction model", lambda: bare.search("csv", needs["reranking"])),
         (TypeError, "index: expected what build_index .* got SparseVectors", lambda: r.Searcher(vectors)),
-        (TypeError, "model: expected a SparseEncoder, got str; load it", lambda: r.Searcher(index, "minilm")),
+        (TypeError, "model: expected the encoder of the index, got str; load it", lambda: r.Searcher(index, "minilm")),
         (ValueError, "model: expected the SparseEncoder that made", lambda: r.Searcher(index).search("csv")),
         (TypeError, r"query: expected a string, got list; rank\(\)", lambda: r.Searcher(words).search(["csv"])),
         (TypeError, r"request: expected a SearchRequest, .* got 5", lambda: r.Searcher(words).search("csv", 5)),

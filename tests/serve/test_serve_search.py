@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.retrieval.qdrant_over_http import OverHttp
 from tests.serve.running import Client, serving
@@ -352,3 +353,13 @@ def test_dense_vectors_of_a_collection_are_a_column(sparse: Any, collection: Col
             assert client.get("/v1/indexes").json["indexes"][0]["features"]["dense"] is True
     assert set(answer["columns"]) == {"sparse", "dense"}
     assert {entry["docid"]: entry["score"] for entry in answer["columns"]["dense"]} == pytest.approx(expected, abs=1e-4)
+
+    index = r.DenseIndex.build(r.TokenVectors.pack(vectors.ids, list(torch.tensor(embedded)[:, None]), 384, "fp32"))
+    words = r.BM25Index.build(collection.contents())
+    asked = {"query": "csv files", "hits": 3}
+    with serving(Service([models[1]], searchable=Searchable("own", index, models[1], words=words))) as client:
+        assert ranked(client.post("/v1/own/search", asked)) == pytest.approx(expected, abs=1e-4)
+        answer = client.post("/v1/own/search", asked | {"prf": True, "fusion": True, "columns": True}).json
+        assert set(answer["columns"]) == {"dense", "words"}
+        for refused in ({"explain": True}, {"prf": {"top_terms": 3}}):
+            assert client.post("/v1/own/search", asked | refused).status == 422, refused

@@ -93,7 +93,7 @@ def _app() -> Any:
     from tilefold.cli.demo import demo
     from tilefold.cli.encode import encode
     from tilefold.cli.evaluate import evaluate, fuse
-    from tilefold.cli.index import export, index
+    from tilefold.cli.index import export, index, merge
     from tilefold.cli.info import info
     from tilefold.cli.mine import mine, score
     from tilefold.cli.search import search
@@ -110,7 +110,7 @@ def _app() -> Any:
     )
     app.callback()(root)
     making, asking = (
-        (demo, train, recipes, encode, index),
+        (demo, train, recipes, encode, merge, index),
         (search, evaluate, compare, export, fuse, mine, score, serve),
     )
     for verb in (*making, *asking, bench, warmup, info):

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
 
 PACKAGED = "minilm"
-KINDS = {"sparse": "sparse", "tokens": "multi-vector"}  # of vectors, and of the models that make them
+KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}  # of vectors, and of the models that make them
+FUSED = ("sparse", "multi-vector")  # kinds of models that encode faster than stock ones
 SHOWN = 5  # models of the cache
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
 _NAMES = {
@@ -161,10 +162,10 @@ def load_model(
 
 
 def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
-    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless tokens are asked for."""
-    if model != PACKAGED or kind == "tokens":
+    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless another is asked for."""
+    if model != PACKAGED or kind in ("tokens", "dense"):
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-        return load_model(absolute(model), kinds=kinds, fast=kinds)
+        return load_model(absolute(model), kinds=kinds, fast=FUSED)
     if collection is None:
         remedy = "Save it first: tilefold train --steps 0"
         raise UsageError(f"--model: {model} as a sparse model is made from the documents, by one process. {remedy}")
@@ -176,7 +177,7 @@ def load_kind(model: str, kind: str | None, collection: Collection | None) -> tu
 @cache
 def load_once(name: str, kinds: tuple[str, ...]) -> Any:
     """The model of a worker."""
-    return load_model(name, kinds=kinds, fast=kinds)[0]
+    return load_model(name, kinds=kinds, fast=FUSED)[0]
 
 
 def absolute(model: str) -> str:
@@ -188,7 +189,9 @@ def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
     """Remedies where a model of `kind` was given and one of `kinds` is needed."""
     colbert = "tilefold train --recipe colbert"
     if kind == "dense":
-        as_it_is = f"To score it as it is: tilefold evaluate --model {name}. "
+        as_it_is = (
+            f"To score it as it is: tilefold evaluate --model {name}; to store its vectors: encode --kind dense. "
+        )
         sparse = f"For sparse vectors: tilefold train with a masked language model, or --model {PACKAGED}."
         tokens = f"For token vectors: {colbert} --model {name} (--steps 0 --dimension 0 for its own), or {PACKAGED}. "
         return tokens if kinds == ("multi-vector",) else as_it_is + tokens + sparse

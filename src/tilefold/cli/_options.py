@@ -45,11 +45,13 @@ _TRAINING = (
     "epochs negatives batch_size learning_rate regularizer group_by_length train_max_length anneal_alpha bf16 fused "
     "graphs save_steps save_minutes"
 )
-_NEW, _CHANGES = "url collection weights overwrite", "with --update and --delete, which change an index of vectors"
+_NEW = "url collection weights overwrite"
+_BUILDS = "language k1 b identifiers n_postings centroid_fraction min_cluster_size summary_energy doc_cut "
+_BUILDS += "passages stride cut"
 OF_BACKEND = {
     "bm25": "language k1 b identifiers",
     "seismic": "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor num_threads",
-    "qdrant": f"{_NEW} update delete",
+    "qdrant": _NEW,
 }
 _USELESS = "does nothing {}: leave it out"
 _CUTS: _Rules = (("stride cut", "!passages", "goes together with --passages"),)
@@ -117,12 +119,11 @@ RULES: dict[str, _Rules] = {
         ("document namespace", "to!=vespa", "goes with --to vespa"),
     ),
     "index": (
+        (f"{_NEW} {_BUILDS}", "update|delete|merge", "is for a new index; {output} says how this one was made"),
         *((options, f"backend!={name}", f"goes with --backend {name}") for name, options in OF_BACKEND.items()),
-        (_NEW, "update|delete", "is for a new index; {output} says where this one is"),
         ("collection overwrite", "!url", "goes with --url, the address of a server"),
-        ("data", "update|delete", _USELESS.format(_CHANGES)),
-        ("vectors", "delete !update", "goes with --update, to put them into the index"),
-        ("data", "backend!=bm25", "goes with --backend bm25; {backend} reads --vectors"),
+        ("data vectors", "delete|merge !update", "goes with --update, to put them into the index"),
+        ("data", "backend!=bm25 !update", "goes with --backend bm25; {backend} reads --vectors"),
         ("passages", "backend!=bm25", "goes with --backend bm25; vectors are cut by tilefold encode --passages"),
         *_CUTS,
         ("vectors", "backend=bm25", "goes with the backends exact, seismic and qdrant; bm25 reads --data"),

@@ -5,33 +5,35 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import flag, option, preset
+from tilefold.retrieval.index import DENSE
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
-    from sentence_transformers import SparseEncoder
-
+    from tilefold._typing import Model
     from tilefold.retrieval.bm25 import BM25Index
     from tilefold.retrieval.feedback import Feedback, Interpolation
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
+    from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.searcher import Searcher, SearchRequest
     from tilefold.retrieval.tokens import TokenStore
 
 Texts = Callable[[], Mapping[str, str]]
+AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex"
 PASSAGES = option("Cut texts into passages of at most so many words; documents are then found by their best one.")
 STRIDE = option("Words from the beginning of a passage to that of the next; by default --passages, without overlap.")
 CUT = option("Where passages begin and end; by default sentences.", metavar="sentences|words")
 BY = preset("document", "An index of passages: documents by their best one, or passages.", metavar="document|passage")
 CHUNK = 1024  # queries searched at a time
-MODEL_HELP = "The SparseEncoder that made --index; minilm for an index of encode --model minilm."
+MODEL_HELP = "The model that made --index; minilm for an index of encode --model minilm."
 DENSE_LENGTH = option("Dense: tokens read of a text; by default the model's.")
 QUERY_TOP_K = option("Sparse: keep only this many terms of a query.")
 QUERY_CUT = option("seismic: heaviest terms of a query that choose the clusters to look into; by default the index's.")
@@ -79,7 +81,7 @@ def check_by(by: str, searcher: Searcher) -> None:
         raise UsageError("--by passage goes with an index of passages: tilefold encode, or index, with --passages.")
 
 
-def load_index(asked: Asked, texts: Texts | None) -> tuple[SparseIndex | BM25Index, SparseEncoder | None, Values]:
+def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | None, Values]:
     """The index of --index or --vectors, the model of --model (BM25 has none), and options of the search.
 
     `texts` are the documents of --data, from which the untrained start is made again where it is not in the cache.
@@ -87,7 +89,13 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[SparseIndex | BM25Ind
     from tilefold.retrieval.searcher import check_model, open_index
 
     path = asked.get("index")
-    index = retrieval.build_index(read_documents(asked["vectors"]), "exact") if path is None else open_index(path)
+    if path is None:
+        read = read_documents(asked["vectors"])
+        index = (retrieval.build_index if isinstance(read, retrieval.SparseVectors) else retrieval.DenseIndex.build)(
+            read
+        )
+    else:
+        index = open_index(path)
     path = path or asked["vectors"]
     options = _common.known({name: asked[name] for name in ("query_cut", "heap_factor")})
     if index.backend != "seismic":
@@ -99,7 +107,11 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[SparseIndex | BM25Ind
     model, made_by = asked["model"], index.provenance
     if model is None:
         raise UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
-    if model == _models.PACKAGED:
+    encoder: Model
+    if index.backend == DENSE:
+        _options.refuse(["query_top_k", "prf_terms"], f"is for sparse queries, and {path} holds dense vectors")
+        encoder = _models.load_model(model, kinds=("dense",))[0]
+    elif model == _models.PACKAGED:
         if made_by.texts_sha256 is None:
             missing = f"{path} does not say which those are: give the folder of the model that made it."
             raise UsageError(f"--model: {model} is the untrained start for the documents of an index, and {missing}")
@@ -122,7 +134,9 @@ def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance]
 
     index, encoder, options = load_index(asked, texts)
     parts = load(index.provenance)
-    if encoder is not None and asked.get("prf") is not None and parts.get("vectors") is None:
+    if index.backend == DENSE and asked["index"] is not None:
+        _options.refuse(["vectors"], f"does nothing here: {asked['index']} holds its own vectors")
+    elif encoder is not None and asked.get("prf") is not None and parts.get("vectors") is None:
         raise UsageError("--prf reads the vectors of the documents found: give them with --vectors.")
     names = {"vectors": "--vectors", "second": f"--prf-with: {asked.get('prf_with')}", "tokens": "--rerank"}
     with _options.as_options(**names, model="--rerank-model"):
@@ -145,10 +159,13 @@ def ranked(
 
 
 def read_documents(path: Path) -> Any:
-    """The encoded documents that --vectors names."""
-    if (kind := retrieval.read_manifest(path).kind) != "document":
+    """The encoded documents that --vectors names, sparse or dense ones."""
+    from tilefold.retrieval.vectors import layout_of
+
+    dense = retrieval.open_dense(path) if layout_of(path) == "dense" else None
+    if (kind := (dense.manifest if dense else retrieval.read_manifest(path)).kind) != "document":
         raise UsageError(f"--vectors: {path} holds {kind} vectors; encode documents without --queries.")
-    return retrieval.read_vectors(path)
+    return dense or retrieval.read_vectors(path)
 
 
 def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:

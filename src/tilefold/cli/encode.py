@@ -1,4 +1,4 @@
-"""``tilefold encode``: encodes documents or queries to sparse vectors or to token vectors, depending on the model."""
+"""``tilefold encode``: encodes documents or queries to sparse, token or dense vectors, depending on the model."""
 
 from __future__ import annotations
 
@@ -28,17 +28,26 @@ if TYPE_CHECKING:
     from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.text_ranges import Texts
 
+_OF_KINDS = {  # option -> as it is spelled, and the kinds of models that it is for
+    "top_k": ("--top-k", ("sparse",)),
+    "special_tokens": ("--no-special-tokens", ("sparse",)),
+    "jsonl": ("--jsonl", ("sparse",)),
+    "storage": ("--storage", ("multi-vector", "dense")),
+    "dimension": ("--dimension", ("dense",)),
+}
 _SAMPLE = 512  # texts whose tokens a dry run counts, about
 _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
 
 def encode(
     model: str = required(
-        "Folder or Hugging Face name of a SparseEncoder or a MultiVectorEncoder; or minilm, without training."
+        "Folder or Hugging Face name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm."
     ),
     output: Path = required("Folder for the vectors."),
     data: str = preset("pydocs", _common.DOCUMENTS_HELP),
-    kind: Text = option("Kind of vectors; by default that of the model, with minilm sparse.", metavar="sparse|tokens"),
+    kind: Text = option(
+        "Kind of vectors; by default that of the model, with minilm sparse.", metavar="sparse|tokens|dense"
+    ),
     queries: bool = flag("Encode queries instead of documents.", "--queries"),
     split: Text = option("With --queries: only those of this split."),
     top_k: Count = option("Sparse: keep only this many terms per text."),
@@ -50,7 +59,11 @@ def encode(
     passages: Count = _retrievers.PASSAGES,
     stride: Count = _retrievers.STRIDE,
     cut: Text = _retrievers.CUT,
-    storage: Text = option("Token vectors: by default fp16; int8 has half the bytes.", metavar="fp16|int8"),
+    storage: Text = option(
+        "Token and dense vectors: by default fp16, of dense ones fp32; int8 has half the bytes of fp16.",
+        metavar="fp32|fp16|int8",
+    ),
+    dimension: Count = option("Dense: keep only the first entries of a vector, for a Matryoshka model."),
     batch_size: Count = option("Texts per batch, at most; by default batches are cut by tokens."),
     batch_tokens: Count = option("Tokens per batch; by default what suits the device."),
     shard_size: int = preset(1024, "Texts per shard; each shard is saved when it is full."),
@@ -68,16 +81,16 @@ def encode(
     rate: Number = option("With --dry-run: texts per second of a worker, instead of what is measured."),
     as_json: bool = flag("The manifest as JSON on stdout.", "--json"),
 ) -> None:
-    """Encode a collection to sparse vectors, or to token vectors with a multi-vector model (for --rerank).
+    """Encode a collection to sparse or dense vectors, or to token vectors with a multi-vector model (for --rerank).
 
     --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that train --steps 0 makes
-    from the documents of --data; with --kind tokens, its own token states.
+    from the documents of --data; with --kind tokens, its own token states; with --kind dense, the model itself.
 
     The same command again resumes an interrupted run from what was kept last, with either engine. With --devices, or
     under torchrun, several processes share the work; the result is that of one.
     """
     asked = locals()
-    counts = ("top_k", "max_length", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
+    counts = ("top_k", "dimension", "max_length", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
     _options.check_at_least_one(**{name: asked[name] for name in counts})
     if several():
         _options.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
@@ -98,7 +111,8 @@ def encode(
             collection = None if stored else _common.load_data(data, drop_unknown=True, **parts)
             texts = None if collection is None else _texts(collection, data, queries, split, cuts)
             encoder, made = _models.load_kind(model, kind, None if engine == "ray" else collection)
-        encoding = _encoding(made, asked)
+        with _options.as_options("storage"):
+            encoding = _encoding(made, asked)
         if cuts is not None and collection is not None and not rank:
             note(
                 f"{len(collection.documents):,} documents in {len(texts or ()):,} passages of at most {passages} words"
@@ -121,7 +135,8 @@ def encode(
                 from tilefold.retrieval.encoding import Output, encode_to_folder
 
                 where = Output(output, save_minutes=save_minutes, **options)
-                manifest = encode_to_folder(encoding, encoder, texts or {}, where, "world")
+                with _options.as_options("dimension"):
+                    manifest = encode_to_folder(encoding, encoder, texts or {}, where, "world")
         if jsonl is not None and rank == 0:
             tokens = encoder.tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
             retrieval.export_jsonl(retrieval.read_vectors(output), jsonl, tokens, contents=texts)
@@ -159,6 +174,10 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         mean = nonzeros / max(1, manifest.n_documents)
         result |= {"vocab_size": manifest.vocab_size, "mean_active_terms": mean}
         line = f"{manifest.n_documents} vectors, {mean:.0f} terms each on average: {output}"
+    elif manifest.layout == "dense":
+        result |= {name: getattr(manifest, name) for name in ("dimension", "storage", "similarity")}
+        each = f"{manifest.dimension} entries in {manifest.storage}, {manifest.similarity}"
+        line = f"{manifest.n_documents} dense vectors of {each}: {output}"
     else:
         mean = manifest.n_tokens / max(1, manifest.n_documents)
         shape = {"dimension": manifest.dimension, "storage": manifest.storage}
@@ -177,20 +196,22 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
 
 
 def _encoding(made: str, asked: Asked) -> Encoding:
-    """The record of what a model of the kind `made` makes of texts; refuses options of the other kind."""
-    late, model = made == "multi-vector", asked["model"]
-    foreign = {"--top-k": "top_k", "--no-special-tokens": "special_tokens", "--jsonl": "jsonl"}
-    for name, value in (foreign if late else {"--storage": "storage"}).items():
-        if asked[value] is not None:
-            other = "sparse" if late else "multi-vector"
-            raise UsageError(f"{name} is for {other} models, and {model} is a {made} one: leave it out.")
+    """The record of what a model of the kind `made` makes of texts; refuses options of the other kinds."""
+    model = asked["model"]
+    for name, (spelled, kinds) in _OF_KINDS.items():
+        if asked[name] is not None and made not in kinds:
+            these = " and ".join(kinds)
+            raise UsageError(f"{spelled} is for {these} models, and {model} is a {made} one: leave it out.")
     shared: Values = {name: asked[name] for name in ("batch_size", "batch_tokens", "max_length")}
     shared["kind"] = "query" if asked["queries"] else "document"
-    if late:
-        from tilefold.retrieval.token_encoding import TokenEncoding
+    if made != "sparse":
+        from tilefold.retrieval.token_encoding import DenseEncoding, TokenEncoding
 
-        source = model if model == _models.PACKAGED else _models.absolute(model)
-        return TokenEncoding(storage=asked["storage"] or "fp16", source=source, **shared)
+        shared["source"] = model if model == _models.PACKAGED else _models.absolute(model)
+        shared |= _common.known({name: asked[name] for name in ("storage", "dimension")})
+        encoding = (DenseEncoding if made == "dense" else TokenEncoding)(**shared)
+        encoding.check()
+        return encoding
     from tilefold.retrieval.encoding import SparseEncoding
 
     return SparseEncoding(top_k=asked["top_k"], special_tokens=asked["special_tokens"] is not False, **shared)

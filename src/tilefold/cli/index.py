@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tilefold import retrieval
 from tilefold._files import hold_path
 from tilefold.cli import _common, _models, _options, _retrievers
-from tilefold.cli._common import CommandError, UsageError, Values, note
-from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, flag, option, preset, required
+from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
+from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, argument, flag, option, preset, required
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.passages import Passages, document_of
-from tilefold.retrieval.provenance import Provenance, texts_digest
+from tilefold.retrieval.provenance import Provenance, owned, texts_digest
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -29,7 +29,9 @@ _BACKEND_HELP = (
 
 def index(
     output: Path = required("Folder for the index."),
-    vectors: Place = option("exact, seismic, qdrant: folder that tilefold encode wrote."),
+    vectors: Place = option(
+        "exact, seismic, qdrant: folder that tilefold encode wrote; exact takes dense vectors, too."
+    ),
     data: Text = option("bm25: the documents. " + _common.DOCUMENTS_HELP),
     backend: str = preset("exact", _BACKEND_HELP, metavar="exact | seismic | qdrant | bm25"),
     language: Text = option("bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
@@ -58,20 +60,24 @@ def index(
     weights: Text = option("qdrant: of what is searched; by default float32.", metavar="float32|float16"),
     overwrite: bool = flag("qdrant: replace other vectors in the collection of the server.", "--overwrite"),
     update: bool = flag(
-        "qdrant: put --vectors into the index at --output, replacing documents of the same id.", "--update"
+        "Put --vectors (bm25: --data) into the index at --output, replacing documents of the same id.", "--update"
     ),
-    delete: Place = option("qdrant: remove documents, an id per line of this file, from the index at --output."),
+    delete: Place = option("Remove documents, an id per line of this file, from the index at --output."),
+    merge: bool = flag("exact and dense: make one index of that at --output and what was added to it.", "--merge"),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25).
 
-    With --update and --delete, an index of --backend qdrant is changed.
+    Of dense vectors, exact searches all of them on a GPU if there is one.
+
+    With --update and --delete, the index at --output is changed, whatever its backend; it stays whole if that is
+    interrupted.
     """
     asked = locals()
     options = {name: asked[name] for name in OF_BACKEND.get(backend, "").split() if asked[name] not in (None, False)}
     started = time.monotonic()
-    if update or delete is not None:
-        changed = _change(output, _read(vectors) if update else None, options)
+    if update or delete is not None or merge:
+        changed = _change(asked)
         told = f"{changed['n_documents']} documents: {changed['written']} written, {changed['deleted']} removed"
         changed["seconds"] = round(time.monotonic() - started, 3)
         _common.print_result(changed, as_json, f"{told} in {changed['seconds']:.1f} s: {output}")
@@ -113,6 +119,10 @@ def _vectors(vectors: Path | None, backend: str, options: Values) -> Any:
         with _options.as_options(*options):
             SeismicOptions.parse(options)
     read = _read(vectors, backend)
+    if not isinstance(read, retrieval.SparseVectors):
+        if backend != "exact":
+            raise UsageError(f"--backend: {vectors} holds dense vectors, which exact alone searches, got {backend}.")
+        return retrieval.DenseIndex.build(read)
     if backend == QDRANT:
         return _build_qdrant(read, options)
     documents, terms = len(read), len(read.indices) / max(1, len(read))
@@ -152,13 +162,55 @@ def _build_qdrant(read: Any, options: Values) -> Any:
         return retrieval.build_index(read, "qdrant", progress=count, resumes=lambda *of: note(resumes(*of)), **options)
 
 
-def _change(output: Path, read: Any, options: Values) -> Values:
-    """Remove the documents of --delete, then put those of --vectors in; how many of both, and what there is now."""
+def _change(asked: Asked) -> Values:
+    """Remove the documents of --delete, then put those of --vectors or --data in; how many, and what there is now."""
+    from tilefold.retrieval.index.protocol import read_description
+    from tilefold.retrieval.merging import merge_segments, update_index
+
+    output, update = asked["output"], asked["update"]
+    there = read_description(output)["backend"]
+    if "backend" in _options.given and there not in (asked["backend"], {"exact": "dense"}.get(asked["backend"])):
+        raise UsageError(f"--backend: {output} is an index of backend {there}, got {asked['backend']}.")
+    if asked["merge"] and there in (QDRANT, BM25):
+        raise UsageError(f"--merge goes with exact and dense indexes; {output} ({there}) is of one part.")
+    listed = "" if asked["delete"] is None else _options.read_text(asked["delete"], "--delete", "utf-8-sig")
+    names = [line for line in listed.splitlines() if line.strip()]
+    changed: Values = {"written": 0, "deleted": 0}
+    if there == BM25:
+        _options.refuse(["vectors"], f"does nothing here: {output} is a BM25 index, which reads --data")
+        return {"output": str(output)} | _change_words(output, names, asked["data"] if update else None)
+    _options.refuse(["data"], f"does nothing here: {output} is an index of vectors, which reads --vectors")
+    read = _read(asked["vectors"], there) if update else None
+    if there == QDRANT:
+        return _change_qdrant(output, read, names)
+    with _options.as_options(vectors="--vectors", index="--output", path="--output"):
+        if update or names:
+            changed = update_index(output, read, names)
+        if asked["merge"]:
+            changed["n_documents"] = merge_segments(output)
+    return {"output": str(output)} | changed
+
+
+def _change_words(output: Path, names: Sequence[str], data: str | None) -> Values:
+    if data is None and "update" in _options.given:
+        raise UsageError("--update: a BM25 index reads the new documents: give them with --data.")
+    with hold_path(output), _options.as_options(index="--output", documents="--data"):
+        index = retrieval.BM25Index.load(output)
+        cut = index.provenance.passages
+        collection = None if data is None else _common.load_data(data, documents_only=True)
+        texts: Mapping[str, str] = {}
+        if collection is not None:
+            texts = collection.contents() if cut is None else Passages.parse(cut).of(collection.documents)
+        deleted = len(owned(index.ids, set(names), (), cut))
+        changed = index.updated(texts, names)
+        changed.save(output)
+    return {"n_documents": changed.n_documents, "written": len(texts), "deleted": deleted}
+
+
+def _change_qdrant(output: Path, read: Any, names: Sequence[str]) -> Values:
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.qdrant import Documents
 
-    listed = _options.read_text(options["delete"], "--delete", "utf-8-sig") if "delete" in options else ""
-    names = [line for line in listed.splitlines() if line.strip()]
     documents = None if read is None else Documents(read.ids, read)
     try:
         index = QdrantIndex.load(output)
@@ -177,6 +229,20 @@ def _change(output: Path, read: Any, options: Values) -> Values:
     except DataError as error:
         raise CommandError(f"--output: {error}") from error
     return {"output": str(output), "n_documents": now, "written": len(documents or ()), "deleted": deleted}
+
+
+def merge(
+    folders: list[Path] = argument("Folders of vectors of one kind, of the same model and settings.", ...),
+    output: Path = required("Folder for all of them."),
+    as_json: bool = flag("The result as JSON on stdout.", "--json"),
+) -> None:
+    """Write several folders of vectors as one: sparse, token or dense ones, whose texts differ."""
+    from tilefold.retrieval.merging import merge_vectors
+
+    with _options.as_options(folders="FOLDERS:", output_dir="--output"), _common.heartbeat("merging"):
+        made = merge_vectors(folders, output)
+    result = {"output": str(output), "n": made.n_documents, "folders": [str(folder) for folder in folders]}
+    _common.print_result(result, as_json, f"{made.n_documents} vectors of {len(folders)} folders: {output}")
 
 
 def export(

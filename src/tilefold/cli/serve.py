@@ -16,11 +16,12 @@ from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, option, preset
+from tilefold.retrieval.index import DENSE
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
     from tilefold.retrieval.tokens import TokenStore
-    from tilefold.serve.models import Served
+    from tilefold.serve.models import Kind, Served
     from tilefold.serve.searchable import Searchable
     from tilefold.serve.service import Service
 
@@ -174,7 +175,10 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
         _options.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
     else:
         _limit(encoder, asked)
-        parts["encoder"] = Served(encoder, "sparse", str(asked["model"]))
+        kind: Kind = "dense" if index.backend == DENSE else "sparse"
+        parts["encoder"] = Served(encoder, kind, str(asked["model"]))
+        if kind == "dense":
+            _options.refuse(["vectors"], f"does nothing here: {asked['index']} holds its own vectors")
         parts["vectors"] = None if asked["vectors"] is None else retrieval.read_vectors(asked["vectors"])
     if asked["tokens"] is not None:
         parts["late"], parts["store"] = _late(asked, texts=asked["data"] is not None)

@@ -108,6 +108,11 @@ class Manifest:
 M = TypeVar("M", bound=Manifest)
 
 
+def layout_of(folder: Path) -> str:
+    """Kind of the vectors in a folder: ``"sparse"``, ``"tokens"`` or ``"dense"``."""
+    return str(read_json_object(folder / MANIFEST_NAME, REMEDY).get("layout", "sparse"))
+
+
 class Vectors(Protocol):
     ids: list[str]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_arrays, check_k, check_offsets, check_share, outside
@@ -22,7 +23,7 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index.exact import top_positive
 from tilefold.retrieval.index.protocol import naming_versions, read_ids, read_manifest, saved_index
-from tilefold.retrieval.provenance import Provenance, provenance_of
+from tilefold.retrieval.provenance import Provenance, owned, provenance_of
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
 
@@ -38,7 +39,8 @@ _STOPPED = {
 }  # fmt: skip
 LANGUAGES = (*_STOPPED, "none")
 _ARRAYS = ("data", "indices", "indptr")
-_OWN_NAMES = ("params.index.json", "vocab.index.json", *(f"{name}.csc.index.npy" for name in _ARRAYS))
+_COUNTS = "counts.npy"
+_OWN_NAMES = (_COUNTS, "params.index.json", "vocab.index.json", *(f"{name}.csc.index.npy" for name in _ARRAYS))
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class BM25Index:
         self._engine, self.ids = engine, ids
         self.options, self.provenance = options, provenance
         self._tokenize = Tokenizer(options)
+        self._counts: npt.NDArray[np.int32] | None = None  # how often a word is in a document, in the order of weights
 
     @classmethod
     def build(
@@ -144,17 +147,51 @@ class BM25Index:
         identifiers: bool = False,
     ) -> BM25Index:
         """Index ``{id: contents}`` of documents or passages, one of them with a word; options: :class:`BM25Options`."""
-        bm25s, options = _package(), BM25Options(language, k1, b, identifiers)
+        options = BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
             raise ValueError("documents: expected at least one, got an empty mapping.")
         check_text_ids("documents", documents)
-        corpus = [tokenize(text) for text in documents.values()]
-        if not any(corpus):
+        corpus = {name: tokenize(text) for name, text in documents.items()}
+        return cls._of_words(corpus, options, provenance_of(documents))
+
+    @classmethod
+    def _of_words(cls, corpus: Mapping[str, list[str]], options: BM25Options, provenance: Provenance) -> BM25Index:
+        if not any(corpus.values()):
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
-        engine = bm25s.BM25(k1=k1, b=b)
-        engine.index(corpus, show_progress=False)
-        return cls(engine, list(documents), options, provenance_of(documents))
+        engine = _package().BM25(k1=options.k1, b=options.b)
+        engine.index(list(corpus.values()), show_progress=False)
+        made = cls(engine, list(corpus), options, provenance)
+        places = [
+            engine.vocab_dict[word] * len(corpus) + at for at, words in enumerate(corpus.values()) for word in words
+        ]
+        made._counts = np.unique(np.array(places, np.int64), return_counts=True)[1].astype(np.int32)
+        return made
+
+    def updated(self, documents: Mapping[str, str], delete: Collection[str] = ()) -> BM25Index:
+        """An index without some documents, and with others, which replace those of the same ids.
+
+        Weights depend on all documents, so that it is made anew, of the words that are stored and those of the new
+        texts: the scores are those of :meth:`build` of all. Its texts have no fingerprint. A ``DataError`` for an index
+        of a version that stored no counts of words.
+        """
+        check_text_ids("documents", documents)
+        _, at_documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
+        if self._counts is None or self._counts.size != at_documents.size:
+            raise DataError("index: expected one with counts of words. Build it again: tilefold index --backend bm25")
+        words = {place: word for word, place in self._engine.vocab_dict.items()}
+        corpus: dict[str, list[str]] = {name: [] for name in self.ids}
+        for place in range(len(offsets) - 1):
+            span = slice(offsets[place], offsets[place + 1])
+            for at, count in zip(at_documents[span].tolist(), self._counts[span].tolist(), strict=True):
+                corpus[self.ids[at]] += [words[place]] * count
+        new, cut = provenance_of(documents) if documents else self.provenance, self.provenance.passages
+        if new.passages != cut:
+            raise DataError(f"documents: expected passages {cut!r} as in the index, got {new.passages!r}.")
+        gone = owned((*corpus, *documents), delete, documents, cut)
+        kept = {name: words for name, words in corpus.items() if name not in gone}
+        kept |= {name: self._tokenize(text) for name, text in documents.items()}
+        return self._of_words(kept, self.options, Provenance(passages=cut))
 
     @property
     def n_documents(self) -> int:
@@ -198,6 +235,8 @@ class BM25Index:
         """Write the index as a directory; only an earlier BM25 index is replaced."""
         with saved_index(path, self, _OWN_NAMES, "bm25s", asdict(self.options), self.ids) as folder:
             self._engine.save(folder)
+            if self._counts is not None:
+                np.save(folder / _COUNTS, self._counts)
 
     @classmethod
     def load(cls, path: str | Path) -> BM25Index:
@@ -210,7 +249,10 @@ class BM25Index:
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))
-        return cls(engine, ids, options, Provenance.from_dict(manifest))
+        index = cls(engine, ids, options, Provenance.from_dict(manifest))
+        if _COUNTS in manifest["files"]:
+            index._counts = np.load(folder / _COUNTS, mmap_mode="r", allow_pickle=False)
+        return index
 
 
 def _check_arrays(engine: Any, n_documents: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from tilefold.retrieval._files import Json, no_string
@@ -88,3 +88,11 @@ def provenance_of(texts: Mapping[str, str]) -> Provenance:
     """The documents behind id -> text, which may be passages of them (:class:`tilefold.retrieval.PassageTexts`)."""
     known = getattr(texts, "provenance", None)
     return known if isinstance(known, Provenance) else Provenance(texts_sha256=texts_digest(texts))
+
+
+def owned(names: Iterable[str], delete: Collection[str], replaced: Collection[str], passages: str | None) -> set[str]:
+    """Find the `names` that are in `delete`, or replaced; of `passages`, also all passages of such documents."""
+    if passages is None:
+        return {*delete, *replaced}.intersection(names)
+    documents = {*delete, *(name.rpartition("#")[0] for name in replaced)}
+    return {name for name in names if name in delete or name.rpartition("#")[0] in documents}

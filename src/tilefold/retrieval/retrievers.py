@@ -23,7 +23,9 @@ from tilefold.retrieval.vectors import read_manifest, read_rows
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DenseRetriever", "SparseRetriever", "WordsRetriever"]
+    from tilefold.retrieval.index.dense import DenseIndex
+
+__all__ = ["DenseIndexRetriever", "DenseRetriever", "SparseRetriever", "WordsRetriever"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,30 @@ class DenseRetriever:
 
     def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
         return expand_dense(queries, names, self.vectors, list(self.texts), basis, feedback)
+
+
+@dataclass(frozen=True)
+class DenseIndexRetriever:
+    """An index of dense vectors, and the ``SentenceTransformer`` that encodes queries for it."""
+
+    index: DenseIndex
+    model: Model | None = None  # None where vectors of queries are given
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.index.provenance
+
+    def encode(self, queries: Mapping[str, str]) -> torch.Tensor:
+        if self.model is None:
+            raise ValueError("model: expected the SentenceTransformer that made the index, got None.")
+        return encode_dense(self.model, queries, kind="query")[:, : self.index.dimension]
+
+    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int) -> Run:
+        hits = self.index.search(vectors, k)
+        return {name: {hit.id: hit.score for hit in row} for name, row in zip(names, hits, strict=True)}
+
+    def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
+        found = feedback_documents(basis, feedback)
+        if self.index.similarity == "cosine":
+            queries = queries / queries.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        return expand_dense(queries, names, self.index.vectors(found).to(queries.device), found, basis, feedback)

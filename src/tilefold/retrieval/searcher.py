@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tilefold._typing import Model
 from tilefold.retrieval._checks import check_choice, check_k
@@ -20,13 +20,15 @@ from tilefold.retrieval.feedback import (
     with_feedback,
 )
 from tilefold.retrieval.fusion import Fusion, Run
-from tilefold.retrieval.index import SparseIndex, load_index
+from tilefold.retrieval.index import DENSE, SparseIndex, load_index
 from tilefold.retrieval.index.protocol import read_description
+from tilefold.retrieval.index.segments import open_segments
 from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.retrievers import DenseRetriever, SparseRetriever, WordsRetriever
+from tilefold.retrieval.retrievers import DenseIndexRetriever, DenseRetriever, SparseRetriever, WordsRetriever
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
@@ -36,13 +38,19 @@ RERANK_DEPTH = 100  # candidates of a search that is reranked
 WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
 
 
-def open_index(path: str | Path) -> SparseIndex | BM25Index:
-    """The saved index of any backend, BM25 included; errors as of :func:`tilefold.retrieval.load_index`."""
-    return BM25Index.load(path) if read_description(path)["backend"] == BM25Index.backend else load_index(path)
+def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex:
+    """The saved index of any backend, BM25 and dense ones included; errors as of ``load_index``."""
+    backend = read_description(path)["backend"]
+    if backend == DENSE:
+        from tilefold.retrieval.index.dense import DenseIndex  # needs torch
+
+        dense: DenseIndex = open_segments(Path(path), DenseIndex.load(path), DenseIndex.load)
+        return dense
+    return BM25Index.load(path) if backend == BM25Index.backend else load_index(path)
 
 
 def check_model(made_by: Provenance, model: Model, name: str = "this", index: str = "the index") -> bool:
-    """Whether a ``SparseEncoder`` is known to have made an index; a ``DataError`` where another one did."""
+    """Whether a model is known to have made an index of vectors; a ``DataError`` where another one did."""
     from tilefold.retrieval.encoding import model_fingerprint
 
     if made_by.model_fingerprint is None:
@@ -54,7 +62,9 @@ def check_model(made_by: Provenance, model: Model, name: str = "this", index: st
 
 
 _SECOND = "second"  # stage of the second ranking's passages
-_STAGES = {SparseRetriever: "sparse", WordsRetriever: "words", DenseRetriever: "dense"}
+_WITHOUT_VECTORS = {BM25Index.backend: "a BM25 index", DENSE: "a dense index", "model": "a dense model"}
+_STAGES: dict[type, str] = {SparseRetriever: "sparse", WordsRetriever: "words"}
+_STAGES |= {DenseRetriever: "dense", DenseIndexRetriever: "dense"}
 
 
 @dataclass(frozen=True)
@@ -120,8 +130,8 @@ class Searcher:
     """Answers queries over one collection with what is loaded once.
 
     Args:
-        index: of sparse vectors, of words (BM25), or a dense model over texts.
-        model: the ``SparseEncoder`` that made the index; None for another kind, or where vectors of queries are given.
+        index: of sparse vectors, of dense ones, of words (BM25), or a dense model over texts.
+        model: that made the vectors of the index; None for words and texts, or where vectors of queries are given.
         documents: id -> document, whose titles are shown, and whose texts are encoded to be reranked without `tokens`.
         vectors: of the documents, or their folder, which is read row by row: for feedback and matched terms.
         second: a BM25 index or a run of the same collection, for an interpolation around feedback, or fusion.
@@ -140,7 +150,7 @@ class Searcher:
 
     def __init__(
         self,
-        index: SparseIndex | BM25Index | DenseRetriever,
+        index: SparseIndex | BM25Index | DenseIndex | DenseRetriever,
         model: Model | None = None,
         *,
         documents: Mapping[str, Document] | None = None,
@@ -156,22 +166,25 @@ class Searcher:
             expected = "what build_index or load_index gives, or a BM25Index"
             raise TypeError(f"index: expected {expected}, got {type(index).__name__}.")
         if model is not None and not hasattr(model, "encode_query"):
-            raise TypeError(f"model: expected a SparseEncoder, got {type(model).__name__}; load it first.")
+            raise TypeError(f"model: expected the encoder of the index, got {type(model).__name__}; load it first.")
         self.documents: Mapping[str, Document] = {} if documents is None else documents
         self.second = second
-        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever
-        if isinstance(index, BM25Index | DenseRetriever):
-            kind = "a BM25 index" if isinstance(index, BM25Index) else "a dense model"
-            for name, value in (("model", model), ("vectors", vectors)):
+        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | DenseIndexRetriever
+        backend = "model" if isinstance(index, DenseRetriever) else index.backend
+        if kind := _WITHOUT_VECTORS.get(backend):
+            for name, value in (("model", None if backend == DENSE else model), ("vectors", vectors)):
                 if value is not None:
                     why = f"does nothing here, it goes with an index of sparse vectors, and this is {kind}"
                     raise ValueError(f"{name}: {why}, which has none: expected None, got {value}.")
+        if model is not None and not other_model:
+            check_model(index.provenance, model)
+        if isinstance(index, BM25Index | DenseRetriever):
             self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
+        elif backend == DENSE:
+            self.retriever = DenseIndexRetriever(cast("DenseIndex", index), model)
         else:
-            if model is not None and not other_model:
-                check_model(index.provenance, model)
             rows = Path(vectors) if isinstance(vectors, str) else vectors
-            self.retriever = SparseRetriever(index, model, rows, query_top_k, options or {})
+            self.retriever = SparseRetriever(cast("SparseIndex", index), model, rows, query_top_k, options or {})
         self.stage = _STAGES[type(self.retriever)]
         if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(self.provenance):
             raise DataError("second: was made from other documents than those that are searched.")

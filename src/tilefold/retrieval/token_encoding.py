@@ -1,4 +1,4 @@
-"""Encode texts with a sentence-transformers ``MultiVectorEncoder`` into token vectors."""
+"""Encode texts into token vectors with a ``MultiVectorEncoder``, or into dense ones with a ``SentenceTransformer``."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
-from tilefold.retrieval._checks import check_choice
+from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
 from tilefold.retrieval.encoding import encode_to_folder, model_fingerprint, model_name
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.tokens import STORAGES, TokenManifest, TokenVectors, TokenVectorWriter, check_finite
+from tilefold.retrieval.tokens import (
+    DENSE_STORAGES,
+    STORAGES,
+    DenseManifest,
+    TokenManifest,
+    TokenVectors,
+    TokenVectorWriter,
+    check_finite,
+)
 from tilefold.retrieval.truncation import cut_texts
 
-__all__ = ["TokenEncoding", "encode_texts", "encode_tokens", "token_model_fingerprint"]
+__all__ = ["DenseEncoding", "TokenEncoding", "encode_dense_collection", "encode_texts", "encode_tokens"]
+__all__ += ["token_model_fingerprint"]
 
 
 def encode_tokens(
@@ -63,13 +73,15 @@ def encode_tokens(
 class TokenEncoding(Encoding):
     """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`."""
 
+    STORAGES: ClassVar[tuple[str, ...]] = STORAGES
+
     storage: str = "fp16"
     source: str | None = None
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value that it cannot have."""
         super().check()
-        check_choice("storage", self.storage, STORAGES)
+        check_choice("storage", self.storage, self.STORAGES)
 
     def job(
         self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
@@ -85,7 +97,8 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
     how: TokenEncoding
 
     def run(self, texts: list[str]) -> list[Tensor]:
-        return _run(self.model, texts, self.how.kind)
+        rows: list[Tensor] = _run(self.model, texts, self.how.kind)
+        return rows
 
     def vectors(self, names: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
         storage = self.how.storage
@@ -102,12 +115,107 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
     def fingerprint(self) -> str:
         return token_model_fingerprint(self.model)
 
+    manifest: ClassVar[type[TokenManifest]] = TokenManifest
+
+    @property
+    def settings(self) -> Json:
+        """Settings that the manifest holds."""
+        return self.how.settings(self.made_of()) | {"shard_size": self.output.shard_size}
+
     def open_writer(self, lists: bool) -> TokenVectorWriter:
         how, output = self.how, self.output
         made_by = (model_name(self.model), self.fingerprint, how.source, how.kind)
-        settings = how.settings(self.made_of()) | {"shard_size": output.shard_size}
-        manifest = TokenManifest(self.size, how.storage, *made_by, settings=settings)
+        manifest = self.manifest(self.size, how.storage, *made_by, settings=self.settings)
         return TokenVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
+
+
+def encode_dense_collection(
+    model: Model,
+    texts: Mapping[str, str],
+    output_dir: str | Path,
+    *,
+    kind: Kind = "document",
+    storage: str = "fp32",
+    dimension: int | None = None,
+    batch_size: int | None = None,
+    max_length: int | None = None,
+    shard_size: int = 1024,
+    save_minutes: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+    resume: bool = True,
+    group: object = "world",
+) -> DenseManifest:
+    """Encode `texts` into a folder of dense vectors as :func:`tilefold.retrieval.encode_collection` does sparse ones.
+
+    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the same.
+
+    Args:
+        model: a ``SentenceTransformer``, with its prompts, routes and similarity.
+        storage: ``"fp32"``; ``"fp16"``, half the bytes with relative errors up to 2^-11; or ``"int8"``, a quarter, with
+            one scale per vector and errors of at most half of 1/127 of its largest entry.
+        dimension: keep the first entries of a vector, for models trained so (Matryoshka, arXiv 2205.13147).
+    """
+    encoding = DenseEncoding(kind, batch_size, None, max_length, storage, None, dimension)
+    output = Output(Path(output_dir), shard_size, save_minutes, progress, resume)
+    manifest: DenseManifest = encode_to_folder(encoding, model, texts, output, group)
+    return manifest
+
+
+@dataclass(frozen=True)
+class DenseEncoding(TokenEncoding):
+    """Dense vectors of a ``SentenceTransformer``; the fields are those of :func:`encode_dense_collection`."""
+
+    STORAGES = DENSE_STORAGES
+
+    storage: str = "fp32"
+    dimension: int | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value that it cannot have."""
+        super().check()
+        check_least("dimension", self.dimension)
+
+    def job(
+        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
+    ) -> DenseJob:
+        """See :meth:`Encoding.job`."""
+        size = dense_dimension(model, self.kind)
+        if self.dimension is not None and self.dimension > size:
+            raise ValueError(f"dimension: expected at most {size}, as the model's vectors have, got {self.dimension}.")
+        return DenseJob(self, model, self.dimension or size, texts, output, made_of)
+
+
+class DenseJob(TokenJob):
+    """Texts that become one vector each."""
+
+    fused, manifest = "encode_dense_batch", DenseManifest
+    how: DenseEncoding
+
+    def run(self, texts: list[str]) -> list[Tensor]:
+        rows = _run(self.model, texts, self.how.kind, convert_to_tensor=True)[:, : self.size].float()
+        if self.model.similarity_fn_name == "cosine":
+            rows = torch.nn.functional.normalize(rows)
+        return list(rows.unsqueeze(1))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return model_fingerprint(self.model)
+
+    @property
+    def settings(self) -> Json:
+        """See :attr:`TokenJob.settings`."""
+        return super().settings | {"similarity": str(self.model.similarity_fn_name)}
+
+
+def dense_dimension(model: Model, kind: Kind) -> int:
+    """Dimension of the model's vectors, found by encoding one word."""
+    expected = "model: expected a SentenceTransformer of dense vectors"
+    if type(model).__name__ == "MultiVectorEncoder" or not hasattr(model, "similarity_fn_name"):
+        raise ValueError(f"{expected}, got {type(model).__name__}.")
+    vectors = _run(model, ["a"], kind, convert_to_tensor=True)
+    if not isinstance(vectors, Tensor) or vectors.is_sparse or vectors.layout != torch.strided or vectors.dim() != 2:
+        raise ValueError(f"{expected}, got {type(model).__name__}, which makes others of a text.")
+    return int(vectors.size(1))
 
 
 def encode_texts(
@@ -142,9 +250,8 @@ def token_dimension(model: Model, kind: Kind) -> int:
     return int(vectors.size(1))
 
 
-def _run(model: Model, batch: list[str], kind: Kind) -> list[Tensor]:
-    """One ``[n, D]`` tensor per text."""
+def _run(model: Model, batch: list[str], kind: Kind, **options: bool) -> Any:
+    """One ``[n, D]`` tensor per text, or vectors as `options` of the model say."""
     encode = model.encode_document if kind == "document" else model.encode_query
     with torch.no_grad():
-        vectors: list[Tensor] = encode(cut_texts(model, batch), batch_size=len(batch), show_progress_bar=False)
-    return vectors
+        return encode(cut_texts(model, batch), batch_size=len(batch), show_progress_bar=False, **options)

@@ -1,4 +1,4 @@
-"""Token vectors of a multi-vector model, in memory and on disk: safetensors shards, and a manifest that lists them."""
+"""Token vectors, and dense ones, one of each text, in memory and on disk: safetensors shards with a manifest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.passages import document_of
 from tilefold.retrieval.provenance import Provenance
 
-__all__ = ["STORAGES", "TokenManifest", "TokenStore", "TokenVectorWriter", "TokenVectors", "open_tokens"]
+__all__ = ["DENSE_STORAGES", "STORAGES", "DenseManifest", "TokenManifest", "TokenStore", "TokenVectorWriter"]
+__all__ += ["TokenVectors", "open_dense", "open_tokens"]
 
 STORAGES = ("fp16", "int8")
-_DTYPES = {"fp16": torch.float16, "int8": torch.int8}
+_DTYPES = {"fp16": torch.float16, "int8": torch.int8, "fp32": torch.float32}
+DENSE_STORAGES = ("fp32", *STORAGES)
 
 
 @dataclass
@@ -68,18 +70,17 @@ class TokenVectors:
 
         ``DataError`` names the id of a tensor of another shape, or of an entry that is not finite in `storage`.
         """
-        check_choice("storage", storage, STORAGES)
+        check_choice("storage", storage, DENSE_STORAGES)
         for name, rows in zip(ids, vectors, strict=True):
             if rows.dim() != 2 or rows.size(1) != dimension:
                 raise DataError(f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.")
         lengths = [rows.size(0) for rows in vectors]
         offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         packed = torch.cat([rows.detach().float() for rows in vectors]) if vectors else torch.zeros(0, dimension)
-        half = packed.half()
-        finite = (packed if storage == "int8" else half).isfinite().all(dim=1).cpu()
-        check_finite(ids, offsets, finite, storage, packed)
-        if storage == "fp16":
-            return cls(list(ids), offsets, half.cpu())
+        kept = packed.half() if storage == "fp16" else packed
+        check_finite(ids, offsets, kept.isfinite().all(dim=1).cpu(), storage, packed)
+        if storage != "int8":
+            return cls(list(ids), offsets, kept.cpu())
         quantized = quantize_tokens(packed, "int8")
         return cls(list(ids), offsets, quantized.values.cpu(), quantized.scales.cpu())
 
@@ -165,6 +166,7 @@ class TokenManifest(Manifest):
     INSTEAD = "Encode the collection with a multi-vector model (tilefold train --recipe colbert)."
     IDENTITY = ("dimension", "storage", "model_name", "model_fingerprint", "kind")
     TOTALS: ClassVar = {"n_documents": "rows", "n_tokens": "tokens"}
+    STORAGES: ClassVar[tuple[str, ...]] = STORAGES
 
     dimension: int
     storage: str
@@ -182,7 +184,28 @@ class TokenManifest(Manifest):
 
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
         """See :meth:`Manifest.wrong`."""
-        return super().wrong(types) or ([] if self.storage in STORAGES else ["storage"])
+        return super().wrong(types) or ([] if self.storage in self.STORAGES else ["storage"])
+
+
+@dataclass
+class DenseManifest(TokenManifest):
+    """The manifest of a folder of dense vectors, stored as token vectors are, with one of each text.
+
+    ``storage`` may also be ``"fp32"``. Where ``similarity`` is ``"cosine"``, vectors were brought to length 1 before
+    they were rounded.
+    """
+
+    LAYOUT = "dense"
+    WHAT = "dense vectors of a SentenceTransformer"
+    INSTEAD = "Encode the collection with a dense model (tilefold encode --kind dense)."
+    STORAGES = DENSE_STORAGES
+
+    layout: str = field(default="dense", kw_only=True)
+
+    @property
+    def similarity(self) -> str:
+        """``"cosine"``, ``"dot"``, ``"euclidean"`` or ``"manhattan"``, by which the model compares."""
+        return str(self.settings.get("similarity"))
 
 
 class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
@@ -191,7 +214,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     suffix = "safetensors"
 
     def __init__(self, path: str | Path, manifest: TokenManifest, *, resume: bool = False, lists: bool = True) -> None:
-        _safetensors()
+        safetensors_package()
         super().__init__(Path(path), manifest, resume, lists)
 
     def _check(self, vectors: TokenVectors) -> None:
@@ -209,7 +232,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
         tensors["ids"] = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
         if vectors.scales is not None:
             tensors["scales"] = vectors.scales.contiguous()
-        _safetensors().torch.save_file(tensors, str(path), metadata={"format": "pt"})
+        safetensors_package().torch.save_file(tensors, str(path), metadata={"format": "pt"})
 
     def _read(self, path: Path) -> TokenVectors:
         return _read_shard(path)
@@ -281,21 +304,30 @@ class TokenStore:
 
 def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
     """Open a folder of token vectors without loading it; `verify` compares a shard's checksum when it is first used."""
-    folder = Path(path)
-    manifest = TokenManifest.read(folder)
+    return _opened(TokenManifest, Path(path), verify)
+
+
+def open_dense(path: str | Path, *, verify: bool = True) -> TokenStore:
+    """Open a folder of dense vectors as :func:`open_tokens` does, a text having one vector each."""
+    return _opened(DenseManifest, Path(path), verify)
+
+
+def _opened(kind: type[TokenManifest], folder: Path, verify: bool) -> TokenStore:
+    manifest = kind.read(folder)
     check_whole(folder, manifest)
     return TokenStore(folder, manifest, verify=verify)
 
 
-def _safetensors() -> ModuleType:
+def safetensors_package() -> ModuleType:
+    """``safetensors``, or an error that says how to install it."""
     require("safetensors.torch", "safetensors", "Storing token vectors")
     return require("safetensors", "safetensors", "Storing token vectors")
 
 
-def _tensors(path: Path, *names: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
     """Tensors of a shard, memory-mapped, and its scales if it has some."""
     try:
-        with _safetensors().safe_open(str(path), framework="pt") as file:
+        with safetensors_package().safe_open(str(path), framework="pt") as file:
             there = set(file.keys())
             found = {name: file.get_tensor(name) for name in there & {*names, "scales"}}
     except Exception as error:  # safetensors raises its own exception, or OSError for a truncated file
@@ -306,7 +338,7 @@ def _tensors(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def _read_ids(path: Path) -> list[str]:
-    raw = _tensors(path, "ids")["ids"]
+    raw = read_tensors(path, "ids")["ids"]
     try:
         names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
     except (ValueError, TypeError, RecursionError) as error:
@@ -317,7 +349,7 @@ def _read_ids(path: Path) -> list[str]:
 
 
 def _read_shard(path: Path) -> TokenVectors:
-    found = _tensors(path, "offsets", "values")
+    found = read_tensors(path, "offsets", "values")
     try:
         return TokenVectors(_read_ids(path), found["offsets"], found["values"], found.get("scales"))
     except DataError as error:

@@ -15,13 +15,21 @@ from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._files import Json, json_line, require
-from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
+from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, layout_of, shard_file
 from tilefold.retrieval._sparse import Floats, Ints, Longs, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["SparseVectorWriter", "SparseVectors", "VectorManifest", "check_same_vocabulary", "export_jsonl"]
-__all__ += ["iter_shards", "read_manifest", "read_rows", "read_vectors", "vocabulary_fingerprint", "write_vectors"]
+__all__ += [
+    "iter_shards",
+    "layout_of",
+    "read_manifest",
+    "read_rows",
+    "read_vectors",
+    "vocabulary_fingerprint",
+    "write_vectors",
+]
 
 
 @dataclass

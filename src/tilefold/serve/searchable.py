@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
-from tilefold.retrieval.index import SparseIndex
+from tilefold.retrieval.index import DENSE, SparseIndex
+from tilefold.retrieval.index.dense import DenseIndex
 from tilefold.retrieval.passages import Passage
 from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.tokens import TokenStore
 from tilefold.retrieval.vectors import SparseVectors
-from tilefold.serve.bodies import Row, strongest
+from tilefold.serve.bodies import strongest
 from tilefold.serve.models import Served, TextTokens
 
 __all__ = ["Searchable"]
@@ -40,8 +42,8 @@ class Searchable:
     """
 
     name: str  # in the addresses
-    index: SparseIndex | BM25Index
-    encoder: Served | None = None  # makes the queries' vectors; none for an index of words
+    index: SparseIndex | BM25Index | DenseIndex
+    encoder: Served | None = None  # makes the queries' vectors, sparse or dense; none for an index of words
     documents: Mapping[str, Document] = field(default_factory=dict)  # by id; empty where none are shown
     vectors: SparseVectors | None = None  # of the documents, for explanations and feedback
     words: BM25Index | None = None  # to fuse with
@@ -74,7 +76,7 @@ class Searchable:
         return {
             "documents": bool(self.documents),
             "explain": explained,
-            "prf": explained,
+            "prf": explained or self.index.backend == DENSE,
             "fusion": self.words is not None,
             "dense": self.dense is not None,
             "rerank": self.late is not None and (self.store is not None or bool(self.documents)),
@@ -86,10 +88,12 @@ class Searchable:
         """Document id -> row of its vector."""
         return {} if self.vectors is None else {name: row for row, name in enumerate(self.vectors.ids)}
 
-    def query_vector(self, row: Row) -> SparseVectors:
-        """The vector of a query, with its heaviest terms alone if the index is searched so."""
+    def query_vector(self, row: Any) -> SparseVectors | torch.Tensor:
+        """The vector of a query, of a sparse one its heaviest terms alone if the index is searched so."""
         if self.encoder is None:
             raise ValueError("encoder: expected a model, got None; an index of words reads texts.")
+        if self.encoder.kind == "dense":
+            return torch.from_numpy(row[None])
         indices, weights = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
         size = self.index.vocab_size

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from tilefold.retrieval.collection import Document
-from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.errors import MissingDocumentError
 from tilefold.retrieval.feedback import Feedback
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
 from tilefold.retrieval.passages import document_of
@@ -32,7 +32,7 @@ MOST_WEIGHT = 1000.0  # of the parts of a query after feedback, whose proportion
 _AWAY = "the index is on a server that does not answer; the log says why"
 _NEEDS = {
     "explain": "--vectors, and an index of vectors",
-    "prf": "--vectors, and an index of vectors",
+    "prf": "--vectors, and an index of vectors, or one of dense vectors",
     "fusion": "--bm25, and an index of vectors",
     "rerank": "--tokens (and --data, if that is a model)",
 }
@@ -195,7 +195,7 @@ class _SearchRoutes:
                 times[name] = time.perf_counter() - started - sum(times.values())
 
             if self.searchable.encoder is not None:
-                outcome = await service.encode("sparse", [body.query], Asked("query"))
+                outcome = await service.encode(self.searchable.encoder.kind, [body.query], Asked("query"))
                 vector = self.searchable.query_vector(outcome.rows[0])
             lap("encode")
             ranking = await self._rank(body.query, vector, request)
@@ -212,12 +212,12 @@ class _SearchRoutes:
         service.metrics.observe("tilefold_search_duration", times["search"])
         return Response(content, media_type=JSON)
 
-    async def _rank(self, text: str, vector: SparseVectors | None, request: SearchRequest) -> Ranking:
+    async def _rank(self, text: str, vector: SparseVectors | torch.Tensor | None, request: SearchRequest) -> Ranking:
         try:
             return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
         except MissingDocumentError:
             raise
-        except DataError as error:  # weights that are too large for these vectors
+        except ValueError as error:  # weights too large for these vectors, or terms of dense ones
             raise invalid(f"`prf`: {error}") from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
@@ -257,7 +257,9 @@ class _SearchRoutes:
         work = functools.partial(found.searcher.rerank, {QUERY: text}, ranking, reranking, query, candidates)
         return await service.on_device(service.model("multi-vector"), work)
 
-    async def _columns(self, body: SearchBody, request: SearchRequest, vector: SparseVectors | None) -> dict[str, Run]:
+    async def _columns(
+        self, body: SearchBody, request: SearchRequest, vector: SparseVectors | torch.Tensor | None
+    ) -> dict[str, Run]:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)

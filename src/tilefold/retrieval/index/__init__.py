@@ -9,12 +9,14 @@ from typing import cast
 from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description
+from tilefold.retrieval.index.segments import open_segments
 from tilefold.retrieval.vectors import SparseVectors
 
-__all__ = ["BACKENDS", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
+__all__ = ["BACKENDS", "DENSE", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
 
 _CLASSES = {"exact": "ExactIndex", "seismic": "SeismicIndex", "qdrant": "QdrantIndex"}
 BACKENDS = tuple(_CLASSES)
+DENSE = "dense"  # the backend of an exact index of dense vectors
 
 
 def _backend(name: str, where: str) -> type[SparseIndex]:
@@ -34,8 +36,9 @@ def build_index(vectors: SparseVectors, backend: str = "exact", **options: objec
 
 
 def load_index(path: str | Path) -> SparseIndex:
-    """Read a saved index of any backend; a damaged one, or one of a newer schema, is a ``DataError``."""
+    """Read a saved index of sparse vectors; a damaged one, or one of a newer schema, is a ``DataError``."""
     name = read_description(path)["backend"]
-    if name == "bm25":
-        raise DataError(f"{path}: expected an index of sparse vectors, got one of BM25. Use BM25Index.load.")
-    return _backend(name, f"{path}: backend").load(path)
+    if remedy := {"bm25": "BM25Index.load", DENSE: "DenseIndex.load"}.get(name):
+        raise DataError(f"{path}: expected an index of sparse vectors, got one of backend {name}. Use {remedy}.")
+    load = _backend(name, f"{path}: backend").load
+    return cast("SparseIndex", open_segments(Path(path), load(path), load))

@@ -81,13 +81,13 @@ class Postings:
 
     def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
         """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32."""
-        if not self.trusted[terms].all():
-            self._check(terms[~self.trusted[terms]])
+        self.check(terms)
         spans = map(slice, self.offsets[terms].tolist(), self.offsets[terms + 1].tolist())
         fastest()(scores, [(self.documents[span], self.weights[span]) for span in spans], values)
 
-    def _check(self, terms: npt.NDArray[np.int32]) -> None:
-        for term in terms.tolist():
+    def check(self, terms: npt.NDArray[np.int32]) -> None:
+        """Raise ``DataError`` for postings of some terms that are not those that were saved."""
+        for term in () if self.trusted[terms].all() else terms[~self.trusted[terms]].tolist():
             span = slice(self.offsets[term], self.offsets[term + 1])
             try:
                 if self.checksums is not None and self.checksum(term) != self.checksums[term]:
@@ -268,6 +268,17 @@ class ExactIndex:
             raise ValueError(f"options: the exact index has none, got {', '.join(sorted(options))}.")
         check_buildable(vectors)
         return cls(list(vectors.ids), Postings.of(vectors), vectors.fingerprint, vectors.provenance)
+
+    def stored(self) -> SparseVectors:
+        """The vectors of the documents, without zero weights, in memory."""
+        postings = self._postings
+        postings.check(np.arange(self.vocab_size, dtype=np.int32))
+        order = np.argsort(postings.documents, kind="stable")
+        terms = np.repeat(np.arange(self.vocab_size, dtype=np.int32), np.diff(postings.offsets))[order]
+        indptr = offsets_of(np.bincount(postings.documents, minlength=self.n_documents))
+        weights = np.asarray(postings.weights)[order]
+        made_of = self.vocab_size, self.fingerprint, self.provenance
+        return SparseVectors(list(self.ids), indptr, terms, weights, *made_of)
 
     def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]:
         """See :class:`SparseIndex`; products that underflow to 0 are no shared term, damage is a ``DataError``."""

@@ -21,6 +21,7 @@ from tilefold.retrieval.provenance import Provenance
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
 MANIFEST_NAME, IDS_NAME = "index.json", "ids.json"
+SEGMENTS = "segments"  # folder of what was added to an index since it was built
 SCHEMA_VERSION = 1
 _TYPES: dict[str, type | UnionType] = {
     "backend": str,
@@ -126,7 +127,7 @@ def saved_index(
     ids: list[str] | None = None,
 ) -> Iterator[Path]:
     """A folder for an index, its `own_names` and what `package` writes, which then replaces the one at `path`."""
-    own_names = [MANIFEST_NAME, *own_names, *([] if ids is None else [IDS_NAME])]
+    own_names = [MANIFEST_NAME, SEGMENTS, *own_names, *([] if ids is None else [IDS_NAME])]
     with atomic_directory(Path(path), own_names=own_names) as folder:
         yield folder
         if ids is not None:

@@ -1,0 +1,201 @@
+"""Exact search of dense vectors: matrix products in blocks, on a CPU or a GPU, by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tilefold.retrieval._checks import check_choice, check_k
+from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.index.exact import ID_FILES, StoredIds, save_ids
+from tilefold.retrieval.index.protocol import REMEDY, Hit, read_manifest, saved_index
+from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.tokens import DenseManifest, TokenStore, TokenVectors, read_tensors, safetensors_package
+
+__all__ = ["DenseIndex"]
+
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+_FILE = "vectors.safetensors"
+_BLOCK, _QUERIES = 1 << 16, 256  # documents and queries of a block of scores: 64 MB
+_DTYPES = (torch.float32, torch.float16, torch.int8)
+
+
+class DenseIndex:
+    """Exact search of dense vectors by the similarity that they were made for.
+
+    Scores are taken in float32, whatever the storage, on a GPU if there is one and on the CPU otherwise: equal up to
+    the order in which sums are evaluated. Equal scores are in document order. Every document has a score, so that a
+    query finds `k` of them. A GPU keeps the vectors where they fit into half of its free memory.
+    """
+
+    backend: ClassVar[str] = "dense"
+    fingerprint: ClassVar[str | None] = None  # no vocabulary
+
+    def __init__(
+        self,
+        ids: list[str] | StoredIds,
+        values: Tensor,
+        scales: Tensor | None,
+        similarity: str,
+        provenance: Provenance,
+    ) -> None:
+        check_choice("similarity", similarity, SIMILARITIES)
+        if values.dtype not in _DTYPES or values.dim() != 2 or not values.numel() or len(values) != len(ids):
+            got = f"{values.dtype} {list(values.shape)}"
+            raise DataError(f"vectors: expected [{len(ids)}, D] in fp32, fp16 or int8, at least one, got {got}.")
+        if (scales is None) == (values.dtype == torch.int8) or (
+            scales is not None and scales.shape != values.shape[:1]
+        ):
+            raise DataError("scales: expected one for each vector in int8, and none for others.")
+        self.ids, self.similarity, self.provenance = ids, similarity, provenance
+        self._values, self._scales = values, scales
+        self._placed: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    @classmethod
+    def build(cls, vectors: TokenStore | TokenVectors, similarity: str = "cosine") -> DenseIndex:
+        """Index vectors of ``open_dense``, which know their similarity, or one of each text in memory."""
+        made_by = Provenance()
+        if isinstance(vectors, TokenStore):
+            manifest = vectors.manifest
+            if not isinstance(manifest, DenseManifest) or manifest.kind != "document":
+                got = f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}"
+                raise DataError(f"vectors: expected dense vectors of documents, got {got}.")
+            if not len(vectors):
+                raise ValueError(f"vectors: expected at least one, got none in {vectors.folder}. Check the texts.")
+            similarity, made_by = manifest.similarity, manifest.provenance
+            vectors = TokenVectors.concatenate([vectors.shard(number) for number in range(len(manifest.shards))])
+        return cls(vectors.ids, vectors.values, vectors.scales, similarity, made_by)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dimension(self) -> int:
+        """D, the length of a vector."""
+        return int(self._values.size(1))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.dimension
+
+    def search(
+        self,
+        queries: Tensor,
+        k: int,
+        *,
+        device: str | torch.device | None = None,
+        allowed: npt.NDArray[np.bool_] | None = None,
+    ) -> list[list[Hit]]:
+        """The `k` best documents of each query ``[Q, D]``, best first.
+
+        Queries of more entries are cut to those that the documents kept; `allowed`, bool ``[N]``, leaves documents out.
+        A ``ValueError`` for shorter queries, and for numbers that are not finite.
+        """
+        check_k(k)
+        if queries.dim() != 2 or queries.size(1) < self.dimension or not queries.isfinite().all():
+            got = f"{list(queries.shape)}" + ("" if queries.isfinite().all() else " with NaN or infinity")
+            raise ValueError(f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.")
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        asked = queries[:, : self.dimension].to(where, torch.float32)
+        if self.similarity == "cosine":
+            asked = torch.nn.functional.normalize(asked)
+        found: list[list[Hit]] = []
+        for part in torch.split(asked, _QUERIES):
+            scores, rows = (each.tolist() for each in self._best(part, k, allowed))
+            for values, at in zip(scores, rows, strict=True):
+                hits = zip(values, at, strict=True)
+                found.append([Hit(self.ids[row], score) for score, row in hits if score > -float("inf")])
+        return found
+
+    def _best(self, asked: Tensor, k: int, allowed: npt.NDArray[np.bool_] | None) -> tuple[Tensor, Tensor]:
+        best, rows = asked.new_empty(len(asked), 0), torch.empty(len(asked), 0, dtype=torch.int64, device=asked.device)
+        values, scales = self._on(asked.device)
+        for low in range(0, len(values), _BLOCK):
+            block = values[low : low + _BLOCK].to(asked.device).float()
+            if scales is not None:
+                block = block * scales[low : low + _BLOCK, None].to(asked.device)
+            scores = self._scores(asked, block)
+            if allowed is not None:
+                left_out = torch.from_numpy(~allowed[low : low + _BLOCK]).to(asked.device)
+                scores = scores.masked_fill(left_out, -float("inf"))
+            top, at = _top(scores, k)
+            both, places = torch.cat([best, top], 1), torch.cat([rows, at + low], 1)
+            best, at = _top(both, k)
+            rows = places.gather(1, at)
+        return best, rows
+
+    def _scores(self, asked: Tensor, block: Tensor) -> Tensor:
+        if self.similarity in ("cosine", "dot"):
+            return asked @ block.T
+        return -torch.cdist(asked, block, p=2 if self.similarity == "euclidean" else 1)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """The vectors on a device, if they fit there, else where they are."""
+        if device.type == "cpu":
+            return self._values, self._scales
+        if device not in self._placed:
+            fits = self._values.nbytes < torch.cuda.mem_get_info(device)[0] // 2
+            scales = None if self._scales is None else self._scales.to(device)
+            self._placed[device] = (self._values.to(device) if fits else self._values, scales)
+        return self._placed[device]
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.ids)}
+
+    def holds(self, name: str) -> bool:
+        """Whether a document is there."""
+        return name in self._rows
+
+    def stored(self) -> TokenVectors:
+        """The vectors of the documents as they are stored, one of each."""
+        return TokenVectors(list(self.ids), torch.arange(len(self.ids) + 1), self._values, self._scales)
+
+    def vectors(self, names: Iterable[str]) -> Tensor:
+        """The vectors of documents, float32 ``[n, D]``; a ``MissingDocumentError`` for one that is not there."""
+        try:
+            rows = torch.tensor([self._rows[name] for name in names], dtype=torch.int64)
+        except KeyError as error:
+            raise MissingDocumentError("vectors", str(error.args[0])) from error
+        values = self._values[rows].float()
+        return values if self._scales is None else values * self._scales[rows, None]
+
+    def save(self, path: str | Path) -> None:
+        """Write the index as a directory; only an earlier dense index is replaced."""
+        tensors = {"values": self._values.contiguous()}
+        if self._scales is not None:
+            tensors["scales"] = self._scales.contiguous()
+        with saved_index(path, self, (_FILE, *ID_FILES), "torch", {"similarity": self.similarity}) as folder:
+            safetensors_package().torch.save_file(tensors, str(folder / _FILE), metadata={"format": "pt"})
+            save_ids(self.ids, folder)
+
+    @classmethod
+    def load(cls, path: str | Path) -> DenseIndex:
+        """Open an index that :meth:`save` wrote, its vectors memory-mapped; a ``DataError`` for a damaged one."""
+        folder = Path(path)
+        manifest = read_manifest(folder, cls.backend)
+        ids, found = StoredIds.load(folder, manifest["n_documents"]), read_tensors(folder / _FILE, "values")
+        similarity, made_by = manifest["options"].get("similarity"), Provenance.from_dict(manifest)
+        try:
+            return cls(ids, found["values"], found.get("scales"), similarity, made_by)
+        except ValueError as error:
+            raise DataError(f"{folder}: {error} {REMEDY}") from error
+
+
+def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest of each row and their columns, largest first, equal ones by column."""
+    values, columns = scores.topk(min(k, scores.size(1)), dim=1)
+    tied = (scores >= values[:, -1:]).sum(1) > values.size(1)
+    for row in tied.nonzero().flatten().tolist():
+        columns[row] = scores[row].sort(descending=True, stable=True).indices[: columns.size(1)]
+    columns = columns.sort(dim=1).values
+    values, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)

@@ -1,0 +1,119 @@
+"""Indexes that grow: segments that are never changed, beside the index that was built first, and what was removed.
+
+``segments/current.json`` in the folder of an index lists its segments, each a whole index of the same backend in a
+folder of its own, and the ids that are gone from each part. An update writes a segment, and then replaces that file:
+whoever reads sees the index before or after, and what a killed update left is removed by the next one. A backend takes
+part with ``ids`` and ``search(queries, k)``, whose scores must not depend on the other documents of its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold.retrieval._files import Json, read_json_object
+from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.index.exact import ExactIndex
+from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
+from tilefold.retrieval.provenance import Provenance
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilefold.retrieval.index.dense import DenseIndex
+
+__all__ = ["Segments", "listed_parts", "open_segments"]
+
+
+class Segments:
+    """Parts of an index, searched as one: results are merged by score, equal ones in the order of the parts.
+
+    Exact backends give what one index of all the documents would give. The texts of an index that was updated have no
+    fingerprint, so that comparisons with those of a collection are left out.
+    """
+
+    def __init__(self, parts: Sequence[Any], removed: Sequence[Collection[str]]) -> None:
+        self.parts, self.removed = list(parts), [set(names) for names in removed]
+        self.backend, self.vocab_size = self.parts[0].backend, self.parts[0].vocab_size
+        self.fingerprint = next((part.fingerprint for part in self.parts if part.fingerprint), None)
+        self.provenance = replace(Provenance.shared(part.provenance for part in self.parts), texts_sha256=None)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(part.n_documents - len(gone) for part, gone in zip(self.parts, self.removed, strict=True))
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the documents that are there."""
+        return [
+            name for part, gone in zip(self.parts, self.removed, strict=True) for name in part.ids if name not in gone
+        ]
+
+    def search(self, queries: Any, k: int, **options: object) -> list[list[Hit]]:
+        """The `k` best documents of all parts for each query; see the backend."""
+        found: list[list[Hit]] = [[] for _ in range(len(queries))]
+        for part, gone in zip(self.parts, self.removed, strict=True):
+            for row, hits in zip(found, part.search(queries, k + len(gone), **options), strict=True):
+                row += [hit for hit in hits if hit.id not in gone]
+        return [sorted(row, key=lambda hit: -hit.score)[:k] for row in found]
+
+    @property
+    def dimension(self) -> int:
+        """Entries of a dense vector."""
+        return int(self.parts[0].dimension)
+
+    @property
+    def similarity(self) -> str:
+        """Similarity of dense vectors."""
+        return str(self.parts[0].similarity)
+
+    def vectors(self, names: Iterable[str]) -> torch.Tensor:
+        """The dense vectors of documents, as :meth:`DenseIndex.vectors`."""
+        import torch
+
+        rows = []
+        for name in names:
+            there = (p for p, gone in zip(self.parts, self.removed, strict=True) if name not in gone and p.holds(name))
+            if (part := next(there, None)) is None:
+                raise MissingDocumentError("vectors", name)
+            rows.append(part.vectors([name]))
+        return torch.cat(rows)
+
+    def merged(self) -> ExactIndex | DenseIndex:
+        """One index of all the documents; a ``ValueError`` for Seismic, which does not give its vectors back."""
+        chosen = [
+            [row for row, name in enumerate(part.ids) if name not in gone]
+            for part, gone in zip(self.parts, self.removed, strict=True)
+        ]
+        if self.backend == "seismic":
+            remedy = "Merge the folders of vectors (tilefold merge), and build it again from those"
+            raise ValueError(f"index: expected an exact or a dense one to merge, got one of Seismic. {remedy}.")
+        kept = [part.stored().take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
+        built: ExactIndex | DenseIndex
+        if self.backend == "exact":
+            built = ExactIndex.build(SparseVectors.concatenate(kept))
+        else:
+            built = type(self.parts[0]).build(type(kept[0]).concatenate(kept), self.similarity)
+        built.provenance = self.provenance
+        return built
+
+
+def open_segments(path: Path, first: Any, load: Callable[[Path], Any]) -> Any:
+    """The index `first` of a folder with its segments, which `load` reads; itself without any."""
+    listed = listed_parts(path)
+    if not listed["parts"]:
+        return first
+    names = [str(part["folder"]) for part in listed["parts"]]
+    if names[0] or any(Path(name).name != name for name in names[1:]):
+        raise DataError(f"{path / SEGMENTS}: expected names of folders, the index itself first, got {names}. {REMEDY}")
+    parts = [first, *(load(path / SEGMENTS / name) for name in names[1:])]
+    return Segments(parts, [part["removed"] for part in listed["parts"]])
+
+
+def listed_parts(path: Path) -> Json:
+    """``parts`` of an index, each with its ``folder`` and ids ``removed``, and how many were ever ``written``."""
+    file = path / SEGMENTS / "current.json"
+    return read_json_object(file, REMEDY) if file.exists() else {"parts": [], "written": 0}

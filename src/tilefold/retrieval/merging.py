@@ -1,0 +1,178 @@
+"""Indexes that are changed by segments, and several folders of vectors as one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilefold._files import hold_path
+from tilefold.retrieval._files import write_json_object
+from tilefold.retrieval._shards import Manifest, ShardWriter, check_whole, differences
+from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import SEGMENTS, read_description
+from tilefold.retrieval.index.segments import Segments, listed_parts
+from tilefold.retrieval.provenance import owned
+from tilefold.retrieval.searcher import open_index
+from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest, iter_shards, layout_of
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.tokens import TokenStore
+
+__all__ = ["merge_segments", "merge_vectors", "update_index"]
+
+GROWING = ("exact", "seismic", "dense")
+
+_OF_TEXTS = {"texts_sha256", "shard_size"}  # settings in which folders may differ
+
+
+def merge_vectors(folders: Sequence[str | Path], output_dir: str | Path) -> Manifest:
+    """Write the vectors of several folders, of any one kind, as those of one folder; they are copied shard by shard.
+
+    The folders must be complete and differ in their texts alone. The texts of the new one have no fingerprint. After an
+    interrupt, the same call begins again; until it is finished, the new folder is refused as incomplete. Other models
+    or settings, an id that two folders have, or an output that is one of them are a ``DataError``.
+    """
+    places = [Path(folder) for folder in folders]
+    if len(places) < 2:
+        raise ValueError(f"folders: expected two or more, got {len(places)}.")
+    if Path(output_dir).resolve() in {place.resolve() for place in places}:
+        raise DataError(f"output_dir: expected another folder than those that are merged, got {output_dir}.")
+    sources = [_Source(place) for place in places]
+    first, seen = sources[0], dict[str, _Source]()
+    for source in sources[1:]:
+        if source.layout != first.layout:
+            got = f"{source.layout} ones in {source.folder}"
+            raise DataError(f"folders: expected {first.layout} vectors as in {first.folder}, got {got}.")
+        if changed := differences(first.identity, source.identity, f"in {first.folder}", f"in {source.folder}"):
+            raise DataError(f"folders: expected vectors that were made alike, got others ({changed}).")
+    for source in sources:
+        for name in (*source.ids(), *source.manifest.failed):
+            if seen.setdefault(name, source) is not source:
+                where = f"{seen[name].folder} and {source.folder}"
+                raise DataError(f"folders: {name!r} is in {where}. Leave one out, or add to an index: index --update")
+    writer = first.writer(Path(output_dir))
+    for source in sources:
+        for vectors in source.shards():
+            writer.write_shard(len(writer.manifest.shards), vectors)
+        writer.manifest.failed |= source.manifest.failed
+    return writer.finish(len(seen))  # type: ignore[no-any-return]
+
+
+class _Source:
+    """A folder of vectors of any kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.layout = folder, layout_of(folder)
+        self.store: Any = None
+        self.manifest: Any
+        if self.layout == "sparse":
+            self.manifest = VectorManifest.read(folder)
+            check_whole(folder, self.manifest)
+        else:
+            from tilefold.retrieval.tokens import open_dense, open_tokens  # needs torch
+
+            self.store = (open_dense if self.layout == "dense" else open_tokens)(folder)
+            self.manifest = self.store.manifest
+        settings = {name: value for name, value in self.manifest.settings.items() if name not in _OF_TEXTS}
+        self.identity = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY} | settings
+        self.settings = settings
+
+    def shards(self) -> Iterator[Any]:
+        if self.store is None:
+            yield from iter_shards(self.folder, self.manifest)
+        else:
+            yield from (self.store.shard(number) for number in range(len(self.manifest.shards)))
+
+    def ids(self) -> Iterator[str]:
+        if self.store is not None:
+            yield from self.store.ids
+        else:
+            yield from (name for vectors in self.shards() for name in vectors.ids)
+
+    def writer(self, output: Path) -> ShardWriter[Any, Any]:
+        """A writer of a new folder of vectors like these."""
+        made: dict[str, Any] = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}
+        if self.layout == "sparse":
+            return SparseVectorWriter(output, **made, settings=self.settings)
+        from tilefold.retrieval.tokens import TokenVectorWriter
+
+        made["model_source"] = self.manifest.model_source
+        return TokenVectorWriter(output, type(self.manifest)(**made, settings=self.settings))
+
+
+def update_index(
+    path: str | Path, vectors: SparseVectors | TokenStore | None = None, delete: Collection[str] = ()
+) -> dict[str, int]:
+    """Remove documents from a saved index, then add `vectors`, which replace those of the same ids.
+
+    Only the new documents are indexed, as a segment with the options of the index. Returns how many documents there are
+    now, and how many were ``written`` and ``deleted`` (of those to `delete` that were there). Vectors of another kind,
+    model or vocabulary are a ``DataError`` or a ``VocabularyMismatchError``, a backend that has no segments a
+    ``ValueError``; an error or a kill leaves the index as it was.
+    """
+    folder = Path(path)
+    if (backend := read_description(folder)["backend"]) not in GROWING:
+        raise ValueError(f"path: expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.")
+    with hold_path(folder):
+        index: Any = open_index(folder)
+        held = index if isinstance(index, Segments) else Segments([index], [()])
+        added = None if vectors is None else _segment(held, vectors)
+        listed, inside = listed_parts(folder), folder / SEGMENTS
+        names = [str(part["folder"]) for part in listed["parts"]] or [""]
+        if inside.is_dir():
+            for stale in inside.iterdir():  # of updates that were killed
+                if stale.is_dir() and stale.name not in names:
+                    shutil.rmtree(stale)
+        asked, new = set(delete), set() if added is None else set(added.ids)
+        deleted = 0
+        for part, gone in zip(held.parts, held.removed, strict=True):
+            there = owned(part.ids, asked, new, held.provenance.passages) - gone
+            deleted += len(owned(there, asked, (), held.provenance.passages))
+            gone.update(there)
+        number = int(listed["written"]) + (added is not None)
+        inside.mkdir(exist_ok=True)
+        if added is not None:
+            names.append(f"{number:05d}")
+            added.save(inside / names[-1])
+            held.parts.append(added)
+            held.removed.append(set())
+        parts = [{"folder": name, "removed": sorted(gone)} for name, gone in zip(names, held.removed, strict=True)]
+        write_json_object(inside / "current.json", {"parts": parts, "written": number}, durable=True)
+    return {"n_documents": held.n_documents, "written": len(new), "deleted": deleted}
+
+
+def merge_segments(path: str | Path) -> int:
+    """Put one index in the place of an index and its segments; how many documents it has. A kill loses nothing."""
+    folder = Path(path)
+    with hold_path(folder):
+        index: Any = open_index(folder)
+        if isinstance(index, Segments):
+            index = index.merged()
+            index.save(folder)
+    return int(index.n_documents)
+
+
+def _segment(held: Segments, vectors: SparseVectors | TokenStore) -> Any:
+    """A part of new documents for those of `held`."""
+    first, made_by = held.parts[0], held.provenance
+    if isinstance(vectors, SparseVectors) is (held.backend == "dense"):
+        raise DataError(f"vectors: expected vectors for an index of backend {held.backend}, got others.")
+    if isinstance(vectors, SparseVectors):
+        check_same_vocabulary(held, vectors, "the index", "vectors")
+        options = asdict(first.options) if held.backend == "seismic" else {}
+        made = type(first).build(vectors, **options)
+    else:
+        made = type(first).build(vectors)
+        theirs, ours = (made.dimension, made.similarity), (held.dimension, held.similarity)
+        if theirs != ours:
+            raise DataError(f"vectors: expected (dimension, similarity) {ours} as in the index, got {theirs}.")
+    if made.provenance.passages != made_by.passages:
+        got = f"{made.provenance.passages!r}"
+        raise DataError(f"vectors: expected passages {made_by.passages!r} as in the index, got {got}.")
+    if "model_fingerprint" in made_by.differs(made.provenance):
+        raise DataError("vectors: were made by another model than the index. Encode documents with its own.")
+    return made

