@@ -152,7 +152,10 @@ def walk_through() -> list[list[str]]:
 def test_the_walk_through_of_the_documents_runs(call: Call, masked_lm: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
-    small_collection().save_beir(tmp_path / "small")
+    for name in ("small", "my-collection"):
+        small_collection().save_beir(tmp_path / name)
+    Path("new-documents.jsonl").write_text('{"_id": "new", "text": "kettles"}', encoding="utf-8")
+    Path("gone.txt").write_text("d1", encoding="utf-8")
     commands = walk_through()
     assert len(commands) > 15
     Path("queries.txt").write_text("how do I work with sockets\n", encoding="utf-8")

@@ -78,21 +78,27 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
     words, queries = r.BM25Index.load("words-index"), {"q": "read and write kettles", "p": "csv sockets"}
     expected = r.BM25Index.build(left).search(queries, 20)
     assert words.search(queries, 20) == {query: pytest.approx(scores) for query, scores in expected.items()}
-    index = r.DenseIndex.load("my-index")
-    assert sorted(index.ids) == sorted(left) and not Path("my-index", "segments").exists(), "merged"
+    index = r.DenseIndex.load("growing-index")
+    assert sorted(index.ids) == sorted(left) and not Path("growing-index", "segments").exists(), "merged"
     merged = r.open_dense("all-vectors")
     assert set(merged.ids) == {*documents, *new}
-    changed = measured(call("index", "--update", "--vectors", "new-vectors", "--output", "my-index", "--json"))
+    changed = measured(call("index", "--update", "--vectors", "new-vectors", "--output", "growing-index", "--json"))
     assert (changed["n_documents"], changed["written"], changed["deleted"]) == (17, 2, 0)
-    hits = measured(call("search", "kettles", "--index", "my-index", "--model", "minilm", "--prf", "average", "--json"))
+    hits = measured(
+        call("search", "kettles", "--index", "growing-index", "--model", "minilm", "--prf", "average", "--json")
+    )
     assert {hit["id"] for hit in hits["hits"][:2]} == set(new), "with feedback from parts"
     for words_of, code, said in (
-        ("index --update --output my-index", 2, "give them with --vectors"),
-        ("index --update --data new-documents.jsonl --output my-index", 2, "is an index of vectors"),
+        ("index --update --output growing-index", 2, "give them with --vectors"),
+        ("index --update --data new-documents.jsonl --output growing-index", 2, "is an index of vectors"),
         ("index --update --vectors new-vectors --output words-index", 2, "which reads --data"),
         ("index --update --output words-index", 2, "give them with --data"),
         ("index --merge --output words-index", 2, "is of one part"),
-        ("index --update --backend seismic --vectors new-vectors --output my-index", 2, "is an index of backend dense"),
-        ("merge vectors new-vectors all-vectors --output never", 1, "is in vectors and all-vectors"),
+        (
+            "index --update --backend seismic --vectors new-vectors --output growing-index",
+            2,
+            "is an index of backend dense",
+        ),
+        ("merge first-vectors new-vectors all-vectors --output never", 1, "is in first-vectors and all-vectors"),
     ):
         fails(call(*shlex.split(words_of)), code, said)
