@@ -57,6 +57,45 @@ def test_a_saved_index_gives_the_same_results(backend: str, make_vectors: Make, 
     refused(FileExistsError, "nothing was overwritten", index.save, tmp_path / "index")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_exact_index_finds_the_same_on_a_device(device: str, make_vectors: Make, tmp_path: Path) -> None:
+    documents, queries = make_vectors(300), make_vectors(20, seed=1, prefix="q")
+    build_index(documents).save(tmp_path / "index")
+    index = exact.ExactIndex.load(tmp_path / "index")
+    fast = index.on(device)
+    expected, found = index.search(queries, 9), fast.search(queries, 9)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert [hit.id for hit in mine] == [hit.id for hit in theirs]
+        np.testing.assert_allclose([hit.score for hit in mine], [hit.score for hit in theirs], rtol=1e-6)
+    dense = torch.zeros(len(queries), 500)
+    for i in range(len(queries)):
+        terms, weights = queries.row(i)
+        dense[i, terms.tolist()] = torch.from_numpy(weights.copy())
+    with warnings.catch_warnings():  # that this layout is young
+        warnings.simplefilter("ignore", UserWarning)
+        csr = dense.to_sparse_csr()
+    for asked in (dense, csr):
+        scores, places = fast.search_tensor(asked.to(device), 9)
+        assert [[documents.ids[at] for at in row if at >= 0] for row in places.tolist()] == [
+            [h.id for h in r] for r in found
+        ]
+        assert scores[0].tolist() == [hit.score for hit in found[0]]
+    some = documents.ids[::7]
+    wanted = [[hit.id for hit in row if hit.id in some] for row in index.search(queries, 300)]
+    assert [[hit.id for hit in row] for row in fast.search(queries, 300, fast.mask(some))] == wanted
+    refused(ValueError, "expected ids of documents of the index, got 'nobody'", fast.mask, ["nobody"])
+    refused(ValueError, r"queries: expected \[\.\., 500\], got \[2, 3\]", fast.search_tensor, torch.zeros(2, 3), 1)
+    refused(VocabularyMismatchError, "500 terms, got one with 600", fast.search, make_vectors(2, vocab_size=600), 3)
+    weights = tmp_path / "index" / "weights.npy"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\x80\x3f")
+    refused(
+        DataError,
+        "the postings of term 499 are not those that were saved",
+        exact.ExactIndex.load(tmp_path / "index").on,
+        device,
+    )
+
+
 @pytest.mark.parametrize("backend", ALL)
 def test_what_no_index_can_be_asked_or_made_of_is_refused(backend: str, make_vectors: Make) -> None:
     index = build_index(make_vectors(20), backend)

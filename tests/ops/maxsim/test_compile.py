@@ -141,7 +141,9 @@ def test_forward_of_quantized_documents_builds_without_spills(
     if not asked or stored == torch.float8_e4m3fn:
         *_, launch = planned(capability, dtype, rows=4096, stored=stored)
         query = document if stored == torch.int8 else f"*{NAMES[dtype]}"
-        build(launch, capability, torch.bfloat16, doc_src=document, doc_ptr=document, query_ptr=query)
+        shared = launch.kernel.__name__ == "shared_pass_kernel"  # puts away 48 bytes before and after its loop
+        build(launch, capability, torch.bfloat16, 48 * shared, doc_src=document, doc_ptr=document, query_ptr=query)
+        assert shared == (capability == 90 and stored == torch.int8)
 
 
 GRADIENTS = [("maximum", "all", 32), ("maximum", "all", 16384), ("maximum", "aligned", 32), ("maximum", "index", 32),

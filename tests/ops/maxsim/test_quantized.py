@@ -110,6 +110,7 @@ def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch:
         scores = maxsim(given.queries, given.documents, **options, impl=target.impl)
         for block in (65536, 4):
             monkeypatch.setattr(tiles, "TOPK_DOCUMENTS", block)
+            monkeypatch.setattr(tiles, "TOPK_SCORES", 3 * block)
             best, which = maxsim_topk(given.queries, given.documents, 5, **options, impl=target.impl)
             torch.testing.assert_close(best, scores.sort(dim=1, descending=True).values[:, :5])
             torch.testing.assert_close(scores.gather(1, which), best)

@@ -172,7 +172,8 @@ def maxsim_topk(
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` documents with the highest :func:`maxsim` score for each query. Not differentiable.
 
-    Padded documents are scored in blocks, so that the scores held are ``[Nq, 65536]`` at most; packed ones at once.
+    Padded documents are scored in blocks, so that the scores held are ``[Nq, 65536]`` or 2^24 at most; packed ones at
+    once.
 
     Args:
         k: how many; all documents where there are fewer. Others are as in :func:`maxsim` for ``pairing="all"``.
@@ -192,14 +193,16 @@ def maxsim_topk(
         impl=impl,
     )  # fmt: skip
     rows = documents.values if isinstance(documents, QuantizedTokens) else check_tensor("documents", documents)
+    sequences = cu_seqlens_q if isinstance(cu_seqlens_q, Tensor) else check_tensor("queries", queries)
+    step = max(tiles.TOPK_DOCUMENTS, tiles.TOPK_SCORES // max([*sequences.shape[:1], 1]))
     with torch.no_grad():
-        if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= tiles.TOPK_DOCUMENTS:
+        if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= step:
             scores = score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d)
             found = scores.topk(min(k, scores.size(1)), dim=1)
             return found.values, found.indices
         values, places = [], []
-        for start in range(0, rows.size(0), tiles.TOPK_DOCUMENTS):
-            part = slice(start, start + tiles.TOPK_DOCUMENTS)
+        for start in range(0, rows.size(0), step):
+            part = slice(start, start + step)
             block: Tensor | QuantizedTokens = rows[part]
             if isinstance(documents, QuantizedTokens):
                 block = QuantizedTokens(documents.values[part], documents.scales[part])

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared._triton.offsets import int32_launch
-from tilefold.ops._shared._triton.tensors import cdiv
+from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
@@ -31,8 +31,9 @@ from tilefold.ops.maxsim._problem import (
 from tilefold.ops.maxsim._triton import backward as gradients
 from tilefold.ops.maxsim._triton import forward as scores
 from tilefold.ops.maxsim._triton import norms, smooth
+from tilefold.ops.maxsim._triton.shared import STRIP, shared_pass_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
-from tilefold.ops.maxsim.configs import BY_TMA, backward_config, forward_config, stream_config
+from tilefold.ops.maxsim.configs import BY_TMA, backward_config, forward_config, shared_pass_config, stream_config
 
 COMBINED = 256  # documents whose parts of sums a program adds up
 MAX_SLICES = 65535  # of a grid's second axis; programs go on to further tiles
@@ -124,9 +125,13 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
     p, setting = steps.problem, steps.setting
     everything, stored, dim = p.pairing == "all", p.documents.dtype, p.queries.size(1)
     rows = p.queries.size(0) if everything else p.query_length or p.queries.size(0)
-    stream = None
+    stream = shared = None
+    slot = power_of_two(p.query_length, STRIP.value) if p.query_length else 0  # rows of a query that shares the pass
     if everything and not training and not p.temperature:
-        stream = stream_config(setting.capability, stored, dim, rows, p.queries.dtype)
+        if stored == torch.int8:
+            tokens = p.documents.size(0) // p.n_documents
+            shared = shared_pass_config(setting.capability, dim, slot, p.n_queries, tokens)
+        stream = shared or stream_config(setting.capability, stored, dim, rows, p.queries.dtype)
     dtype = stored if stored == torch.int8 else p.queries.dtype  # queries of int8 documents are rounded to int8 too
     winners_in = p.document_length if training else None
     config = stream or forward_config(setting.capability, dtype, dim, rows, setting.tf32, winners_in)
@@ -138,7 +143,7 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
         steps.stands["document_factors"] = "document_scale"
     if p.normalize:
         steps.inverse_norms(results=training)
-    elif stored == torch.int8 and not stream:  # which rounds them itself
+    elif stored == torch.int8 and (shared or not stream):  # which rounds them itself
         steps.buffer("int8_queries", p.queries.shape, torch.int8)
         steps.buffer("query_factors", p.queries.shape[:1])
         rounded = {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"}
@@ -150,7 +155,12 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
         "USE_TMA": bool(tma), "INTEGER": stored == torch.int8, "NORMALIZED": p.normalize,
     }  # fmt: skip
     slots = setting.multiprocessors * config["PROGRAMS"]
-    if stream:
+    if shared:
+        tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])
+        splits = plan_splits(tiles, p.n_documents, slots)
+        own = {"splits": splits, "ONE_TILE": 0 < p.document_length <= config["BLOCK_T"]}
+        steps.launch(shared_pass_kernel, (tiles, splits), own, tma=tma, instead=BY_POINTERS)
+    elif stream:
         own = {"PREFETCH": config["PREFETCH"] if tma else 0}
         steps.launch(stream_kernel, (plan_splits(1, p.n_documents, slots),), own, tma=tma, instead=BY_POINTERS)
     elif everything:

@@ -30,7 +30,8 @@ SLAB_ENTRIES = 1 << 19  # (document, query token) winners whose gradients are so
 CPU_TILE = (1024, 1 << 22)
 DEVICE_TILE = (4096, 1 << 26)
 MAXIMA = 1 << 21
-TOPK_DOCUMENTS = 65536  # documents scored at a time for the best of them: [Nq, 65536] scores are held
+# documents scored at a time for the best of them, and scores of a few queries: [Nq, 65536] or 64 MB of them are held
+TOPK_DOCUMENTS, TOPK_SCORES = 65536, 1 << 24
 
 
 def row_limit(dim: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit, check_buildable, check_search, read_manifest, saved_index
 from tilefold.retrieval.provenance import Provenance
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.index.on_device import DeviceIndex
 
 __all__ = ["ExactIndex"]
 
@@ -290,6 +293,13 @@ class ExactIndex:
             self._postings.add(scores, *queries.row(i))
             results.append([Hit(self.ids[at], float(scores[at])) for at in top_positive(scores, k)])
         return results
+
+    def on(self, device: str = "cuda") -> DeviceIndex:
+        """Check all of the index and copy it to a GPU, for :meth:`DeviceIndex.search` there."""
+        from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
+
+        self._postings.check(np.arange(self.vocab_size, dtype=np.int32))
+        return DeviceIndex(self.ids, self._postings, self, device)
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory of ``.npy`` files and JSON; only an earlier exact index is replaced."""

@@ -13,7 +13,7 @@ from tilefold._files import atomic_directory, sha256_file, write_json
 from tilefold._version import __version__
 from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._files import Json, read_json_object, write_json_object
-from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
+from tilefold.retrieval._sparse import HasVocabulary, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.provenance import Provenance
@@ -85,7 +85,7 @@ def check_buildable(vectors: SparseVectors) -> None:
         raise ValueError(f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.")
 
 
-def check_search(index: SparseIndex, queries: SparseVectors, k: int) -> None:
+def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
     """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the index."""
     check_k(k)
     check_same_vocabulary(index, queries, "the index", "queries")

@@ -1,0 +1,112 @@
+"""Exact search over sparse vectors on a device, public function: checks, and dispatch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.calls import ALIGNMENT, run
+from tilefold.ops._shared.checks import check_dtype, check_same_device, check_shape, check_tensor
+from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, give_up
+from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops._shared.plan import Setting
+from tilefold.ops.sparse_search import _reference
+from tilefold.ops.sparse_search.postings import BlockedPostings
+
+if TYPE_CHECKING:
+    from tilefold.ops._shared._triton.program import Program
+
+HELD = 1 << 29  # scores of several queries that are held at a time: 2 GB
+_NAME = "sparse_topk"
+
+
+def sparse_topk(
+    postings: BlockedPostings,
+    terms: Tensor,
+    weights: Tensor,
+    k: int,
+    *,
+    allowed: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` documents of the highest inner product with each sparse query, exact and the same bits in every run.
+
+    With query weights ``q_t`` and document weights ``w_t``, and ``s`` the largest power of two for which
+    ``s sum_t q_t max w_t`` is below 2^31::
+
+        score = 1/s sum_t max(1, round(s q_t w_t))                          over the terms that both have
+
+    Sums of integers do not depend on their order, so that additions may happen in any. A term adds an error of at most
+    2^-30 of the highest score that a document could have. Not differentiable.
+
+    Args:
+        postings: of the documents, on the device of the queries.
+        terms: ``[Nq, T]`` int32. What lies outside of the vocabulary counts nothing. It is fast to have the terms of
+            most documents first.
+        weights: ``[Nq, T]`` fp32, finite; those of 0 and below count nothing.
+        k: how many; all documents where there are fewer.
+        allowed: ``[N]`` bool or uint8, nonzero for documents that may be found; ``None`` for all.
+        impl: ``"auto"``, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        ``[Nq, min(k, N)]`` fp32 scores, falling, and int64 documents, equal scores by document. Documents that share
+        no term are not found: 0 and -1 stand behind the last.
+
+    Raises:
+        TypeError, ValueError: for tensors of other dtypes, shapes and devices, and a ``k`` below 1.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a positive integer, got {k!r}.")
+    check_shape("terms", check_tensor("terms", terms), "Nq T")
+    check_dtype("terms", terms, (torch.int32,), "use terms.int().")
+    check_shape("weights", check_tensor("weights", weights), "Nq T", Nq=terms.size(0), T=terms.size(1))
+    check_dtype("weights", weights, (torch.float32,), "use weights.float().")
+    if allowed is not None:
+        check_shape("allowed", check_tensor("allowed", allowed), "N", N=postings.n_documents)
+        check_dtype("allowed", allowed, (torch.bool, torch.uint8), "use allowed != 0.")
+        allowed = allowed.contiguous().view(torch.uint8)
+    check_same_device("postings", postings.weights, {"terms": terms, "weights": weights, "allowed": allowed})
+    terms, weights, k = terms.contiguous(), weights.contiguous(), min(k, postings.n_documents)
+    if not terms.numel():
+        return weights.new_zeros(terms.size(0), k), terms.new_full((terms.size(0), k), -1, dtype=torch.int64)
+    if resolve_impl(impl, terms.device, _NAME) == "triton":
+        try:
+            found: tuple[Tensor, Tensor] = run(_by_kernels, terms, weights, postings, k, allowed)
+            return found
+        except KernelUnavailableError as error:
+            if impl == "triton":
+                raise
+            give_up(_NAME, terms.device, str(error), SLOWER)
+    return _reference.topk(postings, terms, weights, k, allowed)
+
+
+def _by_kernels(
+    terms: Tensor, weights: Tensor, postings: BlockedPostings, k: int, allowed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    given = (postings.offsets, postings.places, postings.weights, postings.largest, allowed)
+    step = max(1, HELD // postings.n_documents)
+    found: list[Sequence[Tensor | None]] = []
+    for low in range(0, terms.size(0), step):
+        own = terms[low : low + step], weights[low : low + step]
+        sizes = postings.n_documents, postings.n_terms, terms.size(1), own[0].size(0), k
+        aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in (*own, *given))
+        found.append(_program(terms.device, aligned, allowed is not None, *sizes)(*own, *given))
+    values, documents = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+    return cast(Tensor, values).view(torch.float32), cast(Tensor, documents)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(device: torch.device, aligned: bool, allowed: bool, *sizes: int) -> Program:
+    """Program of calls of these sizes."""
+    from tilefold.ops._shared._triton.program import Program  # needs Triton, as plans do
+    from tilefold.ops.sparse_search import plans
+
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    setting = Setting(capability, 0, tf32=False, aligned=aligned, given_up=frozenset())
+    plan = plans.search(capability, allowed, *sizes)
+    return Program(plan, plans.GIVEN, plans.results(*sizes[-2:]), device, setting)

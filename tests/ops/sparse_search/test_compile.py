@@ -1,0 +1,29 @@
+"""Kernels of exact sparse search build for Ampere, Hopper and Blackwell without a GPU, and hardly spill."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from tests.kernels import triton_interpreted
+from tests.ops.cross_compile import check, compile_kernel
+from tilefold.ops.sparse_search import plans
+
+pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
+
+TYPES = dict.fromkeys(
+    ["term_ptr", "score_ptr", "group_ptr", "high_ptr", "member_ptr", "listed_ptr", "value_ptr"], "*i32"
+) | dict.fromkeys(["weight_ptr", "posting_ptr", "largest_ptr"], "*fp32")
+TYPES |= {"offset_ptr": "*i64", "place_ptr": "*i16", "allowed_ptr": "*u8", "document_ptr": "*i64"}
+
+
+@pytest.mark.parametrize(("n", "queries", "k"), [(8_800_000, 1, 100), (1_000_000, 512, 1000)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_build(capability: int, n: int, queries: int, k: int) -> None:
+    for step in plans.search(divmod(capability, 10), True, n, 30_522, 44, queries, k).steps:
+        types, constants = dict.fromkeys(step.kernel.arg_names, "i32") | TYPES, dict(step.constants)
+        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        compiled = compile_kernel(step.kernel, types, constants, capability, warps, stages)
+        # what lists the best documents puts away some, once per query
+        check(compiled, capability, name=step.kernel.__name__, most=168, looped=1 / 60)
