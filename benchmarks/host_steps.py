@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import host_time
 from tilefold.ops._shared import calls, impl, internals, operator
-from tilefold.ops._shared._triton import cuda_driver, launch, tensors
+from tilefold.ops._shared._triton import cuda_driver, launch
 from tilefold.ops.entmax_attention import configs as attention_configs
 
 
@@ -58,8 +58,8 @@ def main() -> int:
 def without_a_gpu() -> None:
     """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
     host_time.DEVICE = "cpu"
-    modules: tuple[Any, ...] = (impl, calls, internals, launch, tensors, cuda_driver, operator)
-    implementations, keys, private, launching, memory, driver, operators = modules
+    modules: tuple[Any, ...] = (impl, calls, internals, launch, cuda_driver, operator)
+    implementations, keys, private, launching, driver, operators = modules
     attention: Any = attention_configs
     implementations.resolve_impl = lambda *_: "triton"
     implementations.INTERPRETER_FAULTS = {}
@@ -67,10 +67,9 @@ def without_a_gpu() -> None:
     private.torch._C._cuda_getCurrentRawStream = abs
     private.tma_encoder = lambda descriptor, description: lambda address: (address, None)  # its matrix's
     torch.cuda.current_device = lambda: 0
-    memory.sm_count = lambda device: 132
     operators.may_look = lambda first: False  # the host looks at values on the CPU only
     operators.capability_of = attention.capability_of = lambda device: (9, 0)
-    operators.sm_count = memory.sm_count
+    operators.sm_count = lambda device: 132
     driver.enter_context = lambda index: None
     driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

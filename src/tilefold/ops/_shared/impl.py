@@ -38,6 +38,18 @@ def _why_not_on(device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of ``device``; 3 where kernels are interpreted."""
+    return 3 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of ``device``; ``(0, 0)`` where kernels are interpreted."""
+    compiled = device.type == "cuda" and not triton_interpreted()
+    return torch.cuda.get_device_capability(device) if compiled else (0, 0)
+
+
 def why_not_triton(device: torch.device) -> str | None:
     """The reason that the Triton kernels cannot run on ``device``, or ``None`` if they can."""
     if not triton_installed():

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from tilefold.ops._shared import calls, fallback
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared._triton.tensors import capability_of, sm_count
 from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, gradient_key, run
 from tilefold.ops._shared.checks import check_choice
-from tilefold.ops._shared.impl import IMPLS, host_may_read, settled
+from tilefold.ops._shared.impl import IMPLS, capability_of, host_may_read, settled, sm_count
 from tilefold.ops._shared.internals import is_eager, tf32_allowed
 from tilefold.ops._shared.plan import Buffer, Setting, Take, Values, taker
 

@@ -91,6 +91,21 @@ class Plan(NamedTuple):
     fills: Mapping[str, float] = {}  # the number that all entries of a result have before the steps
 
 
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)``; Triton's own costs microseconds per call on the host."""
+    return -(-a // b)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The first power of two that is no less than ``n``."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def one_byte(mask: Tensor) -> Tensor:
+    """A mask, nonzero = keep, contiguous and in one byte per entry, so that kernels are compiled for few dtypes."""
+    return (mask if mask.dtype.itemsize == 1 else mask != 0).contiguous()
+
+
 def contiguous(dtype: torch.dtype | None = None, /, **tensors: Tensor | None) -> tuple[TorchStep, ...]:
     """Steps that copy those tensors which are not contiguous, or not in ``dtype``, by name."""
     cast = partial(Tensor.to, dtype=dtype, memory_format=torch.contiguous_format)

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, contiguous
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, TorchStep, cdiv, contiguous, power_of_two
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 from tilefold.ops.entmax._triton.rows import _backward_kernel, _forward_kernel

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
-from tilefold.ops._shared._triton.tensors import capability_of
 from tilefold.ops._shared.entmax_root import (
     ENTMAX15,
     GENERIC,
@@ -23,7 +22,7 @@ from tilefold.ops._shared.entmax_root import (
     STEEP,
     kernel_kind,
 )
-from tilefold.ops._shared.impl import chosen_impl, triton_interpreted
+from tilefold.ops._shared.impl import capability_of, chosen_impl, triton_interpreted
 from tilefold.ops._shared.plan import Buffer
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared._triton.tensors import cdiv, one_byte, power_of_two
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.philox import dropout_threshold
-from tilefold.ops._shared.plan import Plan, Setting, Steps, TorchStep, contiguous
+from tilefold.ops._shared.plan import Plan, Setting, Steps, TorchStep, cdiv, contiguous, one_byte, power_of_two
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
 from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.operator import setting_of
-from tilefold.ops._shared.plan import Instead, Setting
+from tilefold.ops._shared.plan import Instead, Setting, cdiv
 from tilefold.ops._shared.tuning import Between, Row, lookup
 
 Constants = dict[str, Any]  # of a kernel, by their names

@@ -11,11 +11,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
-from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops._shared.plan import Plan, Setting, Steps, contiguous
+from tilefold.ops._shared.plan import Plan, Setting, Steps, cdiv, contiguous, power_of_two
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
-from tilefold.ops._shared._triton.tensors import power_of_two
+from tilefold.ops._shared.plan import power_of_two
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 

@@ -12,11 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared._triton.offsets import int32_launch
-from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
-from tilefold.ops._shared.plan import Instead, Plan, Setting, Steps, TorchStep, contiguous
+from tilefold.ops._shared.plan import Instead, Plan, Setting, Steps, TorchStep, cdiv, contiguous, power_of_two
 from tilefold.ops._shared.winners import no_winner
 from tilefold.ops.maxsim._problem import (
     RESULTS,

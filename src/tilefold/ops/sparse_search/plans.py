@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilefold.ops._shared._triton.tensors import power_of_two
-from tilefold.ops._shared.plan import Buffer, Plan, Steps
+from tilefold.ops._shared.plan import Buffer, Plan, Steps, power_of_two
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.sparse_search._triton.search import best_kernel, block_scores_kernel
 from tilefold.ops.sparse_search.postings import BLOCK

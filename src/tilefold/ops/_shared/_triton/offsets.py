@@ -1,15 +1,28 @@
-"""Offsets and indices that come from outside, in int32 or int64, as kernels compute with them: in int32."""
+"""Offsets and indices from outside, int32 or int64, as kernels compute with them, in int32; masks of a whole tile."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.tensors import cdiv
-from tilefold.ops._shared.plan import Launch
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.plan import Launch, cdiv
 
 INT32_MAX = tl.constexpr(2147483647)
 BLOCK = 1024
+_INTERPRETED = tl.constexpr(triton_interpreted())
+
+
+@triton.jit
+def mask_if(mask, condition):
+    """``mask`` where the one ``condition`` holds, else nothing.
+
+    The interpreter spreads a condition as integers, which its loads and stores refuse as a mask from Triton 3.9 on.
+    """
+    if _INTERPRETED:
+        return (mask & condition) != 0
+    else:
+        return mask & condition
 
 
 @triton.jit

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
-from tilefold.ops._shared._triton.tensors import cdiv
 from tilefold.ops._shared.internals import LaunchAt, hooked
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, Take, TorchStep, View, taker
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, Take, TorchStep, View, cdiv, taker
 
 MAX_TOGETHER = 1 << 20  # bytes of scratch that are held for a step longer than it is read: each block costs the host
 PIECE_ALIGNMENT = 128  # bytes, of scratch in a block: as much as the L2 cache reads at a time

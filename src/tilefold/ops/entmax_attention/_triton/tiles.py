@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.entmax import needs_care, root_power, saturated, weight_and_slope
-from tilefold.ops._shared._triton.masks import mask_if
-from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 
 # numbers that every kernel of a call is told, and is built once for
 TOLD = [

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import activate, slope_from_score
-from tilefold.ops._shared._triton.masks import mask_if
-from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 from tilefold.ops.lsr_head._triton.max_backward import HEADROOM, MIN_POWER, _inverse, _power_of_two
 
 CHECK_BLOCK = tl.constexpr(256)  # sequences whose offsets are looked at a time

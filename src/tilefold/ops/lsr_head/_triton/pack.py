@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.masks import mask_if
-from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 
 BLOCK_ROWS = 32  # rows that one program copies
 BLOCK_D = 128

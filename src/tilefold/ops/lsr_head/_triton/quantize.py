@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import launch
-from tilefold.ops._shared._triton.tensors import cdiv, power_of_two
+from tilefold.ops._shared.plan import cdiv, power_of_two
 
 FP8_MAX = tl.constexpr(448.0)
 TINY = tl.constexpr(2.0**-126)

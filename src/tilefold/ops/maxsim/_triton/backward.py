@@ -12,7 +12,7 @@ each, keeps the rows in its tile in a short list of its own, in the order of the
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.masks import mask_if
+from tilefold.ops._shared._triton.offsets import mask_if
 from tilefold.ops.maxsim._triton.device import (
     ALL,
     GROUPED,

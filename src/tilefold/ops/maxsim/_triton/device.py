@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.masks import mask_if
+from tilefold.ops._shared._triton.offsets import mask_if
 
 ALL = tl.constexpr(0)
 GROUPED = tl.constexpr(1)

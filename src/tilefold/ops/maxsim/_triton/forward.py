@@ -9,7 +9,7 @@ in a small buffer, which a second kernel adds up in a fixed order. For listed pa
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.masks import mask_if
+from tilefold.ops._shared._triton.offsets import mask_if
 from tilefold.ops.maxsim._triton.device import (
     INDEX,
     SIZES,
