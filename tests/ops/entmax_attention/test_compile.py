@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -98,13 +99,13 @@ LOOPED = {((3, 4), "bf16", 80, "dkv"): 1 / 64, ((3, 4), "fp32", 90, "dkv"): 1e-3
 ALPHAS = {"softmax": 1.0, "entmax15": 1.5, "sparsemax": 2.0, "gentle": 1.25, "steep": 1.75}  # others: a tensor
 
 
-def way_config(dtype: torch.dtype, dim: int, capability: int) -> configs.AttentionConfig:
+def way_config(dtype: torch.dtype, dim: int, capability: int) -> Mapping[str, Any]:
     return configs.config_for(dtype, dim, divmod(capability, 10))
 
 
 def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
     """Whether the resident kernel is ever launched: Triton 3.6 fails to build it for 10.0."""
-    return way_config(dtype, dim, capability).resident > 0
+    return bool(way_config(dtype, dim, capability)["resident"] > 0)
 
 
 def launched(
@@ -127,7 +128,7 @@ def launched(
         saved = AttentionSaved(*tensors, q, torch.empty(4, *tensors.stats_shape, device="meta"), live)
         plan = plans.backward(q, saved, options, (True, True, True, bool(asked.get("need_alpha"))), setting)
     else:
-        short = keys <= way_config(dtype, dim, capability).short
+        short = keys <= way_config(dtype, dim, capability)["short"]
         training = name in ("resident", "output") or (name == "roots" and not short)
         plan = plans.forward(tensors, options, training, setting)
     kernel = beside or {"inference": "output"}.get(name, name)
@@ -140,7 +141,7 @@ def build(
     if name == "resident":
         if not is_built(dtype, dim, capability):
             pytest.skip("that way is never taken there")
-        keys = way_config(dtype, dim, capability).resident if keys == 4096 else keys
+        keys = way_config(dtype, dim, capability)["resident"] if keys == 4096 else keys
     launch = launched(name, dtype, dim, kind, capability, keys, **asked)
     assert launch.constants["KIND"] == kind
     flags = dict(launch.constants)

@@ -6,7 +6,6 @@ Nothing is searched at run time.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,43 +23,12 @@ from tilefold.ops._shared.entmax_root import (
 )
 from tilefold.ops._shared.impl import capability_of, chosen_impl, triton_interpreted
 from tilefold.ops._shared.plan import Buffer
-from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops._shared.tuning import Between, Facts, Row, lookup
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 
 CLOSED = (SOFTMAX, ENTMAX15, SPARSEMAX)
 # Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are listed.
 RESIDENT, SHORT, LISTS = "resident", "short", "lists"
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Tiles of the attention kernels; registers are the most of a thread, ``None`` as many as the assembler gives it.
-
-    Of :data:`LISTS`, ``rows`` and ``keys`` are the granularity of the map of live blocks: they depend on the dtype, the
-    head dimension and the device, on nothing that may change between forward and backward.
-    """
-
-    rows: int  # queries of a tile
-    keys: int  # keys of a block
-    num_warps: int  # of the kernels that walk blocks of keys
-    num_stages: int  # of that of dq
-    forward_stages: int  # of the kernels of forward that walk blocks
-    precision: str  # input_precision of fp32 products
-    resident: int  # the most keys whose scores stay on chip without spills; -1 where that kernel is never built
-    resident_rows: int  # queries of a tile of that kernel
-    resident_warps: int  # its warps
-    short: int  # the most keys of a row whose blocks are all visited, without a map of live ones
-    dkv_keys: int  # keys of a tile of the kernel of dk and dv, a multiple of keys
-    dkv_queries: int  # queries that it takes in a step, a divisor of rows
-    dkv_warps: int  # its warps
-    dkv_stages: int  # its stages
-    programs: int  # of the persistent kernel, for each multiprocessor
-    registers: int | None  # with one accumulator or none: four programs of 4 warps then share a multiprocessor
-    wide_registers: int | None  # of the output with two accumulators and dq with the sums of alpha: three programs do
-    dkv_registers: int | None  # of the kernel of dk and dv
-    ptx_options: str | None = None  # what the assembler is told besides what Triton tells it
-
-
 FP32 = {"dtype": torch.float32}
 HOPPER = {"capability": (9, 0), "head_dim": Between(most=64)}  # in 16 bits: fp32 has rows behind these
 ANY_ALPHA = frozenset({GENERIC, GENERIC16, GENTLE, STEEP})
@@ -69,7 +37,15 @@ COMPILED = "compiled without spills with Triton 3.6, not timed"
 # Facts besides dtype, head_dim, capability and release. Rows that need few registers are simple: of a closed form of a
 # constant alpha, with nothing hidden.
 USUAL = {"kind": ENTMAX15, "way": LISTS, "tf32": False, "dropout": False, "simple": False, "training": True}
-# Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
+# Fields: rows and keys of a tile; of LISTS they are the granularity of the map of live blocks, and depend on the dtype,
+# the head dimension and the device, on nothing that may change between forward and backward; num_warps of the kernels
+# that walk blocks of keys, num_stages of that of dq, forward_stages of those of forward; precision of fp32 products;
+# resident, the most keys whose scores stay on chip without spills, -1 where that kernel is never built, with tiles of
+# resident_rows; short, the most keys of a row whose blocks are all visited; dkv_keys, a multiple of keys, and
+# dkv_queries, a divisor of rows, of the kernel of dk and dv; programs of the persistent kernel for each multiprocessor;
+# registers, the most of a thread, None for as many as the assembler gives it: with one accumulator or none, where four
+# programs of 4 warps share a multiprocessor, and wide_registers of the output with two and dq with the sums of alpha,
+# where three do. Every tile fits the 99 KB of shared memory of 8.6, 8.9 and 12.0.
 TABLE = (
     Row(
         {},
@@ -171,10 +147,10 @@ TABLE = (
 
 
 @functools.lru_cache(maxsize=256)
-def config_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], **facts: object) -> AttentionConfig:
+def config_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], **facts: object) -> Facts:
     """The configuration for such tensors; ``capability`` is ``(0, 0)`` where kernels are interpreted."""
     facts = {"dtype": dtype, "head_dim": head_dim, "capability": capability} | USUAL | facts
-    return AttentionConfig(**lookup(TABLE, **facts))
+    return {"ptx_options": None} | lookup(TABLE, **facts)
 
 
 def config_of(
@@ -185,7 +161,7 @@ def config_of(
     *,
     tf32: bool = False,
     training: bool = True,
-) -> AttentionConfig:
+) -> Facts:
     """The configuration for a call; ``tf32`` allows TF32 products of fp32 input."""
     q, alpha, dropout = tensors.q, tensors.alpha, tensors.seed is not None
     closed = alpha is None and options.alpha_value in (1.5, 2.0)
@@ -204,10 +180,10 @@ def span(rows: int, options: Options) -> int:
 def way_of(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> str:
     """The way of rows: on chip where they fit, with lists where looking for dead blocks saves more than it costs."""
     config = config_of(tensors, options, capability)
-    if span(config.resident_rows, options) <= config.resident:
+    if span(config["resident_rows"], options) <= config["resident"]:
         return RESIDENT
     widest = config_for(tensors.q.dtype, int(tensors.q.size(-1)), capability, way=SHORT, training=False)  # of all forms
-    return SHORT if span(widest.rows, options) <= config.short else LISTS
+    return SHORT if span(widest["rows"], options) <= config["short"] else LISTS
 
 
 def row_tiles(t: Tensor, rows: int, tensors: AttentionTensors) -> int:
@@ -220,8 +196,8 @@ def live_shape(tensors: AttentionTensors, options: Options, capability: tuple[in
     if way_of(tensors, options, capability) != LISTS:
         return 0, 0, 0
     q, config = tensors.q, config_of(tensors, options, capability)
-    blocks = -(-options.max_seqlen_k // config.keys)
-    return q.size(1), row_tiles(q, config.rows, tensors), -(-blocks // 32)
+    blocks = -(-options.max_seqlen_k // config["keys"])
+    return q.size(1), row_tiles(q, config["rows"], tensors), -(-blocks // 32)
 
 
 def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tuple[Buffer, Buffer, Buffer, Buffer]:

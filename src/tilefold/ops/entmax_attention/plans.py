@@ -19,16 +19,7 @@ from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel
 from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel
 from tilefold.ops.entmax_attention._triton.roots import roots_kernel
 from tilefold.ops.entmax_attention._triton.tiles import nan_if_broken_kernel, tables_kernel
-from tilefold.ops.entmax_attention.configs import (
-    LISTS,
-    RESIDENT,
-    SHORT,
-    AttentionConfig,
-    config_of,
-    row_tiles,
-    span,
-    way_of,
-)
+from tilefold.ops.entmax_attention.configs import LISTS, RESIDENT, SHORT, config_of, row_tiles, span, way_of
 
 PLACES = {  # of tensors, by their kernels' names
     "mask_ptr": "key_padding_mask", "cu_q_ptr": "cu_seqlens_q", "cu_k_ptr": "cu_seqlens_k", "batch_ptr": "q_batch",
@@ -47,7 +38,7 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
     check_interpreted(setting, q.dtype)
     way = way_of(tensors, options, setting.capability)
     config = config_of(tensors, options, setting.capability, way, tf32=setting.tf32, training=training)
-    rows = config.resident_rows if way == RESIDENT else config.rows
+    rows = config["resident_rows"] if way == RESIDENT else config["rows"]
     steps = _steps(tensors, options, config, rows)
     steps.buffers = dict.fromkeys((*([] if training else ["out2"]), *([] if way == LISTS else ["live"])))
     if not training and not options.support:
@@ -70,25 +61,25 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
     _add_tables(steps, tensors, (tiles, rows))
     grid, lists = (tiles, q.size(1)), {"list_ptr": "lists", "count_ptr": "counts"}
     if way == RESIDENT:
-        own = {"BLOCK_N": power_of_two(span(rows, options)), "num_warps": config.resident_warps, "num_stages": 1}
+        own = {"BLOCK_N": power_of_two(span(rows, options)), "num_warps": config["resident_warps"], "num_stages": 1}
         steps.launch(resident_kernel, grid, own)
     else:
-        blocks = span(rows, options) // config.keys + 2
+        blocks = span(rows, options) // config["keys"] + 2
         programs, words = tiles * q.size(1), 0
         if way == LISTS:
             # persistent programs that follow each other in one place: more balance what tiles cost, and take scratch
             turns = max(1, min(4, 264 // blocks))
-            programs = min(programs, config.programs * turns * setting.multiprocessors)
-            words = cdiv(options.max_seqlen_k, 32 * config.keys)
+            programs = min(programs, config["programs"] * turns * setting.multiprocessors)
+            words = cdiv(options.max_seqlen_k, 32 * config["keys"])
             steps.buffer("maxima", (programs, blocks, rows))
             steps.buffer("lists", (q.size(1), tiles, blocks), torch.int32)
             steps.buffer("counts", (q.size(1), tiles), torch.int32)
         steps.values |= {
-            "LISTS": way == LISTS, "BLOCK_N": config.keys, "tiles": tiles, "blocks": blocks, "words": words,
-            "num_stages": config.forward_stages, "num_warps": config.num_warps, "maxnreg": config.registers,
+            "LISTS": way == LISTS, "BLOCK_N": config["keys"], "tiles": tiles, "blocks": blocks, "words": words,
+            "num_stages": config["forward_stages"], "num_warps": config["num_warps"], "maxnreg": config["registers"],
         }  # fmt: skip
         steps.launch(roots_kernel, (programs,), {"WIDTH": 16 if blocks <= 18 else 32}, lists)
-        registers = config.wide_registers if training else config.registers
+        registers = config["wide_registers"] if training else config["registers"]
         steps.launch(output_kernel, grid, {"maxnreg": registers}, lists)
     steps.steps += after
     if packed:
@@ -112,35 +103,36 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
         live = None
     need_q, need_k, need_v, need_alpha = needs
     config = config_of(tensors, options, setting.capability, SHORT if live is None else LISTS, tf32=setting.tf32)
-    steps = _steps(tensors, options, config, config.rows)
+    steps = _steps(tensors, options, config, config["rows"])
     steps.buffer("delta", tensors.stats_shape)
     if need_alpha:
         steps.buffer("terms", tensors.stats_shape)
     given = _operands(steps, tensors, dout=dout, out2=saved.out2)
     wanted = {f"d{name}": t for name, t, need in zip("qkv", (q, k, v), needs[:3], strict=True) if need}
     after = _written(steps, **wanted)
-    q_tiles, k_tiles = row_tiles(q, config.rows, tensors), row_tiles(k, config.dkv_keys, tensors)
+    q_tiles, k_tiles = row_tiles(q, config["rows"], tensors), row_tiles(k, config["dkv_keys"], tensors)
     q_per, k_per = (0, 0) if packed else (q_tiles // tensors.batch, k_tiles // tensors.batch)
     listed = q_tiles if packed else q_per  # at most, for a tile of keys
-    blocks, words = (0, 0) if live is None else (cdiv(options.max_seqlen_k, config.keys), live.size(2))
+    blocks, words = (0, 0) if live is None else (cdiv(options.max_seqlen_k, config["keys"]), live.size(2))
     steps.values |= {
         "tiles_per": q_per, "key_tiles_per": k_per, "tiles": q_tiles, "list_length": listed, "blocks": blocks,
-        "LISTS": live is not None, "words": words, "BLOCK_N": config.keys, "KEYS": config.dkv_keys,
-        "QUERIES": config.dkv_queries, "NEED_Q": need_q, "NEED_K": need_k, "NEED_V": need_v, "NEED_ALPHA": need_alpha,
+        "LISTS": live is not None, "words": words, "BLOCK_N": config["keys"], "KEYS": config["dkv_keys"],
+        "QUERIES": config["dkv_queries"], "NEED_Q": need_q, "NEED_K": need_k, "NEED_V": need_v,
+        "NEED_ALPHA": need_alpha,
     }  # fmt: skip
     if need_alpha and packed:  # there may be rows of no sequence, should the offsets be broken
         steps.torch("terms", Tensor.zero_, "terms")
-    _add_tables(steps, tensors, (q_tiles, config.rows), (k_tiles, config.dkv_keys))
+    _add_tables(steps, tensors, (q_tiles, config["rows"]), (k_tiles, config["dkv_keys"]))
     # for every tile of queries the live blocks of keys, and their number
     lists = _add_lists(steps, key_lists_kernel, live, (q_tiles, blocks), {"num_warps": 1, "num_stages": 1})
-    own: dict[str, object] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    own["maxnreg"] = config.wide_registers if need_alpha else config.registers
+    own: dict[str, object] = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+    own["maxnreg"] = config["wide_registers"] if need_alpha else config["registers"]
     own |= _strides(given | {"g": _result(q)}, packed)
     steps.launch(dq_kernel, (q_tiles, q.size(1)), own, lists)
     if need_k or need_v:
         # for every tile of keys the tiles of queries that one of its blocks is live in, and their number
         lists = _add_lists(steps, query_lists_kernel, live, (k_tiles, listed), SMALL)
-        own = {"num_warps": config.dkv_warps, "num_stages": config.dkv_stages, "maxnreg": config.dkv_registers}
+        own = {"num_warps": config["dkv_warps"], "num_stages": config["dkv_stages"], "maxnreg": config["dkv_registers"]}
         own |= _strides(given | {"g": _result(k), "w": _result(v)}, packed)
         steps.launch(dkv_kernel, (k_tiles, k.size(1)), own, lists)
     steps.steps += after
@@ -163,7 +155,7 @@ def _add_lists(
     return places
 
 
-def _steps(tensors: AttentionTensors, options: Options, config: AttentionConfig, rows: int) -> Steps:
+def _steps(tensors: AttentionTensors, options: Options, config: Mapping[str, Any], rows: int) -> Steps:
     """A plan in the making, with numbers and constants of a call's kernels."""
     q, k, alpha, packed = tensors.q, tensors.k, tensors.alpha, tensors.packed
     heads, dim, p, scale = q.size(1), q.size(-1), options.dropout_p, options.scale
@@ -177,7 +169,7 @@ def _steps(tensors: AttentionTensors, options: Options, config: AttentionConfig,
         "CAUSAL": options.causal, "WINDOW": options.window >= 0, "HAS_MASK": tensors.key_padding_mask is not None,
         "PACKED": packed, "DROPOUT": tensors.seed is not None,
         "EXACT": scale > 0 and math.frexp(scale)[0] == 0.5,  # multiplying never rounds and keeps the order of scores
-        "PRECISION": config.precision, "ptx_options": config.ptx_options,
+        "PRECISION": config["precision"], "ptx_options": config["ptx_options"],
     }  # fmt: skip
     return Steps(PLACES, values)
 
