@@ -8,9 +8,10 @@ import importlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -130,6 +131,16 @@ def small_heap() -> None:
     """Nor at what was made before a file, for the tests of what collects at every turn: benchmarks, and trainers."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """This process and those that it starts have one thread: on a CPU the order of sums depends on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(wrapper=True)

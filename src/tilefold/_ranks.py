@@ -124,7 +124,7 @@ def joined() -> Iterator[int]:
         if local >= torch.cuda.device_count():
             raise ValueError(f"expected at most {torch.cuda.device_count()} ranks, one for each GPU, got {local + 1}.")
         torch.cuda.set_device(local)
-    else:
+    elif MEET not in os.environ:  # torchrun says one
         torch.set_num_threads(share)
     meet = os.environ.get(MEET)
     dist.init_process_group(

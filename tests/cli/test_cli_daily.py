@@ -6,6 +6,7 @@ import io
 import json
 import re
 import resource
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -240,6 +241,7 @@ def test_of_a_setting_that_was_given_twice_the_last_one_counts_and_it_is_said(ca
     assert twice.err.splitlines()[0] == "--k was given twice: the last one counts."
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_encode_says_how_many_texts_were_cut_alone_and_with_others(call: Call, cut: Path, tmp_path: Path) -> None:
     asked = ("encode", "--model", cut / "model", "--data", cut / "data", "--shard-size", "4", "--output")
     outcome = call(*asked, tmp_path / "one", "--json")
@@ -271,6 +273,22 @@ def test_queries_and_dense_texts_that_were_cut_are_said(call: Call, cut: Path) -
     dense = call("evaluate", "--model", "minilm", "--max-length", "12", "--data", cut / "data", "--json")
     said = re.findall(r"(\d+) of (\d+) (\w+) were cut at 12 tokens", dense.err)
     assert [(total, what) for _, total, what in said] == [("16", "documents")], dense.err
+
+
+def test_ctrl_c_ends_a_process_that_trains(work: Path, masked_lm: str, tmp_path: Path) -> None:
+    asked = ("train", "--data", work / "data", "--model", masked_lm, "--steps", 10**5, "--batch-size", 4)
+    options, log = ("--save-minutes", 0, "--output", tmp_path / "m"), tmp_path / "stderr"
+    with programs.start("-m", "tilefold.cli", *asked, *options, stderr=log) as process:
+        try:
+            until = time.monotonic() + 120
+            while not list(tmp_path.glob("m.training/checkpoint-*/tilefold_whole.json")):
+                assert process.poll() is None and time.monotonic() < until, log.read_text()
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    assert "Finished work is kept" in log.read_text() and "Traceback" not in log.read_text()
 
 
 def test_encode_says_where_it_resumes(call: Call, cut: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.teachers import ensemble
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_two_processes_write_what_one_writes_and_say_it_once(tmp_path: Path) -> None:
     data = tmp_path / "documents.jsonl"
     data.write_text("\n".join(json.dumps({"_id": f"d{i}", "text": "cats sleep " * (i % 5 + 1)}) for i in range(20)))

@@ -27,6 +27,7 @@ from tilefold.retrieval._meeting import KEPT, Meeting
 from tilefold.retrieval._streamed import Shard
 from tilefold.retrieval.errors import RankError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS: dict[str, Any] = {"shard_size": 8, "top_k": 20, "batch_tokens": 60}
 TEXTS: dict[str, Any] = {
     **{f"d{i}": "cats sleep and dogs run " * (i % 7) + f"text {i}" for i in range(70)},

@@ -22,6 +22,7 @@ from tilefold.retrieval.on_ray import TRIED, TRIES, ClusterError, RayCluster, Wo
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.text_ranges import HeldTexts, StoredTexts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS: dict[str, Any] = {f"d{i}": "cats sleep " * (i + 1) for i in range(8)} | {"number": 5}
 ENCODING = SparseEncoding(top_k=20, batch_size=2)
 
@@ -114,11 +115,14 @@ def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(hel
     assert [again.has_shard(number) for number in range(5)] == [True, True, False, True, False]
     assert len(again.manifest.shards) == 2, "the others are listed when none is missing before them"
     times = {file: file.stat().st_mtime_ns for file in held.folder.glob("part-*.parquet")}
-    held.ask(held.worker(), 2, 3, 4)
+    held.ask(worker := held.worker(), 2, 3, 4)
     assert again.receive([2, 3, 4]) == {2, 3, 4}
     assert {file: file.stat().st_mtime_ns for file in times} == times
+    held.ask(worker, 1)  # on a machine that Ray has given up
     again.finish(len(TEXTS))
     assert held.same(alone)
+    (problem,) = held.ask(worker, 1)
+    assert "the command has ended" in problem and not list(held.folder.glob("*.receipt.json"))
 
 
 def test_receipts_of_other_settings_or_half_written_files_count_for_nothing(held: Held, splade: Any) -> None:

@@ -202,7 +202,7 @@ class ShardWriter(ABC, Generic[M, V]):
                 stale.unlink(missing_ok=True)
         remove_leftovers(self.path)
         if resume:
-            self.receive(int(file.name.split("-")[1].split(".")[0]) for file in receipts)
+            self.receive()
 
     def listed(self) -> M:
         """The manifest on disk, which another process may have written."""
@@ -250,8 +250,10 @@ class ShardWriter(ABC, Generic[M, V]):
         """SHA-256 of what makes the folder this one."""
         return hashlib.sha256(json.dumps(self.identified(self.manifest), sort_keys=True).encode()).hexdigest()
 
-    def receive(self, numbers: Iterable[int]) -> set[int]:
+    def receive(self, numbers: Iterable[int] | None = None) -> set[int]:
         """Take and list shards whose receipts are there, as far as none is missing before; those that were found."""
+        if numbers is None:
+            numbers = [int(file.name.split("-")[1].split(".")[0]) for file in self.path.glob(RECEIPTS)]
         found = ((number, Receipt.read(self.path, number, self.key)) for number in numbers)
         taken = {n: each for n, each in found if each and (each.shard["rows"] or len(each.failed) < TOO_MANY)}
         self._received |= taken
@@ -304,8 +306,7 @@ class ShardWriter(ABC, Generic[M, V]):
         """Write the file of shard `number`, of which `cut` says how many texts were cut; its entry for the manifest."""
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
-        digest = self._save_shard(vectors, file)
-        return {"file": file.name, **self._counts(vectors), "sha256": digest} | _cut(cut)
+        return {"file": file.name, **self._counts(vectors), "sha256": self._save_shard(vectors, file)} | _cut(cut)
 
     def leave_shard(self, number: int, vectors: V, failed: Mapping[str, str], cut: Truncation | None) -> None:
         """Write shard `number` with a receipt, for :meth:`receive` of the writer that holds the folder."""
@@ -337,6 +338,7 @@ class ShardWriter(ABC, Generic[M, V]):
 
     def finish(self, n_texts: int | None = None) -> M:
         """Mark the folder as complete; ``DataError`` unless each of `n_texts` has a row or a reason why not."""
+        self.receive()  # what a lost worker wrote once more
         rows, errors = self.manifest.n_documents, len(self.manifest.failed)
         if n_texts is not None and rows + errors != n_texts:
             got = f"{rows} rows and {errors} errors. Write the vectors again with {_ANEW}"

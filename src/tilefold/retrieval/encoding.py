@@ -74,8 +74,9 @@ def encode_collection(
             earlier vectors are discarded.
         group: the ranks of ``torch.distributed`` that share the work: a process group, ``"world"`` for all of them, if
             there are any, or None for this process alone. Every rank calls with the same arguments and gets the same
-            manifest; the folder holds the bytes that one process writes. A rank takes the next shard when it is ready
-            for one, so shards should be many more than ranks; only whole ones are kept. The first calls `progress`.
+            manifest; the folder holds the bytes that one process writes, on a CPU with as many threads. A rank takes
+            the next shard when it is ready for one, so shards should be many more than ranks; only whole ones are kept.
+            The first calls `progress`.
 
     Returns:
         The complete manifest.

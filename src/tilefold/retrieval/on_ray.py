@@ -339,6 +339,8 @@ class Worker:
     def _leave(self, shard: Shard[Any]) -> None:
         vectors, failed = shard.assembled(self.job)
         check_some(shard.number, len(vectors), failed, nothing_yet=False)
+        if not (self.writer.path / self.work.beacon).is_file():
+            raise FileNotFoundError("the command has ended, and what comes late is not written.")
         self.writer.leave_shard(shard.number, vectors, failed, shard.cut)
         shard.written()
 
