@@ -7,6 +7,7 @@ would.
 from __future__ import annotations
 
 import ast
+import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +41,15 @@ from tests.ops.samples import (
 )
 from tests.ops.toy import TOY, TWO_LAUNCHES, toy
 from tests.refusals import refused
-from tilefold.ops import lsr_head, xtr_scores
+from tilefold.ops import lsr_head, maxsim, quantize_tokens, xtr_scores
 from tilefold.ops.entmax.api import ENTMAX
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import lsr_head_rows
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.ops.maxsim.xtr import XTR
+from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
+from tilefold.ops.sparse_search import api as search
 from tilefold.ops.token_scatter.api import SCATTER
 
 OPS = Path(impl.__file__).resolve().parents[1]
@@ -72,8 +75,26 @@ def capacity(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
     return lsr_head(hidden, weight, impl=impl) if found is None else found.counts
 
 
+@functools.cache
+def postings_on(device: torch.device) -> BlockedPostings:
+    """Every document has two of ten terms."""
+    offsets, documents = torch.arange(0, 61, 6), (torch.arange(60).view(10, 6) * 7 % 30).sort(dim=1).values.flatten()
+    return BlockedPostings.of(offsets, documents.int(), torch.linspace(0.1, 1, 60), 30, device)
+
+
+def found(weights: Tensor, impl: str) -> Tensor:
+    """Scores of sparse queries of the first terms."""
+    terms = torch.arange(weights.size(1), dtype=torch.int32, device=weights.device).expand_as(weights)
+    known = impl if impl in ("auto", "triton") else "reference"
+    return sparse_topk(postings_on(weights.device), terms, weights.detach().abs(), 5, impl=known)[0]
+
+
 def inference(name: str, function: Any, *shapes: tuple[int, ...], **options: Any) -> Sample:
     return Sample(name, function, shapes, options, inference=True)
+
+
+def fp8_documents(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
+    return maxsim(queries, quantize_tokens(documents, "fp8"), **options)
 
 
 LONG_MASK = [[1] * 40 + [0] * 2060, [0] * 2100]
@@ -133,14 +154,17 @@ CASES: dict[str, Sample] = {
     ),
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
     "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
-    "maxsim/stream.stream_kernel": inference("maxsim", quantized_documents, QUERIES, DOCUMENTS),
+    "maxsim/shared.shared_pass_kernel": inference("maxsim", quantized_documents, QUERIES, DOCUMENTS),
+    "maxsim/stream.stream_kernel": inference("maxsim", fp8_documents, QUERIES, DOCUMENTS),
     "maxsim/backward.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
+    "sparse_search/search.best_kernel": inference("sparse_topk", found, (2, 7)),
+    "sparse_search/search.block_scores_kernel": inference("sparse_topk", found, (2, 7)),
     "token_scatter/scatter.gather_kernel": scatter(),
     "token_scatter/scatter.scatter_kernel": scatter(reduce="sum"),
 }
 ONLY_ON = {"lsr_head/max_forward_hopper.max_forward_hopper_kernel": (9, 0)}
 every_kernel = pytest.mark.parametrize("name", CASES)
-COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head)]
+COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head, found)]
 CACHES = [room.calls for room in (ATTENTION, HEAD, MAXSIM, XTR, SCATTER, ENTMAX, TOY)]
 
 
@@ -175,6 +199,7 @@ def forget_plans() -> None:
     launch._launcher.cache_clear()
     for cache in CACHES:
         cache.clear()
+    search._program.cache_clear()
 
 
 @pytest.fixture
