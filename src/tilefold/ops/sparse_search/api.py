@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.calls import ALIGNMENT, run
 from tilefold.ops._shared.checks import check_dtype, check_same_device, check_shape, check_tensor
-from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, give_up
+from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, attempt, give_up, refuse_capture
 from tilefold.ops._shared.impl import resolve_impl
 from tilefold.ops._shared.plan import Setting
 from tilefold.ops.sparse_search import _reference
@@ -75,13 +75,14 @@ def sparse_topk(
     if not terms.numel():
         return weights.new_zeros(terms.size(0), k), terms.new_full((terms.size(0), k), -1, dtype=torch.int64)
     if resolve_impl(impl, terms.device, _NAME) == "triton":
-        try:
-            found: tuple[Tensor, Tensor] = run(_by_kernels, terms, weights, postings, k, allowed)
-            return found
-        except KernelUnavailableError as error:
-            if impl == "triton":
-                raise
-            give_up(_NAME, terms.device, str(error), SLOWER)
+        made = attempt(run, _by_kernels, terms, weights, postings, k, allowed)
+        if not isinstance(made, KernelUnavailableError):
+            return made
+        if impl == "triton":
+            raise made
+        give_up(_NAME, terms.device, str(made), SLOWER)
+    if impl == "auto":
+        refuse_capture(_NAME, terms.device)
     return _reference.topk(postings, terms, weights, k, allowed)
 
 
