@@ -75,7 +75,8 @@ def sparse_topk(
     if not terms.numel():
         return weights.new_zeros(terms.size(0), k), terms.new_full((terms.size(0), k), -1, dtype=torch.int64)
     if resolve_impl(impl, terms.device, _NAME) == "triton":
-        made = attempt(run, _by_kernels, terms, weights, postings, k, allowed)
+        given = terms, weights, postings, k, allowed
+        made: tuple[Tensor, Tensor] | KernelUnavailableError = attempt(run, _by_kernels, *given)
         if not isinstance(made, KernelUnavailableError):
             return made
         if impl == "triton":
