@@ -194,7 +194,7 @@ PICTURES: list[tuple[Callable[[Path, Path], Path], str, dict[str, str], str]] = 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plot", "measured", "failed", "said"), PICTURES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("plot", "measured", "failed", "said"), PICTURES, ids=["operators", "search", "jobs"])
 def test_results_become_pictures(
     plot: Callable[[Path, Path], Path], measured: str, failed: dict[str, str], said: str, tmp_path: Path
 ) -> None:
