@@ -38,7 +38,7 @@ def build_index(vectors: SparseVectors, backend: str = "exact", **options: objec
 def load_index(path: str | Path) -> SparseIndex:
     """Read a saved index of sparse vectors; a damaged one, or one of a newer schema, is a ``DataError``."""
     name = read_description(path)["backend"]
-    if remedy := {"bm25": "BM25Index.load", DENSE: "DenseIndex.load"}.get(name):
-        raise DataError(f"{path}: expected an index of sparse vectors, got one of backend {name}. Use {remedy}.")
+    if other := {"bm25": "BM25. Use BM25Index", DENSE: "dense vectors. Use DenseIndex"}.get(name):
+        raise DataError(f"{path}: expected an index of sparse vectors, got one of {other}.load.")
     load = _backend(name, f"{path}: backend").load
     return cast("SparseIndex", open_segments(Path(path), load(path), load))
