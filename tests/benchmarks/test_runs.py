@@ -6,15 +6,17 @@ import argparse
 import json
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import causal_lm, feedback, masked_lm, multilingual, recipes, recipes_table
+from benchmarks import causal_lm, feedback, masked_lm, multilingual, quality_table, recipes, recipes_table
 from benchmarks.runs import run_all, take_named
 from tests.recipes.small import small_collection, tiny_masked_lm, wordpiece
 from tilefold.bench.results import read_csv
+from tilefold.cli import main
 from tilefold.recipes import get_recipe
 from tilefold.recipes.decoders import causal_splade
 from tilefold.recipes.lsr import load_base_model
@@ -90,6 +92,28 @@ def test_every_row_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) -> 
     for row in rows:
         assert (row["queries"], row["tuned_on"], row["ndcg10"], row["over_plain"]) == (4, 12, 1.0, 0.0)
         assert math.isnan(row["weight_of_other"]) == (row["place"] == "none")
+
+
+def test_the_commands_of_the_quality_table_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(line: str, folder: Path) -> Any:
+        monkeypatch.chdir(folder)
+        with pytest.raises(SystemExit) as left:
+            main(shlex.split(line))
+        out, err = capsys.readouterr()
+        assert left.value.code == 0, err
+        return json.loads(out) if "--json" in line else None
+
+    monkeypatch.setattr(quality_table, "tilefold", here)
+    whole = small_collection()
+    taken = quality_table.sample(whole, "test", 4, 12)
+    assert taken.documents.keys() < whole.documents.keys() and len(taken.documents) == 12
+    assert all(whole.qrels["test"][query] == grades for query, grades in taken.qrels["test"].items())
+    rows = quality_table.measure(taken, "test", "minilm", 16, tmp_path / "w")
+    assert len({row["row"] for row in rows}) == len(rows) == 13
+    assert [row["row"] for row in rows if row["ndcg10_p_holm"] == ""] == ["bm25"]
+    assert all(0 <= row["ndcg10_low"] <= row["ndcg10"] <= row["ndcg10_high"] <= 1 for row in rows)
 
 
 def test_a_difference_is_paired() -> None:
