@@ -1,12 +1,16 @@
-"""Is interpolation both before and after feedback the best, as arXiv 2205.00235 found? BM25 and dense MiniLM.
+"""Does feedback help, and is interpolation before and after it the best, as arXiv 2205.00235 found?
 
-    python -m benchmarks.feedback --data FOLDER --data pydocs [--split test] [--tune train] [--output FOLDER]
+    python -m benchmarks.feedback --data FOLDER --data pydocs [--sparse MODEL] [--by-title] [--output FOLDER]
 
-For each collection and each of the two retrievers: no feedback, average (k = 3) and Rocchio (alpha .4, beta .6, k = 5),
-each alone and interpolated with the other retriever before feedback, after it, and both ("after" without feedback is
-the plain fusion). Scores are normalised (min-max) over 1,000 documents per ranking. The weight of the other retriever
-is, for each row, the one with the best nDCG@10 on up to 200 queries of the split `--tune`. Differences are means over
-queries of nDCG@10, with their standard errors. Each text is encoded once, up to `--max-length` tokens.
+For each collection and each of BM25, dense MiniLM and a sparse model: no feedback, average (k = 3), Rocchio as
+published (alpha .4, beta .6, k = 5) and by the defaults (equal lengths), each alone and interpolated with another
+retriever (of BM25 dense MiniLM, of the others BM25) before feedback, after it, and both ("after" without feedback is
+the plain fusion). With ``--by-title`` every document with the title of a judged one is relevant, too: a collection of
+many relevant documents. Scores are normalised
+(min-max) over 1,000 documents per ranking. The weight of the other retriever is, for each row, the one with the best
+nDCG@10 on up to 200 queries of the split `--tune` (where that is `--split`, every other query chooses, and the rest is
+measured). Differences are means over queries of nDCG@10, with their standard errors. Each text is encoded once, up to
+`--max-length` tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ import itertools
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +38,34 @@ from tilefold.retrieval import (
     Feedback,
     Interpolation,
     Run,
+    SparseVectors,
     build_index,
+    encode_collection,
     encode_dense,
+    encode_queries,
     evaluate_per_query,
     expand_dense,
     expand_sparse,
     hits_to_run,
     load_collection,
     rank_by_similarity,
+    read_vectors,
     with_feedback,
 )
+from tilefold.retrieval.feedback import Kind
 
 MEASURES = ("nDCG@10", "R@100", "AP")
 DEPTH = 1000
 WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 TUNED_ON = 200
 CSV_KEY = ("collection", "split", "retriever", "method", "place")
-METHODS = {"none": None, "average": Feedback("average"), "rocchio": Feedback("rocchio")}
+METHODS = {
+    "none": None,
+    "average": Feedback("average"),
+    "rocchio": Feedback("rocchio", alpha=0.4, beta=0.6),
+    "rocchio_default": Feedback("rocchio"),
+}
+OTHER = {"bm25": "dense", "dense": "bm25", "sparse": "bm25"}
 PLACES = ("none", "before", "after", "both")
 
 Again = Callable[[Run, Feedback], Run]
@@ -64,8 +80,7 @@ class Ranked:
 
     def run(self, retriever: str, method: str, place: str, weight: float) -> Run:
         """One row's ranking; without feedback every place is a plain interpolation."""
-        other = next(name for name in self.first if name != retriever)
-        first, feedback = self.first[retriever], METHODS[method]
+        other, first, feedback = OTHER[retriever], self.first[retriever], METHODS[method]
         mix = None if place == "none" else Interpolation(place, weight)
         if feedback is None:
             return first if mix is None else mix.mix(first, self.first[other], DEPTH)
@@ -80,7 +95,9 @@ def main(argv: Sequence[str]) -> int:
     file = results_file(options.output, "feedback", provenance)
     for name in options.data:
         collection = load_collection(name)
-        rows = measure(collection, options.split, options.tune, options.max_length)
+        if options.by_title:
+            collection = by_title(collection)
+        rows = measure(collection, options.split, options.tune, options.max_length, options.sparse)
         for row in rows:
             print(" ".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()))
         write_csv(file, rows, provenance, CSV_KEY)
@@ -88,15 +105,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(collection: Collection, split: str, tune: str, max_length: int) -> list[dict[str, Any]]:
+def by_title(collection: Collection) -> Collection:
+    """The collection where every document with the title of a judged one is relevant, too."""
+    titles: dict[str, list[str]] = {}
+    for name, document in collection.documents.items():
+        titles.setdefault(document.title, []).append(name)
+    qrels = {
+        split: {
+            query: {name: 1 for good in judged for name in titles[collection.documents[good].title]}
+            for query, judged in table.items()
+        }
+        for split, table in collection.qrels.items()
+    }
+    return replace(collection, name=f"{collection.name}-by-title", qrels=qrels)
+
+
+def measure(collection: Collection, split: str, tune: str, max_length: int, sparse: str | None) -> list[dict[str, Any]]:
     """The rows of a collection."""
     begin = time.perf_counter()
-    names = list(itertools.islice(collection.split_qrels(tune), TUNED_ON))
-    tuned = {query: collection.qrels[tune][query] for query in names}
-    judged = collection.split_qrels(split)
+    judged = dict(collection.split_qrels(split))
+    if tune == split:  # every other query chooses the weights
+        tuned = {query: judged.pop(query) for query in [*judged][::2]}
+    else:
+        tuned = dict(collection.split_qrels(tune))
+    tuned = dict(itertools.islice(tuned.items(), TUNED_ON))
     if shared := judged.keys() & tuned.keys():
         raise ValueError(f"--tune: {len(shared)} of the queries of {tune} are measured, in {split}. Tune on others.")
-    ranked = rank(collection, [*judged, *tuned], max_length)
+    ranked = rank(collection, [*judged, *tuned], max_length, sparse)
     print(f"{collection.name}: encoded and ranked in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     for retriever in ranked.first:
@@ -129,7 +164,7 @@ def difference(name: str, table: dict[str, Any], beside: dict[str, Any]) -> dict
 def best_weight(ranked: Ranked, retriever: str, method: str, place: str, judged: dict[str, dict[str, int]]) -> float:
     """The weight of the other retriever with the best nDCG@10 on `judged`; of equal ones the lowest."""
     part = Ranked({name: {query: run[query] for query in judged} for name, run in ranked.first.items()}, ranked.again)
-    other = next(run for name, run in part.first.items() if name != retriever)
+    other = part.first[OTHER[retriever]]
     alone = part.run(retriever, method, "none", math.nan) if place == "after" else {}
     scores = {}
     for weight in WEIGHTS:
@@ -142,19 +177,32 @@ def best_weight(ranked: Ranked, retriever: str, method: str, place: str, judged:
     return max(scores, key=lambda weight: (scores[weight], -weight))
 
 
-def rank(collection: Collection, names: Sequence[str], max_length: int) -> Ranked:
+def rank(collection: Collection, names: Sequence[str], max_length: int, sparse: str | None) -> Ranked:
     """The first rankings of both retrievers, every text encoded once."""
     texts, queries = collection.contents(), {query: collection.queries[query] for query in names}
     words = BM25Index.build(texts, identifiers=collection.name == "pydocs")
-    documents, asked = words.document_vectors(), words.query_vectors(queries)
-    index = build_index(documents)
     row_of = {query: row for row, query in enumerate(queries)}
+    first: dict[str, Run] = {}
+    again: dict[str, Again] = {}
 
-    def words_again(basis: Run, feedback: Feedback) -> Run:
-        part = asked.take([row_of[query] for query in basis])
-        expanded = expand_sparse(part, documents, basis, feedback)
-        return hits_to_run(expanded, index.search(expanded, DEPTH))
+    def add(name: str, kind: Kind, documents: SparseVectors, asked: SparseVectors) -> None:
+        index = build_index(documents)
+        first[name] = hits_to_run(asked, index.search(asked, DEPTH))
 
+        def expanded(basis: Run, feedback: Feedback) -> Run:
+            part = asked.take([row_of[query] for query in basis])
+            moved = expand_sparse(part, documents, basis, feedback, kind)
+            return hits_to_run(moved, index.search(moved, DEPTH))
+
+        again[name] = expanded
+
+    add("bm25", "words", words.document_vectors(), words.query_vectors(queries))
+    if sparse is not None:
+        encoder = load_saved(sparse, "sparse")
+        encoder.max_seq_length = max_length
+        with tempfile.TemporaryDirectory() as folder:
+            encode_collection(encoder, texts, folder, progress=report)
+            add("sparse", "sparse", read_vectors(folder), encode_queries(encoder, queries))
     model = load_saved(str(minilm_path()), "dense")  # in bf16 where the hardware has it, as every command
     model.max_seq_length = max_length
     dense = encode_dense(model, texts, kind="document", progress=report).float()
@@ -167,8 +215,7 @@ def rank(collection: Collection, names: Sequence[str], max_length: int) -> Ranke
         part = asked_dense[[row_of[query] for query in basis]]
         return search(expand_dense(part, list(basis), dense, list(texts), basis, feedback), list(basis))
 
-    first = {"bm25": hits_to_run(asked, index.search(asked, DEPTH)), "dense": search(asked_dense, list(queries))}
-    return Ranked(first, {"bm25": words_again, "dense": dense_again})
+    return Ranked(first | {"dense": search(asked_dense, list(queries))}, again | {"dense": dense_again})
 
 
 def report(done: int, total: int) -> None:
@@ -182,6 +229,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data", action="append", required=True, help="BEIR folder, or pydocs; may be repeated")
     parser.add_argument("--split", default="test", help="the queries that are measured")
     parser.add_argument("--tune", default="train", help="the queries that choose the weights")
+    parser.add_argument("--sparse", help="a SparseEncoder, as a third retriever")
+    parser.add_argument("--by-title", action="store_true", help="documents of one title are relevant together")
     parser.add_argument("--max-length", type=int, default=256, help="tokens that the dense model reads of a text")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.sparse import csr_matrix
@@ -17,7 +18,7 @@ from tilefold import retrieval as r
 from tilefold.recipes import ColbertRecipe
 from tilefold.recipes.colbert import load_base_model
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.feedback import Feedback, Interpolation
+from tilefold.retrieval.feedback import WEIGHTS, Feedback, Interpolation
 from tilefold.retrieval.fusion import Run
 
 QUERY = {"query": "how do I work with csv files"}
@@ -166,8 +167,12 @@ def matrix(vectors: r.SparseVectors) -> torch.Tensor:
         # more asked for than found: the mean is over the four
         (Feedback("average", 9), {0: 104 / 5, 1: 7 / 5, 2: 2 / 5, 3: 2.0, 4: 1 / 5}),
         # .4 q + .6 mean(a, b, c, d)
-        (Feedback("rocchio"), {0: 15.85, 1: 1.05, 2: 0.3, 3: 2.0, 4: 0.15}),
+        (Feedback("rocchio", equal_lengths=False), {0: 15.85, 1: 1.05, 2: 0.3, 3: 2.0, 4: 0.15}),
+        (Feedback("rocchio", beta=0.6), {0: 15.85, 1: 1.05, 2: 0.3, 3: 2.0, 4: 0.15}),
         (Feedback("rocchio", 1, alpha=0.5, beta=0.25), {0: 1.25, 1: 1.5, 3: 1.0}),
+        # a is three times as long as q
+        (Feedback("rocchio", 1, alpha=0.5, beta=0.25, equal_lengths=True), {0: 0.75, 1: 0.5, 3: 1.0}),
+        (Feedback("average", 1, equal_lengths=True), {0: 1.0, 1: 1.0, 3: 1.0}),
         # .9 q + .1 mean(a, b) - .1 mean(c, d); the last three without the best two are the last two
         (Feedback("rocchio", 2, 0.9, 0.1, 0.1, 2), {0: -3.95, 1: 0.35, 2: 0.1, 3: 1.4, 4: -0.05}),
         (Feedback("rocchio", 2, 0.9, 0.1, 0.1, 3), {0: -3.95, 1: 0.35, 2: 0.1, 3: 1.4, 4: -0.05}),
@@ -187,6 +192,20 @@ def test_sparse_and_dense_queries_are_the_sums_by_hand(feedback: Feedback, expec
         dense = r.expand_dense(queries, QUERIES.ids, documents, shuffled.ids, RUN, feedback)
         assert dense[0].tolist() == pytest.approx([expected.get(term, 0.0) for term in range(6)], rel=1e-5)
         assert torch.equal(dense[1], queries[1])
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_default_weights_of_rocchio_are_for_equal_lengths_and_the_kind_of_vectors(kind: Any) -> None:
+    alpha, beta = WEIGHTS[kind]
+    alike = r.Feedback("rocchio", 2), r.Feedback("rocchio", 2, alpha, beta, equal_lengths=True)
+    if kind == "dense":
+        rows = (r.expand_dense(matrix(QUERIES), QUERIES.ids, matrix(DOCUMENTS), DOCUMENTS.ids, RUN, f) for f in alike)
+        assert torch.equal(*rows)
+        return
+    mine, other = (r.expand_sparse(QUERIES, DOCUMENTS, RUN, feedback, kind) for feedback in alike)
+    assert mine.data.tolist() == other.data.tolist() and mine.indices.tolist() == other.indices.tolist()
+    empty = r.SparseVectors.from_rows({"a": {}, "b": {1: 1.0}}, 6)
+    assert np.isfinite(r.expand_sparse(QUERIES, empty, {"q": {"a": 2.0, "b": 1.0}}, alike[0], kind).data).all()
 
 
 def test_interpolation_goes_before_feedback_after_it_or_both() -> None:

@@ -37,7 +37,7 @@ _RERANK: _Rules = (
     ("rerank_tail", "rerank_weight", "goes without --rerank-weight, under which every candidate keeps its share"),
 )
 _PRF: _Rules = (
-    (f"prf_depth prf_terms {_ROCCHIO} prf_with {_MIX}", "!prf", "goes together with --prf"),
+    (f"prf_depth prf_terms {_ROCCHIO} prf_equal_lengths prf_with {_MIX}", "!prf", "goes together with --prf"),
     (_ROCCHIO, "prf=average", "goes with --prf rocchio"),
     (_MIX, "!prf_with", "goes together with --prf-with"),
 )

@@ -54,8 +54,12 @@ RERANK_WEIGHT = option(
 PRF = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio")
 PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
 PRF_TERMS = option("Sparse: heaviest terms kept of a query after --prf.")
-PRF_ALPHA = option("rocchio: weight of the query (0.4).")
-PRF_BETA = option("rocchio: weight of the best documents (0.6).")
+PRF_ALPHA = option("rocchio: weight of the query; by default what suits the kind of vectors.")
+PRF_BETA = option("rocchio: weight of the best documents; by default what suits the kind of vectors.")
+PRF_EQUAL_LENGTHS = option(
+    "Bring documents' vectors to the query's length first; by default for rocchio without weights.",
+    "--prf-equal-lengths/--no-prf-equal-lengths",
+)
 PRF_GAMMA = option("rocchio: weight of the last documents, subtracted (0).")
 PRF_BOTTOM = option("rocchio: how many last documents, of 1,000, --prf-gamma is for.")
 PRF_WITH = option("A second ranking to interpolate with: a BM25 index, or a TREC run.")
@@ -194,9 +198,11 @@ def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | Non
         return None, None
     if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
         raise UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
-    own = {name: asked[f"prf_{name}"] for name in ("depth", "terms", "alpha", "beta", "gamma", "bottom")}
+    own = {
+        name: asked[f"prf_{name}"] for name in ("depth", "terms", "alpha", "beta", "gamma", "bottom", "equal_lengths")
+    }
     mixed = {name: asked[f"prf_{name}"] for name in ("place", "weight", "normalization")}
-    options = {name: f"--prf-{name}" for name in (*own, *mixed)} | {"top_terms": "--prf-terms"}
+    options = {name: f"--prf-{name.replace('_', '-')}" for name in (*own, *mixed)} | {"top_terms": "--prf-terms"}
     own["top_terms"] = own.pop("terms")
     with _options.as_options(**options):
         mix = None if asked["prf_with"] is None else Interpolation(**_common.known(mixed))

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,6 +21,8 @@ from tilefold.retrieval.provenance import Provenance, texts_digest
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection, Document
     from tilefold.retrieval.fusion import Run
+    from tilefold.retrieval.reranking import Reranker, Reranking
+    from tilefold.retrieval.searcher import Ranking, Searcher, SearchRequest
     from tilefold.retrieval.significance import Mean, Table
 
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
@@ -219,6 +221,39 @@ def score(
         {split: evaluation.evaluate_per_query(named.run, qrels, measures) for split, qrels in judged.items()},
         {split: evaluation.conventions(named.run, qrels, deepest) for split, qrels in judged.items()},
     )
+
+
+def reranked(
+    named: NamedRun, reranker: Reranker, queries: Mapping[str, str], how: Reranking, passages: Any, made: Provenance
+) -> NamedRun:
+    """The run of the queries after late interaction."""
+    judged = {query: results for query, results in named.run.items() if query in queries}
+    return NamedRun(named.name, reranker(queries, judged, how, passages=passages)[1], made)
+
+
+def changed_by_feedback(
+    scores: Scores,
+    searcher: Searcher,
+    queries: Mapping[str, str],
+    request: SearchRequest,
+    ranking: Ranking,
+    collection: Collection,
+) -> Values:
+    """Say by split what feedback changes in the first measure, beside the ranking without it; as ``--json`` has it."""
+    plain, found = searcher.rank_plainly(queries, request, ranking), dict[str, object]()
+    for split, table in scores.tables.items():
+        if len(table) < 2:
+            continue
+        measure = next(iter(next(iter(table.values()))))
+        without = retrieval.evaluate_per_query(plain, collection.qrels[split], [measure])
+        (change,) = retrieval.compare({"without": without, "feedback": table}, [measure])
+        mean, verdict = change.difference.mean, "no more than chance"
+        if change.different:
+            verdict = "it helps here" if mean > 0 else "it does harm here: leave out --prf, or give --prf-beta less"
+        p = f"p {'<' if change.p_randomisation < 0.001 else '='} {max(0.001, change.p_randomisation):.3f}"
+        note(f"{split}: feedback changes {measure} by {mean:+.4f} ({p}, {len(table)} queries), {verdict}")
+        found[split] = change.to_dict()
+    return found
 
 
 def facts(collection: Collection, scores: Scores) -> Values:

@@ -47,6 +47,7 @@ def evaluate(
     prf_beta: Number = _retrievers.PRF_BETA,
     prf_gamma: Number = _retrievers.PRF_GAMMA,
     prf_bottom: Count = _retrievers.PRF_BOTTOM,
+    prf_equal_lengths: bool | None = _retrievers.PRF_EQUAL_LENGTHS,
     prf_with: Place = _retrievers.PRF_WITH,
     prf_place: Text = _retrievers.PRF_PLACE,
     prf_weight: Number = _retrievers.PRF_WEIGHT,
@@ -99,14 +100,18 @@ def evaluate(
         passages = ranking.found if searcher.passages else None
     _scores.check_answers(found, collection, splits)
     if reranker is not None and reranking is not None:
-        judged = {query: results for query, results in found.run.items() if query in queries}
         with _options.as_options(documents="--rerank", tokens="--rerank"):
-            found = _scores.NamedRun(found.name, reranker(queries, judged, reranking, passages=passages)[1], texts)
+            found = _scores.reranked(found, reranker, queries, reranking, passages, texts)
     scores = _scores.score(found, collection, splits, measures, deepest)
     _scores.save(found, texts, save_run, depth)
     scores.write(per_query)
+    changed = (
+        _scores.changed_by_feedback(scores, searcher, queries, request, ranking, collection)
+        if feedback is not None and reranking is None
+        else None
+    )
     if as_json:
-        _common.print_json(_scores.facts(collection, scores) | _common.known({"rerank": rerank}))
+        _common.print_json(_scores.facts(collection, scores) | _common.known({"rerank": rerank, "feedback": changed}))
     else:
         _scores.print_scores(collection, scores)
 

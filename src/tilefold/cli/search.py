@@ -52,6 +52,7 @@ def search(
     prf_beta: Number = _retrievers.PRF_BETA,
     prf_gamma: Number = _retrievers.PRF_GAMMA,
     prf_bottom: Count = _retrievers.PRF_BOTTOM,
+    prf_equal_lengths: bool | None = _retrievers.PRF_EQUAL_LENGTHS,
     prf_with: Place = _retrievers.PRF_WITH,
     prf_place: Text = _retrievers.PRF_PLACE,
     prf_weight: Number = _retrievers.PRF_WEIGHT,

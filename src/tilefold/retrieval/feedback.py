@@ -25,6 +25,10 @@ METHODS = ("average", "rocchio")
 PLACES = ("before", "after", "both")
 _LARGEST = float(np.finfo(np.float32).max)
 _DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
+Kind = Literal["sparse", "words", "dense"]  # vectors of a sparse model, of BM25, of a dense model
+PUBLISHED = 0.4, 0.6  # Rocchio's alpha and beta, of vectors as they are
+# those of vectors of equal length: docs/cli.md has what they were chosen on
+WEIGHTS: Mapping[Kind, tuple[float, float]] = {"sparse": (0.9, 0.1), "words": (0.8, 0.2), "dense": (0.9, 0.1)}
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,26 @@ class Feedback:
     Attributes:
         method: ``"average"`` or ``"rocchio"``.
         depth: k, the best documents that count as relevant; by default 3 for average and 5 for Rocchio.
-        alpha, beta: Rocchio's weights of the query and of the mean of the best documents.
+        alpha, beta: Rocchio's weights of the query and of the mean of the best documents. By default those of
+            :data:`WEIGHTS` for the kind of vectors with equal lengths, else the published 0.4 and 0.6.
         gamma: Rocchio's weight of the mean of the worst ones, which is subtracted.
         bottom: m, how many documents at the end of the ranking are the worst ones; those among the best are not.
         top_terms: sparse queries keep this many heaviest terms; None keeps all. Equal weights: the lower index stays.
+        equal_lengths: bring each document's vector to the query's length (Euclidean norm) before they are added, so
+            that weights are shares, and not shares times lengths, of which documents mostly have the larger ones. None
+            does so for Rocchio without alpha and beta, and takes vectors as they are otherwise.
 
     A value out of range, an option of Rocchio with average, or gamma without bottom is a ``ValueError``.
     """
 
     method: Literal["average", "rocchio"] = "average"
     depth: int | None = None
-    alpha: float = 0.4
-    beta: float = 0.6
+    alpha: float | None = None
+    beta: float | None = None
     gamma: float = 0.0
     bottom: int = 0
     top_terms: int | None = None
+    equal_lengths: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
@@ -57,9 +66,9 @@ class Feedback:
                 check_count(name, getattr(self, name), least)
         for name in ("alpha", "beta", "gamma"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
+            if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
-        if self.method == "average" and (self.alpha, self.beta, self.gamma, self.bottom) != (0.4, 0.6, 0.0, 0):
+        if self.method == "average" and (self.alpha, self.beta, self.gamma, self.bottom) != (None, None, 0.0, 0):
             raise ValueError("alpha, beta, gamma, bottom: expected none of them with method='average', got one.")
         if bool(self.gamma) != bool(self.bottom):
             raise ValueError("gamma, bottom: expected both or neither, got one alone.")
@@ -76,11 +85,20 @@ class Feedback:
         best = ranked[: self.k]
         return best, ranked[max(len(best), len(ranked) - self.bottom) :] if self.bottom else []
 
-    def weights(self, n_best: int, n_worst: int) -> tuple[float, float, float]:
+    def weights(self, n_best: int, n_worst: int, kind: Kind) -> tuple[float, float, float]:
         """Weights of the query, of each of the best, and of each of the worst documents."""
         if self.method == "average":
             return 1 / (1 + n_best), 1 / (1 + n_best), 0.0
-        return self.alpha, self.beta / max(1, n_best), -self.gamma / max(1, n_worst)
+        alpha, beta = WEIGHTS[kind] if self.scales else PUBLISHED
+        alpha, beta = (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
+        return alpha, beta / max(1, n_best), -self.gamma / max(1, n_worst)
+
+    @property
+    def scales(self) -> bool:
+        """Whether documents' vectors are brought to the query's length."""
+        if self.equal_lengths is None:
+            return self.method == "rocchio" and self.alpha is None and self.beta is None
+        return self.equal_lengths
 
 
 @dataclass(frozen=True)
@@ -130,19 +148,23 @@ def feedback_documents(run: Run, feedback: Feedback) -> list[str]:
     return list(dict.fromkeys(name for scores in run.values() for part in feedback.chosen(scores) for name in part))
 
 
-def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, feedback: Feedback) -> SparseVectors:
+def expand_sparse(
+    queries: SparseVectors, documents: SparseVectors, run: Run, feedback: Feedback, kind: Kind = "sparse"
+) -> SparseVectors:
     """The queries after feedback from the documents that `run` ranks first (and last) for them.
 
-    Sums of the Q vectors ``[Q, V]`` and those of at least :func:`feedback_documents` are taken in float64; weights
-    below 0, which Rocchio's gamma can give, become 0. Where fewer than k documents were found, the mean is over those,
-    and a query for which none was found stays as it is. Documents of another vocabulary are a
-    ``VocabularyMismatchError``, a missing one or weights so large that the query's overflows a ``DataError``.
+    ``kind="words"`` (of BM25) has default weights of its own. Sums of the Q vectors ``[Q, V]`` and those of at least
+    :func:`feedback_documents` are taken in float64; weights below 0, which Rocchio's gamma can give, become 0. Where
+    fewer than k documents were found, the mean is over those, and a query for which none was found stays as it is.
+    Documents of another vocabulary are a ``VocabularyMismatchError``, a missing one or weights so large that the
+    query's overflows a ``DataError``.
     """
+    check_choice("kind", kind, tuple(WEIGHTS))
     check_same_vocabulary(queries, documents, "queries", "documents")
     row_of = {name: row for row, name in enumerate(documents.ids)}
     rows = [(np.zeros(0, np.int32), np.zeros(0, np.float32))]
     for i, name in enumerate(queries.ids):
-        rows.append(_expanded(queries.row(i), *_parts(name, run, row_of, feedback), documents, feedback))
+        rows.append(_expanded(queries.row(i), *_parts(name, run, row_of, feedback), documents, feedback, kind))
     terms, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
     offsets = offsets_of(np.array([len(row) for row, _ in rows[1:]], np.int64))
     return replace(queries, indptr=offsets, indices=terms, data=weights)
@@ -158,7 +180,7 @@ def expand_dense(
 ) -> torch.Tensor:
     """Expand dense vectors ``[Q, D]`` by ``[N, D]``, as :func:`expand_sparse`: float32 ``[Q, D]``, on their device.
 
-    Vectors are averaged as they are: with a model that compares by cosine, give normalised ones. Shapes that do not fit
+    With a model that compares by cosine, give normalised vectors or ask for ``equal_lengths``. Shapes that do not fit
     are a ``ValueError``, and so is `top_terms`, which is for sparse queries.
     """
     for name, vectors, ids in (("queries", queries, query_ids), ("documents", documents, document_ids)):
@@ -172,9 +194,11 @@ def expand_dense(
     for i, name in enumerate(query_ids):
         best, worst = _parts(name, run, row_of, feedback)
         if best:
-            own, each, each_worst = feedback.weights(len(best), len(worst))
-            total = own * queries[i].to(double) + each * documents[best].to(double).sum(0)
-            total += each_worst * documents[worst].to(double).sum(0)
+            own, each, each_worst = feedback.weights(len(best), len(worst), "dense")
+            query, moves = queries[i].to(double), documents[[*best, *worst]].to(double)
+            if feedback.scales:
+                moves *= (query.norm() / moves.norm(dim=1, keepdim=True)).nan_to_num(0.0, 0.0)
+            total = own * query + each * moves[: len(best)].sum(0) + each_worst * moves[len(best) :].sum(0)
             _check_finite(float(total.abs().max()))
             expanded[i] = total.float()
     return expanded
@@ -196,13 +220,18 @@ def _check_finite(largest: float) -> None:
         raise DataError(f"alpha, beta, gamma: expected weights that keep a query below {_LARGEST:.1e}, {got}.")
 
 
-def _expanded(query: Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback) -> Row:
+def _expanded(
+    query: Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback, kind: Kind
+) -> Row:
     """Terms, ascending, and positive weights of one query after feedback."""
     if not best:
         return query
-    own, each, each_worst = feedback.weights(len(best), len(worst))
+    own, each, each_worst = feedback.weights(len(best), len(worst), kind)
     parts = [query, *map(documents.row, (*best, *worst))]
     factors = [own, *[each] * len(best), *[each_worst] * len(worst)]
+    if feedback.scales:
+        length, *others = (math.sqrt(float(np.square(row, dtype=np.float64).sum())) for _, row in parts)
+        factors[1:] = [each * length / other if other else 0.0 for each, other in zip(factors[1:], others, strict=True)]
     terms, where = np.unique(np.concatenate([row for row, _ in parts]), return_inverse=True)
     values = np.concatenate([row.astype(np.float64) * factor for (_, row), factor in zip(parts, factors, strict=True)])
     sums = np.bincount(where, values, minlength=len(terms))

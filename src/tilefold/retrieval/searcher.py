@@ -287,6 +287,18 @@ class Searcher:
             ranking.stages["fusion"] = ranking.run
         return ranking
 
+    def rank_plainly(self, queries: Mapping[str, str], request: SearchRequest, ranking: Ranking) -> Run:
+        """The run of the queries of `ranking` without feedback; with an interpolation, mixed once with the second."""
+        mix, depth = request.interpolation, request.candidates
+        plain = replace(request, k=depth if mix is None else max(depth, WHOLE), feedback=None, interpolation=None)
+        vectors = None if isinstance(self.retriever, WordsRetriever) else ranking.before
+        run = self.rank(queries, plain, vectors).run
+        return (
+            run
+            if mix is None
+            else _best(mix.mix(run, self.second_run(queries, plain.k, request.by, {}), plain.k), depth)
+        )
+
     def rerank(
         self,
         queries: Mapping[str, str],

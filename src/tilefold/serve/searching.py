@@ -56,11 +56,12 @@ class FeedbackBody(_Strict):
 
     method: Literal["average", "rocchio"] = Feedback.method
     depth: int | None = Field(default=Feedback.depth, ge=1, le=100)
-    alpha: float = Field(default=Feedback.alpha, ge=0, le=MOST_WEIGHT)
-    beta: float = Field(default=Feedback.beta, ge=0, le=MOST_WEIGHT)
+    alpha: float | None = Field(default=Feedback.alpha, ge=0, le=MOST_WEIGHT)
+    beta: float | None = Field(default=Feedback.beta, ge=0, le=MOST_WEIGHT)
     gamma: float = Field(default=Feedback.gamma, ge=0, le=MOST_WEIGHT)
     bottom: int = Field(default=Feedback.bottom, ge=0, le=100)
     top_terms: int | None = Field(default=Feedback.top_terms, ge=1)
+    equal_lengths: bool | None = Feedback.equal_lengths
 
 
 class RerankBody(_Strict):
