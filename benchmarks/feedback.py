@@ -52,7 +52,6 @@ from tilefold.retrieval import (
     read_vectors,
     with_feedback,
 )
-from tilefold.retrieval.feedback import Kind
 
 MEASURES = ("nDCG@10", "R@100", "AP")
 DEPTH = 1000
@@ -120,7 +119,9 @@ def by_title(collection: Collection) -> Collection:
     return replace(collection, name=f"{collection.name}-by-title", qrels=qrels)
 
 
-def measure(collection: Collection, split: str, tune: str, max_length: int, sparse: str | None) -> list[dict[str, Any]]:
+def measure(
+    collection: Collection, split: str, tune: str, max_length: int, sparse: str | None = None
+) -> list[dict[str, Any]]:
     """The rows of a collection."""
     begin = time.perf_counter()
     judged = dict(collection.split_qrels(split))
@@ -185,24 +186,24 @@ def rank(collection: Collection, names: Sequence[str], max_length: int, sparse: 
     first: dict[str, Run] = {}
     again: dict[str, Again] = {}
 
-    def add(name: str, kind: Kind, documents: SparseVectors, asked: SparseVectors) -> None:
+    def add(name: str, documents: SparseVectors, asked: SparseVectors) -> None:
         index = build_index(documents)
         first[name] = hits_to_run(asked, index.search(asked, DEPTH))
 
         def expanded(basis: Run, feedback: Feedback) -> Run:
             part = asked.take([row_of[query] for query in basis])
-            moved = expand_sparse(part, documents, basis, feedback, kind)
+            moved = expand_sparse(part, documents, basis, feedback)
             return hits_to_run(moved, index.search(moved, DEPTH))
 
         again[name] = expanded
 
-    add("bm25", "words", words.document_vectors(), words.query_vectors(queries))
+    add("bm25", words.document_vectors(), words.query_vectors(queries))
     if sparse is not None:
         encoder = load_saved(sparse, "sparse")
         encoder.max_seq_length = max_length
         with tempfile.TemporaryDirectory() as folder:
             encode_collection(encoder, texts, folder, progress=report)
-            add("sparse", "sparse", read_vectors(folder), encode_queries(encoder, queries))
+            add("sparse", read_vectors(folder), encode_queries(encoder, queries))
     model = load_saved(str(minilm_path()), "dense")  # in bf16 where the hardware has it, as every command
     model.max_seq_length = max_length
     dense = encode_dense(model, texts, kind="document", progress=report).float()

@@ -88,7 +88,7 @@ def test_all_leaves_out_what_has_no_packaged_model() -> None:
 def test_every_row_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feedback, "WEIGHTS", (0.5,))
     rows = feedback.measure(small_collection(), "test", "train", 64)
-    assert len({(row["retriever"], row["method"], row["place"]) for row in rows}) == len(rows) == 20
+    assert len({(row["retriever"], row["method"], row["place"]) for row in rows}) == len(rows) == 28
     for row in rows:
         assert (row["queries"], row["tuned_on"], row["ndcg10"], row["over_plain"]) == (4, 12, 1.0, 0.0)
         assert math.isnan(row["weight_of_other"]) == (row["place"] == "none")

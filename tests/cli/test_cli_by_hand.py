@@ -211,13 +211,13 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, s
     options = {"depth": 2, "alpha": 0.9, "beta": 0.3, "gamma": 0.1, "bottom": 2}
     given = [word for name, value in options.items() for word in (f"--prf-{name}", str(value))]
     command = ("evaluate", "--data", shared / "data", "--index", shared / "bm25", "--prf", "rocchio", *given)
-    said = call(*command, "--save-run", tmp_path / "run.trec", "--json")
-    found = measured(said)
+    measures = call(*command, "--save-run", tmp_path / "run.trec", "--json")
+    found = measured(measures)
     assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
     without = r.evaluate(index.search(queries, 100), collection.qrels["test"])["nDCG@10"]
     change = found["feedback"]["test"]["difference"]["mean"]
     assert change == pytest.approx(found["measures"]["nDCG@10"] - without, abs=1e-9)
-    assert f"test: feedback changes nDCG@10 by {change:+.4f} (p" in said.err
+    assert f"test: feedback changes nDCG@10 by {change:+.4f} (p" in measures.err
     saved = r.read_trec_run(tmp_path / "run.trec")
     assert {query: pytest.approx(scores, rel=1e-5) for query, scores in expected.items()} == saved
     again = measured(call("evaluate", "--data", shared / "data", "--run", tmp_path / "run.trec", "--json"))

@@ -54,8 +54,8 @@ RERANK_WEIGHT = option(
 PRF = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio")
 PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
 PRF_TERMS = option("Sparse: heaviest terms kept of a query after --prf.")
-PRF_ALPHA = option("rocchio: weight of the query; by default what suits the kind of vectors.")
-PRF_BETA = option("rocchio: weight of the best documents; by default what suits the kind of vectors.")
+PRF_ALPHA = option("rocchio: weight of the query; by default 0.9 of vectors of equal length.")
+PRF_BETA = option("rocchio: weight of the best documents; by default 0.1.")
 PRF_EQUAL_LENGTHS = option(
     "Bring documents' vectors to the query's length first; by default for rocchio without weights.",
     "--prf-equal-lengths/--no-prf-equal-lengths",

@@ -25,10 +25,8 @@ METHODS = ("average", "rocchio")
 PLACES = ("before", "after", "both")
 _LARGEST = float(np.finfo(np.float32).max)
 _DEPTHS = {"average": 3, "rocchio": 5}  # of the published tables
-Kind = Literal["sparse", "words", "dense"]  # vectors of a sparse model, of BM25, of a dense model
 PUBLISHED = 0.4, 0.6  # Rocchio's alpha and beta, of vectors as they are
-# those of vectors of equal length: docs/cli.md has what they were chosen on
-WEIGHTS: Mapping[Kind, tuple[float, float]] = {"sparse": (0.9, 0.1), "words": (0.8, 0.2), "dense": (0.9, 0.1)}
+EQUAL = 0.9, 0.1  # of vectors of equal length: docs/cli.md has what they were chosen on, of every kind of vectors
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Feedback:
     Attributes:
         method: ``"average"`` or ``"rocchio"``.
         depth: k, the best documents that count as relevant; by default 3 for average and 5 for Rocchio.
-        alpha, beta: Rocchio's weights of the query and of the mean of the best documents. By default those of
-            :data:`WEIGHTS` for the kind of vectors with equal lengths, else the published 0.4 and 0.6.
+        alpha, beta: Rocchio's weights of the query and of the mean of the best documents. By default 0.9 and
+            0.1 of vectors of equal length, which were measured to do little harm, else the published 0.4 and 0.6.
         gamma: Rocchio's weight of the mean of the worst ones, which is subtracted.
         bottom: m, how many documents at the end of the ranking are the worst ones; those among the best are not.
         top_terms: sparse queries keep this many heaviest terms; None keeps all. Equal weights: the lower index stays.
@@ -85,11 +83,11 @@ class Feedback:
         best = ranked[: self.k]
         return best, ranked[max(len(best), len(ranked) - self.bottom) :] if self.bottom else []
 
-    def weights(self, n_best: int, n_worst: int, kind: Kind) -> tuple[float, float, float]:
+    def weights(self, n_best: int, n_worst: int) -> tuple[float, float, float]:
         """Weights of the query, of each of the best, and of each of the worst documents."""
         if self.method == "average":
             return 1 / (1 + n_best), 1 / (1 + n_best), 0.0
-        alpha, beta = WEIGHTS[kind] if self.scales else PUBLISHED
+        alpha, beta = EQUAL if self.scales else PUBLISHED
         alpha, beta = (alpha if self.alpha is None else self.alpha), (beta if self.beta is None else self.beta)
         return alpha, beta / max(1, n_best), -self.gamma / max(1, n_worst)
 
@@ -148,23 +146,19 @@ def feedback_documents(run: Run, feedback: Feedback) -> list[str]:
     return list(dict.fromkeys(name for scores in run.values() for part in feedback.chosen(scores) for name in part))
 
 
-def expand_sparse(
-    queries: SparseVectors, documents: SparseVectors, run: Run, feedback: Feedback, kind: Kind = "sparse"
-) -> SparseVectors:
+def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, feedback: Feedback) -> SparseVectors:
     """The queries after feedback from the documents that `run` ranks first (and last) for them.
 
-    ``kind="words"`` (of BM25) has default weights of its own. Sums of the Q vectors ``[Q, V]`` and those of at least
-    :func:`feedback_documents` are taken in float64; weights below 0, which Rocchio's gamma can give, become 0. Where
-    fewer than k documents were found, the mean is over those, and a query for which none was found stays as it is.
-    Documents of another vocabulary are a ``VocabularyMismatchError``, a missing one or weights so large that the
-    query's overflows a ``DataError``.
+    Sums of the Q vectors ``[Q, V]`` and those of at least :func:`feedback_documents` are taken in float64; weights
+    below 0, which Rocchio's gamma can give, become 0. Where fewer than k documents were found, the mean is over those,
+    and a query for which none was found stays as it is. Documents of another vocabulary are a
+    ``VocabularyMismatchError``, a missing one or weights so large that the query's overflows a ``DataError``.
     """
-    check_choice("kind", kind, tuple(WEIGHTS))
     check_same_vocabulary(queries, documents, "queries", "documents")
     row_of = {name: row for row, name in enumerate(documents.ids)}
     rows = [(np.zeros(0, np.int32), np.zeros(0, np.float32))]
     for i, name in enumerate(queries.ids):
-        rows.append(_expanded(queries.row(i), *_parts(name, run, row_of, feedback), documents, feedback, kind))
+        rows.append(_expanded(queries.row(i), *_parts(name, run, row_of, feedback), documents, feedback))
     terms, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
     offsets = offsets_of(np.array([len(row) for row, _ in rows[1:]], np.int64))
     return replace(queries, indptr=offsets, indices=terms, data=weights)
@@ -194,7 +188,7 @@ def expand_dense(
     for i, name in enumerate(query_ids):
         best, worst = _parts(name, run, row_of, feedback)
         if best:
-            own, each, each_worst = feedback.weights(len(best), len(worst), "dense")
+            own, each, each_worst = feedback.weights(len(best), len(worst))
             query, moves = queries[i].to(double), documents[[*best, *worst]].to(double)
             if feedback.scales:
                 moves *= (query.norm() / moves.norm(dim=1, keepdim=True)).nan_to_num(0.0, 0.0)
@@ -220,13 +214,11 @@ def _check_finite(largest: float) -> None:
         raise DataError(f"alpha, beta, gamma: expected weights that keep a query below {_LARGEST:.1e}, {got}.")
 
 
-def _expanded(
-    query: Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback, kind: Kind
-) -> Row:
+def _expanded(query: Row, best: list[int], worst: list[int], documents: SparseVectors, feedback: Feedback) -> Row:
     """Terms, ascending, and positive weights of one query after feedback."""
     if not best:
         return query
-    own, each, each_worst = feedback.weights(len(best), len(worst), kind)
+    own, each, each_worst = feedback.weights(len(best), len(worst))
     parts = [query, *map(documents.row, (*best, *worst))]
     factors = [own, *[each] * len(best), *[each_worst] * len(worst)]
     if feedback.scales:

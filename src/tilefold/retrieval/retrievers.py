@@ -13,7 +13,7 @@ from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.dense import encode_dense, rank_by_similarity
 from tilefold.retrieval.errors import DataError, MissingDocumentError
-from tilefold.retrieval.feedback import Feedback, Kind, expand_dense, expand_sparse, feedback_documents
+from tilefold.retrieval.feedback import Feedback, expand_dense, expand_sparse, feedback_documents
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index import SparseIndex, build_index, hits_to_run
 from tilefold.retrieval.passages import PassageTexts
@@ -68,8 +68,7 @@ class SparseRetriever:
         return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
 
     def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
-        kind: Kind = "sparse" if self.words is None else "words"
-        return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback, kind)
+        return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
 
     @cached_property
     def _rows(self) -> dict[str, int]:
