@@ -46,6 +46,7 @@ def commands(split: str, splade: str, length: int, bm25: str) -> tuple[list[str]
     score = f"evaluate --data data --split {split}"
     sparse = f"--model {splade} --index"
     fuse = f"fuse --data data --split {split} {ALL}"
+    published = "--prf rocchio --prf-alpha 0.4 --prf-beta 0.6"
     rows = {
         "bm25": f"{score} --index bm25",
         "dense": f"{score} --index dense --model minilm",
@@ -56,9 +57,9 @@ def commands(split: str, splade: str, length: int, bm25: str) -> tuple[list[str]
         "bm25, reranked": f"{score} --run bm25.trec --rerank tokens",
         "splade, reranked": f"{score} --run splade.trec --rerank tokens",
         "rrf of all, reranked": f"{score} --run rrf-of-all.trec --rerank tokens",
-        "bm25, prf rocchio": f"{score} --index bm25 --prf rocchio",
-        "dense, prf rocchio": f"{score} --index dense --model minilm --prf rocchio",
-        "splade, prf rocchio": f"{score} {sparse} splade --vectors splade-vectors --prf rocchio",
+        "bm25, prf rocchio .4 .6": f"{score} --index bm25 {published}",
+        "dense, prf rocchio .4 .6": f"{score} --index dense --model minilm {published}",
+        "splade, prf rocchio .4 .6": f"{score} {sparse} splade --vectors splade-vectors {published}",
         "splade, prf average": f"{score} {sparse} splade --vectors splade-vectors --prf average",
     }
     measures = " ".join(f"--measure {measure}" for measure in MEASURES.values())
