@@ -26,10 +26,11 @@ from transformers import TrainingArguments
 
 from tests import programs
 from tests.integrations.multi_vector_models import build_colbert, needs_stock
-from tests.integrations.splade_models import TEXTS, assert_close, build_tiny_splade
+from tests.integrations.splade_models import FP32_BUDGET, TEXTS, assert_close, build_tiny_splade
 from tests.kernels import triton_interpreted
 from tests.recipes.small import VOCABULARY
 from tests.refusals import refused
+from tilefold.integrations._patches import Acceleration
 from tilefold.integrations.sentence_transformers import (
     _packing,
     accelerate,
@@ -40,8 +41,9 @@ from tilefold.integrations.sentence_transformers import (
 )
 from tilefold.integrations.sentence_transformers._warm_up import steps
 from tilefold.integrations.sentence_transformers.packed_inputs import on_device, padded_inputs
-from tilefold.integrations.transformers import one_gpu
+from tilefold.integrations.transformers import one_gpu, use_packed
 from tilefold.modules import StaticQuery
+from tilefold.ops._shared import impl
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,30 @@ def test_the_first_python_of_the_readme_accelerates_a_model(tiny_folder: Path, m
     namespace: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), namespace)  # noqa: S102
     assert is_accelerated(namespace["model"])
+
+
+def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_plain_torch(
+    either: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, sparse = encode(either), isinstance(either, SparseEncoder)
+    rows = encode_sparse(either, TEXTS, top_k=8, min_weight=0.01) if sparse else None
+    library = Acceleration("json", "json", {"loads": ["json"]}).apply({"loads": print})
+    accelerate(either)
+    monkeypatch.setenv("TILEFOLD_DISABLE", "1")
+    impl._say_switched_off.cache_clear()
+    with pytest.warns(UserWarning, match="TILEFOLD_DISABLE is set: accelerate") as warned:
+        with accelerate(either) as same:
+            assert same is either and not is_accelerated(either) and torch.equal(encode(either), stock)
+        assert not library.apply({"loads": print}).active and json.loads("1") == 1
+        assert use_packed(either[0].model) == "TILEFOLD_DISABLE is set"
+        assert warm_up(either).count == 0 and not impl.takes_kernels(torch.device("cuda"))
+    assert len(warned) == 1
+    if rows is not None:
+        found = encode_sparse(either, TEXTS, top_k=8, min_weight=0.01)
+        assert torch.equal(found.col_indices(), rows.col_indices())
+        assert_close(found.to_dense(), rows.to_dense(), FP32_BUDGET)
+    monkeypatch.setenv("TILEFOLD_DISABLE", "0")
+    assert accelerate(either) and is_accelerated(either)
 
 
 def test_the_files_of_a_checkpoint_are_those_of_the_stock_model(either: Any, tmp_path: Path) -> None:

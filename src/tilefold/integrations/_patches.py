@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tilefold.ops.implementations import switched_off
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -45,7 +47,13 @@ class Acceleration:
         return bool(self._stock)
 
     def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
-        """Put the function of its name in each place; :meth:`restore` brings back what was there at first."""
+        """Put the function of its name in each place; :meth:`restore` brings back what was there at first.
+
+        Under ``TILEFOLD_DISABLE=1`` the library's own functions stay, or come back.
+        """
+        if switched_off():
+            self.restore()
+            return self
         try:
             owners = [self._owner(module, name) for module, name in self.places]
         except ImportError as error:

@@ -133,7 +133,8 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
         impl: implementation of calls without ``backend=``, see :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its end.
+        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its end. Nothing is
+        replaced with ``TILEFOLD_DISABLE=1`` in the environment.
 
     Raises:
         ValueError: for an unknown ``impl``; ImportError, RuntimeError: without PyLate, or these names in it.

@@ -11,7 +11,7 @@ from tilefold._public import ROOM_OF
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
-from tilefold.ops._shared.impl import IMPLS, resolve_impl, why_not_triton
+from tilefold.ops._shared.impl import IMPLS, SWITCH, resolve_impl, switched_off, why_not_triton
 from tilefold.ops._shared.internals import copy_each, tf32_allowed
 from tilefold.ops._shared.plan import Setting
 from tilefold.ops.lsr_head import configs as head
@@ -19,6 +19,7 @@ from tilefold.ops.maxsim import configs as maxsim
 
 __all__ = [
     "IMPLS",
+    "SWITCH",
     "check_impl",
     "copy_each",
     "given_up",
@@ -26,6 +27,7 @@ __all__ = [
     "operators",
     "releases",
     "resolve_impl",
+    "switched_off",
     "tf32_allowed",
     "why_not_triton",
 ]

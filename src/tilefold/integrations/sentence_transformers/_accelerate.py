@@ -38,7 +38,8 @@ from tilefold.integrations.sentence_transformers.packed_inputs import PackedInpu
 from tilefold.integrations.sentence_transformers.stream import SparseStream, as_csr, encode_batch
 from tilefold.integrations.transformers import stop_packed
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
-from tilefold.ops.implementations import check_impl
+from tilefold.modules.fused_pooling import SparseOptions
+from tilefold.ops.implementations import SWITCH, check_impl, switched_off
 
 SIMILARITY_TOLERANCE = 2**-6  # of the largest score: error of the stock function from rounding similarities to bf16
 _METHODS = ("similarity", "similarity_pairwise")
@@ -122,7 +123,8 @@ def accelerate(
     ``SparseStaticEmbedding`` of a Router counts no padding token that was written in a text. Routers, tied weights,
     LoRA on the LM head, flattened inputs, autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer
     among the features that the model returns. A second call starts over, with its own ``impl``; call again after an
-    adapter was added to the LM head, or merged into it.
+    adapter was added to the LM head, or merged into it. With ``TILEFOLD_DISABLE=1`` in the environment the model stays
+    stock, or becomes it again.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of :mod:`tilefold.modules`, or
@@ -153,6 +155,8 @@ def accelerate(
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}.")
     if isinstance(model, nn.Module):
         restore(model)
+        if switched_off():
+            return Acceleration(model, 0, {"all": f"{SWITCH} is set"})
     if is_multi_vector(model):
         if quantize is not None:
             raise ValueError(f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see quantize_tokens.")
@@ -314,6 +318,8 @@ def encode_sparse(
         options = sparse_options(model, top_k, min_weight)
         prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
         with in_eval_mode(model):
+            if switched_off():
+                return _stock_rows(model, texts, options, task=task, prompt=prompt, batch_size=batch_size or FEW)
             if len(texts) > FEW or batch_tokens is not None:
                 limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
                 stream = SparseStream(model, options, task=task, prompt=prompt, **limits)
@@ -325,5 +331,16 @@ def encode_sparse(
                 batches = [batch._replace(places=cut) for batch, cut in zip(encoded, cuts, strict=True)]
             vocab_size = 0 if batches else fused_vocab_size(model) or int(model.get_embedding_dimension())
             rows = as_csr(batches, len(texts), vocab_size)
+    rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
+    return rows
+
+
+def _stock_rows(model: Model, texts: Sequence[str], options: SparseOptions, **how: object) -> Tensor:
+    """Rows of the model's own ``encode``, as :func:`encode_sparse` returns them."""
+    made = {"convert_to_tensor": True, "convert_to_sparse_tensor": True, "save_to_cpu": True}
+    found = model.encode(list(texts), max_active_dims=options.top_k, show_progress_bar=False, **made, **how).coalesce()
+    kept = found.values() > options.min_weight
+    entries = found.indices()[:, kept], found.values()[kept]
+    rows = torch.sparse_coo_tensor(*entries, found.shape, check_invariants=True).to_sparse_csr()
     rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
     return rows

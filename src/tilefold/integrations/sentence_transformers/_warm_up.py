@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from tilefold.integrations.sentence_transformers.multi_vector import colbert_sco
 from tilefold.integrations.sentence_transformers.packed_inputs import on_device, packed_inputs
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Features
+from tilefold.ops.implementations import switched_off
 from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built
 
 __all__ = ["warm_up"]
@@ -33,7 +35,7 @@ def warm_up(
 
     Runs the model as :func:`accelerate` makes it: for each length scores of a batch, half of whose texts are shorter,
     and with ``training`` their gradients too, under autocast. A ``MultiVectorEncoder`` scores texts of the first
-    length, as queries, with those of every length. The model stays as it was.
+    length, as queries, with those of every length. The model stays as it was. ``TILEFOLD_DISABLE=1`` builds nothing.
 
     Args:
         model: a ``SparseEncoder`` or ``MultiVectorEncoder`` on a CUDA device.
@@ -53,6 +55,8 @@ def warm_up(
         raise ValueError(f"lengths and batch_size must be at least 1, got {got}.")
     if not (inference or training):
         raise ValueError("inference or training must be true, got neither: there is nothing to build.")
+    if switched_off():
+        return Built({}, (), 0.0, (), Path())
     check_kernels_can_be_built()
     device = next(model.parameters()).device
     if device.type != "cuda":

@@ -24,6 +24,7 @@ from tilefold.integrations.sentence_transformers.packed_inputs import (
 )
 from tilefold.integrations.transformers.packed import padding_position
 from tilefold.modules.fused_pooling import Features
+from tilefold.ops.implementations import switched_off
 from tilefold.pipeline.truncated import Tally, Truncation, watching
 
 JOINED = "joined_columns"  # key of a column's place among those it was joined with
@@ -172,8 +173,9 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
 
     The trainer's own data collator then works in a thread, into pinned memory, and tensors are copied to the GPU
     without waiting for them. Samplers, order, random numbers and batches stay the same. With ``dataloader_num_workers``
-    above 0 nothing changes, because the collator works in other processes then. A second call does nothing. The
-    trainer's ``logging_nan_inf_filter``, for which the host waits for the loss, is turned off: NaN is logged as NaN.
+    above 0 nothing changes, because the collator works in other processes then, nor with ``TILEFOLD_DISABLE=1`` in the
+    environment. A second call does nothing. The trainer's ``logging_nan_inf_filter``, for which the host waits for the
+    loss, is turned off: NaN is logged as NaN.
 
     If ``accelerate`` lets the only encoder of the model run on packed tokens, the thread packs all columns of a batch,
     so that no forward waits for the GPU to count tokens; they go through the encoder in one forward, and the loss takes
@@ -212,6 +214,8 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
     if getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None):
         remedy = "leave it out of the trainer's accelerator_config, so that each process makes its own batches."
         raise ValueError(f"dispatch_batches must not be True for batches that are collated ahead, got True; {remedy}")
+    if switched_off():
+        return
     one = _one_packed_encoder(trainer.model)
     if graphs and not (one and join):
         remedy = "call accelerate(model) first and leave join=True (several encoders have no joined columns)."

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
 from tilefold._typing import Model
+from tilefold.ops.implementations import SWITCH, switched_off
 from tilefold.ops.packed_attention import packed_softmax_attention, places_of_tokens
 
 PACKED = "tilefold_packed"
@@ -171,7 +172,7 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
     Returns:
         None if the model now takes packed tokens; else why it does not, and nothing is changed.
     """
-    why = _why_not_by_its_kind(model)
+    why = f"{SWITCH} is set" if switched_off() else _why_not_by_its_kind(model)
     if why is not None:
         return why
     register_packed()

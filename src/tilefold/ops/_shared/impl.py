@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import warnings
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from tilefold.ops._shared.plan import Setting
 
 IMPLS = ("auto", "reference", "tiled", "triton")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SWITCH = "TILEFOLD_DISABLE"
 
 
 @functools.cache
@@ -28,6 +30,20 @@ def triton_installed() -> bool:
 def triton_interpreted() -> bool:
     """Whether Triton runs its kernels in Python on the CPU (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def switched_off() -> bool:
+    """Whether the environment's ``TILEFOLD_DISABLE`` asks for stock libraries and plain torch; warns once of it."""
+    if os.environ.get(SWITCH, "0") in {"", "0"}:
+        return False
+    _say_switched_off()
+    return True
+
+
+@functools.cache
+def _say_switched_off() -> None:
+    what = f"{SWITCH} is set: accelerate() leaves models and libraries stock, and impl='auto' runs plain torch."
+    warnings.warn(f"{what} Unset it to use tilefold again.", stacklevel=4)
 
 
 @functools.cache
@@ -63,7 +79,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 def takes_kernels(device: torch.device) -> bool:
     """Whether ``"auto"`` takes the Triton kernels for tensors on ``device``, unless they were given up."""
-    return device.type == "cuda" and why_not_triton(device) is None
+    return device.type == "cuda" and not switched_off() and why_not_triton(device) is None
 
 
 def settled(asked: str, chosen: str) -> str:
