@@ -78,7 +78,7 @@ RULES: dict[str, _Rules] = {
         *_PRF,
     ),
     "evaluate": (
-        (_INDEX, "!index", "goes with --index"),
+        (f"{_INDEX} where", "!index", "goes with --index"),
         ("max_length", "index|run", "goes with a dense --model, without --index"),
         ("k", "run", "goes with --index or a dense --model; for --rerank there is --rerank-depth"),
         ("vectors", "!prf", "goes together with --prf"),
@@ -123,7 +123,6 @@ RULES: dict[str, _Rules] = {
         *((options, f"backend!={name}", f"goes with --backend {name}") for name, options in OF_BACKEND.items()),
         ("collection overwrite", "!url", "goes with --url, the address of a server"),
         ("data vectors", "delete|merge !update", "goes with --update, to put them into the index"),
-        ("data", "backend!=bm25 !update", "goes with --backend bm25; {backend} reads --vectors"),
         ("passages", "backend!=bm25", "goes with --backend bm25; vectors are cut by tilefold encode --passages"),
         *_CUTS,
         ("vectors", "backend=bm25", "goes with the backends exact, seismic and qdrant; bm25 reads --data"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.index.dense import DenseIndex
+    from tilefold.retrieval.metadata import Filter
     from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.searcher import Searcher, SearchRequest
@@ -50,6 +51,10 @@ RERANK = option(
 RERANK_MODEL = option("Multi-vector model for the queries, or minilm; by default the one that made the token vectors.")
 RERANK_WEIGHT = option(
     "Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."
+)
+WHERE = option(
+    "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, or lang=null "
+    "(without the field); may be repeated."
 )
 PRF = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio")
 PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
@@ -145,6 +150,24 @@ def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance]
     names = {"vectors": "--vectors", "second": f"--prf-with: {asked.get('prf_with')}", "tokens": "--rerank"}
     with _options.as_options(**names, model="--rerank-model"):
         return Searcher(index, encoder, query_top_k=asked["query_top_k"], options=options, other_model=True, **parts)
+
+
+def where_of(asked: Asked, searcher: Searcher) -> Filter | None:
+    """The conditions of --where, checked against the fields of the index; a line says so where nothing matches."""
+    from tilefold.retrieval.metadata import Filter, allowed_by
+
+    if not asked["where"]:
+        return None
+    index: Any = getattr(searcher.retriever, "index", None)
+    with _options.as_options(where="--where"):
+        chosen = Filter.parse(asked["where"], index.metadata and index.metadata.kinds)
+        if index.backend == "qdrant":
+            matching = index.collection.count(chosen)
+        else:
+            matching = sum(allowed_by(index, chosen).tolist())  # type: ignore[union-attr]
+    if not matching:
+        note(f"--where: none of the {index.n_documents} documents of the index matches")
+    return chosen
 
 
 def ranked(

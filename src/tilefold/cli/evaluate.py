@@ -29,6 +29,7 @@ def evaluate(
     model: Text = option(_retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2."),
     k: Count = option("Documents per query to rerank and to save, by default 100; measures see what they need."),
     measure: Words = option(_scores.MEASURE_HELP),
+    where: Words = _retrievers.WHERE,
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
@@ -94,7 +95,9 @@ def evaluate(
             searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: parts)
         name = f"--model {model}" if index is None else f"--index {index}"
         _scores.check_texts(name, searcher.provenance, collection, texts)
-        request = retrieval.SearchRequest(max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix)
+        request = retrieval.SearchRequest(
+            max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix, where=_retrievers.where_of(asked, searcher)
+        )
         ranking = searcher.rank(queries, request)
         found = _scores.NamedRun(name, ranking.run, searcher.provenance)
         passages = ranking.found if searcher.passages else None

@@ -32,7 +32,9 @@ def index(
     vectors: Place = option(
         "exact, seismic, qdrant: folder that tilefold encode wrote; exact takes dense vectors, too."
     ),
-    data: Text = option("bm25: the documents. " + _common.DOCUMENTS_HELP),
+    data: Text = option(
+        "bm25: the documents; others: those of --vectors, to keep their metadata. " + _common.DOCUMENTS_HELP
+    ),
     backend: str = preset("exact", _BACKEND_HELP, metavar="exact | seismic | qdrant | bm25"),
     language: Text = option("bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
     k1: Number = option("bm25: saturation of term frequencies; by default 1.5."),
@@ -63,7 +65,9 @@ def index(
         "Put --vectors (bm25: --data) into the index at --output, replacing documents of the same id.", "--update"
     ),
     delete: Place = option("Remove documents, an id per line of this file, from the index at --output."),
-    merge: bool = flag("exact and dense: make one index of that at --output and what was added to it.", "--merge"),
+    merge: bool = flag(
+        "exact, dense, seismic: make one index of that at --output and what was added to it.", "--merge"
+    ),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25).
@@ -86,7 +90,7 @@ def index(
         options = ({"collection": output.resolve().name} if "url" in options else {"folder": output}) | options
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         words, of_words = backend == BM25, _retrievers.passages(asked)
-        built = _words(data, options, of_words) if words else _vectors(vectors, backend, options)
+        built = _words(data, options, of_words) if words else _vectors(vectors, data, backend, options)
         built.save(output)
         documents = built.n_documents
         if backend == QDRANT:
@@ -97,6 +101,10 @@ def index(
         result["passages"] = cuts
     what = "passages" if cuts else "documents"
     said = f"{documents} {what} indexed ({backend}) in {seconds:.1f} s: {output}"
+    if built.metadata is not None:
+        result["metadata"] = built.metadata.kinds
+        kept = ", ".join(f"{name} ({' or '.join(kinds)})" for name, kinds in built.metadata.kinds.items())
+        said += f"; metadata: {kept}"
     _common.print_result(result, as_json, said)
 
 
@@ -109,20 +117,21 @@ def _words(data: str | None, options: Values, cuts: Passages | None) -> Any:
         Tokenizer(BM25Options(**options))
     collection = _common.load_data(data, documents_only=True)
     texts = collection.contents() if cuts is None else cuts.of(collection.documents)
-    return retrieval.BM25Index.build(texts, **options)
+    return retrieval.BM25Index.build(texts, metadata=collection.metadata(), **options)
 
 
-def _vectors(vectors: Path | None, backend: str, options: Values) -> Any:
+def _vectors(vectors: Path | None, data: str | None, backend: str, options: Values) -> Any:
     if backend == "seismic":
         from tilefold.retrieval.index.seismic import SeismicOptions
 
         with _options.as_options(*options):
             SeismicOptions.parse(options)
     read = _read(vectors, backend)
+    options = {**options, "metadata": _metadata(data, vectors, read)}
     if not isinstance(read, retrieval.SparseVectors):
         if backend != "exact":
             raise UsageError(f"--backend: {vectors} holds dense vectors, which exact alone searches, got {backend}.")
-        return retrieval.DenseIndex.build(read)
+        return retrieval.DenseIndex.build(read, metadata=options["metadata"])
     if backend == QDRANT:
         return _build_qdrant(read, options)
     documents, terms = len(read), len(read.indices) / max(1, len(read))
@@ -144,6 +153,18 @@ def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
     if vectors is None:
         raise UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
     return _retrievers.read_documents(vectors)
+
+
+def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str, Mapping[str, object]] | None:
+    """The metadata of the documents of --data, which must be those of --vectors."""
+    if data is None or vectors is None:
+        return None
+    collection, made_of = _common.load_data(data, documents_only=True), read.provenance
+    _check_texts(data, vectors, collection.contents(), made_of)
+    found = collection.metadata()
+    if not found:
+        note(f"--data: the documents of {data} have no metadata: no fields but an id, a title and a text")
+    return found
 
 
 def _build_qdrant(read: Any, options: Values) -> Any:
@@ -172,20 +193,20 @@ def _change(asked: Asked) -> Values:
     if "backend" in _options.given and there not in (asked["backend"], {"exact": "dense"}.get(asked["backend"])):
         raise UsageError(f"--backend: {output} is an index of backend {there}, got {asked['backend']}.")
     if asked["merge"] and there in (QDRANT, BM25):
-        raise UsageError(f"--merge goes with exact and dense indexes; {output} ({there}) is of one part.")
+        raise UsageError(f"--merge goes with exact, dense and seismic indexes; {output} ({there}) is of one part.")
     listed = "" if asked["delete"] is None else _options.read_text(asked["delete"], "--delete", "utf-8-sig")
     names = [line for line in listed.splitlines() if line.strip()]
     changed: Values = {"written": 0, "deleted": 0}
     if there == BM25:
         _options.refuse(["vectors"], f"does nothing here: {output} is a BM25 index, which reads --data")
         return {"output": str(output)} | _change_words(output, names, asked["data"] if update else None)
-    _options.refuse(["data"], f"does nothing here: {output} is an index of vectors, which reads --vectors")
     read = _read(asked["vectors"], there) if update else None
+    metadata = _metadata(asked["data"], asked["vectors"], read)
     if there == QDRANT:
-        return _change_qdrant(output, read, names)
+        return _change_qdrant(output, read, names, metadata or {})
     with _options.as_options(vectors="--vectors", index="--output", path="--output"):
         if update or names:
-            changed = update_index(output, read, names)
+            changed = update_index(output, read, names, metadata=metadata)
         if asked["merge"]:
             changed["n_documents"] = merge_segments(output)
     return {"output": str(output)} | changed
@@ -202,16 +223,21 @@ def _change_words(output: Path, names: Sequence[str], data: str | None) -> Value
         if collection is not None:
             texts = collection.contents() if cut is None else Passages.parse(cut).of(collection.documents)
         deleted = len(owned(index.ids, set(names), (), cut))
-        changed = index.updated(texts, names)
+        changed = index.updated(texts, names, {} if collection is None else collection.metadata())
         changed.save(output)
     return {"n_documents": changed.n_documents, "written": len(texts), "deleted": deleted}
 
 
-def _change_qdrant(output: Path, read: Any, names: Sequence[str]) -> Values:
+def _change_qdrant(
+    output: Path, read: Any, names: Sequence[str], metadata: Mapping[str, Mapping[str, object]]
+) -> Values:
     from tilefold.retrieval.index.qdrant import QdrantIndex
+    from tilefold.retrieval.metadata import fields_by_id
     from tilefold.retrieval.qdrant import Documents
 
-    documents = None if read is None else Documents(read.ids, read)
+    documents = None
+    if read is not None:
+        documents = Documents(read.ids, read, payloads=fields_by_id(metadata, read.ids, read.provenance.passages))
     try:
         index = QdrantIndex.load(output)
         with index.collection as collection:
@@ -331,6 +357,11 @@ def _texts(data: str | None, vectors: Path) -> dict[str, str] | None:
         return None
     collection = _common.load_data(data, documents_only=True)
     texts, made_of = collection.contents(), retrieval.read_manifest(vectors).provenance
+    _check_texts(data, vectors, texts, made_of)
+    return texts if made_of.passages is None else Passages.parse(made_of.passages).of(collection.documents)
+
+
+def _check_texts(data: str, vectors: Path, texts: Mapping[str, str], made_of: Provenance) -> None:
+    """Refuse a collection of other texts than those of the vectors, where those are known."""
     if made_of.differs(Provenance(texts_sha256=texts_digest(texts))):
         raise CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")
-    return texts if made_of.passages is None else Passages.parse(made_of.passages).of(collection.documents)

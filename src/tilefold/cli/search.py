@@ -15,7 +15,7 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, argument, flag, option, preset
+from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def search(
     vectors: Place = option("The encoded documents, to show which terms matched."),
     k: int = preset(10, "Documents to show."),
     by: str = _retrievers.BY,
+    where: Words = _retrievers.WHERE,
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
@@ -85,7 +86,7 @@ def search(
         _scores.check_writable(save_run, "--save-run")
     searcher = _open(asked)
     _retrievers.check_by(by, searcher)
-    request = retrieval.SearchRequest(k, feedback, mix, None, reranking, by)
+    request = retrieval.SearchRequest(k, feedback, mix, None, reranking, by, _retrievers.where_of(asked, searcher))
     if save_run is not None:
         found = _save(searcher, _many(query, queries), request, save_run)
         _common.print_result(found, as_json, f"{found['queries']} queries, {found['documents']} documents: {save_run}")

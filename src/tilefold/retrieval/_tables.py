@@ -119,6 +119,7 @@ def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = Fa
         where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
         if place == 0 and (columns := text_columns(fields, where)):
             _say_once(where, tuple(fields))
+            columns = [kind or name.strip().strip('"') for kind, name in zip(columns, fields, strict=True)]
             continue
         if columns:
             yield where, row_of(fields, columns, where)
@@ -192,8 +193,8 @@ def _say_once(where: str, fields: tuple[str, ...]) -> None:
     kinds = named_columns(fields, TEXTS)
     used = ", ".join(name.strip() for name, kind in zip(fields, kinds, strict=True) if kind)
     left = ", ".join(repr(name.strip()) for name, kind in zip(fields, kinds, strict=True) if not kind)
-    unread = f", {left} unread" if left else ""
-    _logger.warning("%s: this line is taken as names of columns (%s)%s", where, used, unread)
+    others = f", {left} as metadata" if left else ""
+    _logger.warning("%s: this line is taken as names of columns (%s)%s", where, used, others)
 
 
 def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index.exact import top_positive
 from tilefold.retrieval.index.protocol import naming_versions, read_ids, read_manifest, saved_index
+from tilefold.retrieval.metadata import Fields, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance, owned, provenance_of
 
 __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
@@ -129,6 +130,7 @@ class BM25Index:
 
     backend: ClassVar[str] = "bm25"
     fingerprint: ClassVar[str | None] = None  # BM25 has no model vocabulary
+    metadata: Metadata | None = None  # of the documents, for `where`
 
     def __init__(self, engine: Any, ids: list[str], options: BM25Options, provenance: Provenance) -> None:
         self._engine, self.ids = engine, ids
@@ -145,15 +147,21 @@ class BM25Index:
         k1: float = 1.5,
         b: float = 0.75,
         identifiers: bool = False,
+        metadata: Mapping[str, Fields] | None = None,
     ) -> BM25Index:
-        """Index ``{id: contents}`` of documents or passages, one of them with a word; options: :class:`BM25Options`."""
+        """Index ``{id: contents}`` of documents or passages, one of them with a word; options: :class:`BM25Options`.
+
+        `metadata` is as in :func:`tilefold.retrieval.build_index`.
+        """
         options = BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
             raise ValueError("documents: expected at least one, got an empty mapping.")
         check_text_ids("documents", documents)
         corpus = {name: tokenize(text) for name, text in documents.items()}
-        return cls._of_words(corpus, options, provenance_of(documents))
+        made = cls._of_words(corpus, options, provenance_of(documents))
+        made.metadata = Metadata.of(metadata, made.ids, made.provenance.passages)
+        return made
 
     @classmethod
     def _of_words(cls, corpus: Mapping[str, list[str]], options: BM25Options, provenance: Provenance) -> BM25Index:
@@ -168,8 +176,13 @@ class BM25Index:
         made._counts = np.unique(np.array(places, np.int64), return_counts=True)[1].astype(np.int32)
         return made
 
-    def updated(self, documents: Mapping[str, str], delete: Collection[str] = ()) -> BM25Index:
-        """An index without some documents, and with others, which replace those of the same ids.
+    def updated(
+        self,
+        documents: Mapping[str, str],
+        delete: Collection[str] = (),
+        metadata: Mapping[str, Fields] | None = None,
+    ) -> BM25Index:
+        """An index without some documents, and with others and their metadata, which replace those of the same ids.
 
         Weights depend on all documents, so that it is made anew, of the words that are stored and those of the new
         texts: the scores are those of :meth:`build` of all. Its texts have no fingerprint. A ``DataError`` for an index
@@ -189,9 +202,13 @@ class BM25Index:
         if new.passages != cut:
             raise DataError(f"documents: expected passages {cut!r} as in the index, got {new.passages!r}.")
         gone = owned((*corpus, *documents), delete, documents, cut)
-        kept = {name: words for name, words in corpus.items() if name not in gone}
+        left = {row: name for row, name in enumerate(self.ids) if name not in gone}
+        kept = {name: corpus[name] for name in left.values()}
         kept |= {name: self._tokenize(text) for name, text in documents.items()}
-        return self._of_words(kept, self.options, Provenance(passages=cut))
+        made = self._of_words(kept, self.options, Provenance(passages=cut))
+        parts = self.metadata and self.metadata.take(list(left)), Metadata.of(metadata, list(documents), cut)
+        made.metadata = Metadata.concatenate(parts, [len(left), len(documents)])
+        return made
 
     @property
     def n_documents(self) -> int:
@@ -201,14 +218,17 @@ class BM25Index:
     def vocab_size(self) -> int:
         return len(self._engine.vocab_dict)
 
-    def search(self, queries: Mapping[str, str], k: int) -> Run:
-        """At most `k` best documents per query; documents that share no word with it are not returned."""
+    def search(self, queries: Mapping[str, str], k: int, *, where: Where = None) -> Run:
+        """At most `k` best documents per query, of those that match `where`, which share a word with it."""
         check_k(k)
+        allowed = allowed_by(self, where)
         run: Run = {}
         for query_id, text in queries.items():
             run[query_id] = {}
             if tokens := self._known(text):
                 scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
+                if allowed is not None:
+                    scores = np.where(allowed, scores, np.float32(0))
                 run[query_id] = {self.ids[i]: float(scores[i]) for i in top_positive(scores, k)}
         return run
 
@@ -252,6 +272,7 @@ class BM25Index:
         index = cls(engine, ids, options, Provenance.from_dict(manifest))
         if _COUNTS in manifest["files"]:
             index._counts = np.load(folder / _COUNTS, mmap_mode="r", allow_pickle=False)
+        index.metadata = Metadata.load(folder, len(ids))
         return index
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,10 +21,12 @@ from tilefold.retrieval._tables import (
     table_rows,
 )
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.metadata import kept_fields
 
 __all__ = ["Collection", "Document", "load_beir", "load_documents", "load_queries", "query_of_line"]
 
 T = TypeVar("T")
+_OWN = ("_id", "id", "title", "text")  # columns that are no metadata
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
     "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and qrels/<split>.tsv; .jsonl.gz, "
@@ -34,11 +36,15 @@ BEIR_LAYOUT = (
 
 @dataclass(frozen=True)
 class Document:
-    """Document of an id, a title, which may be empty, and a text; what is no string is a ``TypeError``."""
+    """Document of an id, a title, which may be empty, and a text; what is no string is a ``TypeError``.
+
+    Its `metadata`, field -> value, are kept by an index that is built with them, and searched by ``where``.
+    """
 
     id: str
     title: str
     text: str
+    metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, value in (("id", self.id), ("title", self.title), ("text", self.text)):
@@ -83,6 +89,10 @@ class Collection:
         """Document id -> contents, in corpus order."""
         return {document.id: document.contents for document in self.documents.values()}
 
+    def metadata(self) -> dict[str, Mapping[str, object]]:
+        """Document id -> fields, of the documents that have any."""
+        return {name: document.metadata for name, document in self.documents.items() if document.metadata}
+
     def split_qrels(self, split: str) -> dict[str, dict[str, int]]:
         """The judgements of `split`; the error for an unknown split names the known ones."""
         try:
@@ -104,7 +114,11 @@ class Collection:
         """Write a BEIR folder atomically, over an earlier one only; ``DataError`` for an id that it cannot hold."""
         self._check_savable()
         with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
-            documents = ({"_id": one.id, "title": one.title, "text": one.text} for one in self.documents.values())
+            documents = (
+                {"_id": one.id, "title": one.title, "text": one.text}
+                | ({"metadata": dict(one.metadata)} if one.metadata else {})
+                for one in self.documents.values()
+            )
             queries = ({"_id": name, "text": text} for name, text in self.queries.items())
             for name, rows in (("corpus.jsonl", documents), ("queries.jsonl", queries)):
                 with (folder / name).open("w", encoding="utf-8") as stream:
@@ -176,7 +190,8 @@ def documents_table(folder: Path) -> Path:
 def load_documents(path: str | Path) -> dict[str, Document]:
     """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, a saved dataset, or text.
 
-    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``. A ``.tsv`` or ``.txt`` file has lines of an id, a
+    Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``; other columns, and the fields of an object
+    ``metadata``, are metadata. A ``.tsv`` or ``.txt`` file has lines of an id, a
     tab and a text, or of the columns that its first line names (``id``, ``docid`` or another usual name, and ``text``),
     which is logged. A first line that may be either is a ``DataError`` with file and line, as are malformed rows,
     missing or repeated ids, or no row.
@@ -188,10 +203,13 @@ def load_documents(path: str | Path) -> dict[str, Document]:
     return _some(documents, Path(path))
 
 
-def document_of_row(row: Json, where: str, seen: Mapping[str, object]) -> Document:
+def document_of_row(row: Json, where: str, seen: Container[str]) -> Document:
     """The document in a row, checked; its id is none of those `seen`."""
     name = _id(row, where, seen)
-    return Document(name, _string(row, "title", where, ""), _string(row, "text", where))
+    fields = {key: value for key, value in row.items() if key not in _OWN}
+    own = fields.pop("metadata", None)  # BEIR's place for them
+    fields |= own if isinstance(own, dict) else {"metadata": own}
+    return Document(name, _string(row, "title", where, ""), _string(row, "text", where), kept_fields(fields))
 
 
 def load_queries(path: str | Path) -> dict[str, str]:
@@ -219,7 +237,7 @@ def _some(found: dict[str, T], path: Path) -> dict[str, T]:
     return found
 
 
-def _id(row: Json, where: str, seen: Mapping[str, object]) -> str:
+def _id(row: Json, where: str, seen: Container[str]) -> str:
     key = "id" if "_id" not in row and "id" in row else "_id"
     value = _field(row, key, where)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from tilefold._files import InUseError, atomic_directory, read_json, write_json
 from tilefold.retrieval._tables import ROWS, find_table, is_saved_dataset
-from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, Document, load_beir, load_documents
+from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, Document, document_of_row, load_beir, load_documents
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 
@@ -149,7 +149,7 @@ class StoredDocuments(Mapping[str, Document]):
 def _read(stream: BinaryIO, offset: int) -> Document:
     stream.seek(offset)
     row = json.loads(stream.readline().decode("utf-8-sig" if offset == 0 else "utf-8"))
-    return Document(str(row["_id"] if "_id" in row else row["id"]), row.get("title") or "", row["text"])
+    return document_of_row(row, stream.name, ())
 
 
 def open_documents(name_or_path: str | Path, cache_dir: str | Path | None = None) -> tuple[Collection, str]:

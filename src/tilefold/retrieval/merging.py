@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from tilefold.retrieval._sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import Segments, listed_parts
+from tilefold.retrieval.metadata import Fields, Metadata
 from tilefold.retrieval.provenance import owned
 from tilefold.retrieval.searcher import open_index
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest, iter_shards, layout_of
@@ -105,9 +106,13 @@ class _Source:
 
 
 def update_index(
-    path: str | Path, vectors: SparseVectors | TokenStore | None = None, delete: Collection[str] = ()
+    path: str | Path,
+    vectors: SparseVectors | TokenStore | None = None,
+    delete: Collection[str] = (),
+    *,
+    metadata: Mapping[str, Fields] | None = None,
 ) -> dict[str, int]:
-    """Remove documents from a saved index, then add `vectors`, which replace those of the same ids.
+    """Remove documents from a saved index, then add `vectors` with `metadata`, which replace those of the same ids.
 
     Only the new documents are indexed, as a segment with the options of the index. Returns how many documents there are
     now, and how many were ``written`` and ``deleted`` (of those to `delete` that were there). Vectors of another kind,
@@ -120,7 +125,7 @@ def update_index(
     with hold_path(folder):
         index: Any = open_index(folder)
         held = index if isinstance(index, Segments) else Segments([index], [()])
-        added = None if vectors is None else _segment(held, vectors)
+        added = None if vectors is None else _segment(held, vectors, metadata)
         listed, inside = listed_parts(folder), folder / SEGMENTS
         names = [str(part["folder"]) for part in listed["parts"]] or [""]
         if inside.is_dir():
@@ -156,7 +161,7 @@ def merge_segments(path: str | Path) -> int:
     return int(index.n_documents)
 
 
-def _segment(held: Segments, vectors: SparseVectors | TokenStore) -> Any:
+def _segment(held: Segments, vectors: SparseVectors | TokenStore, metadata: Mapping[str, Fields] | None) -> Any:
     """A part of new documents for those of `held`."""
     first, made_by = held.parts[0], held.provenance
     if isinstance(vectors, SparseVectors) is (held.backend == "dense"):
@@ -175,4 +180,5 @@ def _segment(held: Segments, vectors: SparseVectors | TokenStore) -> Any:
         raise DataError(f"vectors: expected passages {made_by.passages!r} as in the index, got {got}.")
     if "model_fingerprint" in made_by.differs(made.provenance):
         raise DataError("vectors: were made by another model than the index. Encode documents with its own.")
+    made.metadata = Metadata.of(metadata, made.ids, made_by.passages)
     return made

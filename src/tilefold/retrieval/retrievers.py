@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilefold._typing import Model
 from tilefold.retrieval._sparse import SparseVectors
@@ -15,7 +15,9 @@ from tilefold.retrieval.dense import encode_dense, rank_by_similarity
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.feedback import Feedback, expand_dense, expand_sparse, feedback_documents
 from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.index import SparseIndex, build_index, hits_to_run
+from tilefold.retrieval.index import SparseIndex, hits_to_run
+from tilefold.retrieval.index.exact import ExactIndex
+from tilefold.retrieval.metadata import Where
 from tilefold.retrieval.passages import PassageTexts
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import read_manifest, read_rows
@@ -64,8 +66,9 @@ class SparseRetriever:
 
         return encode_queries(self.model, queries, top_k=self.query_top_k)
 
-    def search(self, vectors: SparseVectors, names: Sequence[str], k: int) -> Run:
-        return hits_to_run(vectors, self.index.search(vectors, k, **self.options))
+    def search(self, vectors: SparseVectors, names: Sequence[str], k: int, where: Where = None) -> Run:
+        options: Any = self.options if where is None else {**self.options, "where": where}
+        return hits_to_run(vectors, self.index.search(vectors, k, **options))
 
     def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
         return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
@@ -103,14 +106,16 @@ class WordsRetriever:
     def encode(self, queries: Mapping[str, str]) -> Mapping[str, str]:
         return queries
 
-    def search(self, vectors: Mapping[str, str], names: Sequence[str], k: int) -> Run:
-        return self.index.search(vectors, k)
+    def search(self, vectors: Mapping[str, str], names: Sequence[str], k: int, where: Where = None) -> Run:
+        return self.index.search(vectors, k, where=where)
 
     @cached_property
     def as_vectors(self) -> SparseRetriever:
         """Retriever with equal scores from vectors, which feedback can move."""
         vectors = self.index.document_vectors()
-        return SparseRetriever(build_index(vectors, "exact"), vectors=vectors, words=self.index)
+        index = ExactIndex.build(vectors)
+        index.metadata = self.index.metadata
+        return SparseRetriever(index, vectors=vectors, words=self.index)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,9 @@ class DenseRetriever:
     def encode(self, queries: Mapping[str, str]) -> torch.Tensor:
         return encode_dense(self.model, queries, kind="query")
 
-    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int) -> Run:
+    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int, where: Where = None) -> Run:
+        if where is not None:
+            raise ValueError("where: expected None, a dense model over texts keeps no metadata; index its vectors.")
         return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
 
     def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
@@ -160,8 +167,8 @@ class DenseIndexRetriever:
             raise ValueError("model: expected the SentenceTransformer that made the index, got None.")
         return encode_dense(self.model, queries, kind="query")[:, : self.index.dimension]
 
-    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int) -> Run:
-        hits = self.index.search(vectors, k)
+    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int, where: Where = None) -> Run:
+        hits = self.index.search(vectors, k, where=where)
         return {name: {hit.id: hit.score for hit in row} for name, row in zip(names, hits, strict=True)}
 
     def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:

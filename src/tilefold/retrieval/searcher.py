@@ -23,6 +23,7 @@ from tilefold.retrieval.fusion import Fusion, Run
 from tilefold.retrieval.index import DENSE, SparseIndex, load_index
 from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.index.segments import open_segments
+from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.retrievers import DenseIndexRetriever, DenseRetriever, SparseRetriever, WordsRetriever
@@ -79,6 +80,7 @@ class SearchRequest:
         reranking: orders the best candidates by late interaction.
         by: of an index of passages, ``"document"`` gives documents by their best passage (MaxP), and ``"passage"``
             the passages; an index of whole documents has none.
+        where: only documents whose metadata match, in every ranking: of the index, the second one, after feedback.
     """
 
     k: int = 10
@@ -87,9 +89,11 @@ class SearchRequest:
     fusion: Fusion | None = None
     reranking: Reranking | None = None
     by: Literal["document", "passage"] = "document"
+    where: Where = None
 
     def __post_init__(self) -> None:
         check_k(self.k)
+        Filter.of(self.where)
         check_choice("by", self.by, ("document", "passage"))
         if self.interpolation is not None and self.feedback is None:
             raise ValueError("interpolation: expected feedback beside it, got None; without, take fusion.")
@@ -261,12 +265,13 @@ class Searcher:
         deep = depth
         if feedback is not None:
             deep = max(depth, feedback.k, WHOLE if mix is not None or feedback.bottom else 0)
-        second = None if mix is None else self.second_run(queries, deep, request.by, best)
+        second = None if mix is None else self.second_run(queries, deep, request, best)
         before = after = retriever.encode(queries) if vectors is None else vectors
 
         def search(vectors: Any, k: int) -> Run:
             of_passages = self.passages is not None and request.by == "document"
-            return found_by(lambda n: retriever.search(vectors, names, n), k, self.stage, best if of_passages else None)
+            known = best if of_passages else None
+            return found_by(lambda n: retriever.search(vectors, names, n, request.where), k, self.stage, known)
 
         run = own = search(before, deep)
         if feedback is not None:
@@ -282,7 +287,7 @@ class Searcher:
         ranking = Ranking(_best(run, depth), {self.stage: own if mix else _best(own, depth)}, before, after)
         ranking.by, ranking.passages = request.by, best
         if request.fusion is not None:
-            ranking.stages["words"] = self.second_run(queries, depth, request.by, best)
+            ranking.stages["words"] = self.second_run(queries, depth, request, best)
             ranking.run = request.fusion.mix(ranking.run, ranking.stages["words"], depth)
             ranking.stages["fusion"] = ranking.run
         return ranking
@@ -294,9 +299,7 @@ class Searcher:
         vectors = None if isinstance(self.retriever, WordsRetriever) else ranking.before
         run = self.rank(queries, plain, vectors).run
         return (
-            run
-            if mix is None
-            else _best(mix.mix(run, self.second_run(queries, plain.k, request.by, {}), plain.k), depth)
+            run if mix is None else _best(mix.mix(run, self.second_run(queries, plain.k, request, {}), plain.k), depth)
         )
 
     def rerank(
@@ -339,14 +342,17 @@ class Searcher:
             wanted = f"a BM25 index of the passages that are searched ({self.passages}), {why}"
             raise ValueError(f"second: expected {wanted}, got {cut or 'whole documents'}.")
 
-    def second_run(self, queries: Mapping[str, str], k: int, by: str, best: dict[str, Found]) -> Run:
+    def second_run(self, queries: Mapping[str, str], k: int, request: SearchRequest, best: dict[str, Found]) -> Run:
         """The `k` best of the second ranking; `best` learns the passages that documents were found by."""
         if self.second is None:
             raise ValueError("second: expected a BM25 index or a run to interpolate or fuse with, got None.")
         words = self.second
         if isinstance(words, BM25Index):
-            of_passages = words.provenance.passages is not None and by == "document"
-            return found_by(lambda n: words.search(queries, n), k, _SECOND, best if of_passages else None)
+            of_passages = words.provenance.passages is not None and request.by == "document"
+            known = best if of_passages else None
+            return found_by(lambda n: words.search(queries, n, where=request.where), k, _SECOND, known)
+        if request.where is not None:
+            raise ValueError("second: expected a BM25 index with metadata beside where, got a run, which has none.")
         return {query: words[query] for query in queries if query in words}
 
     def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Json]]:

@@ -16,6 +16,7 @@ from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.index import DENSE, SparseIndex
 from tilefold.retrieval.index.dense import DenseIndex
+from tilefold.retrieval.metadata import Where
 from tilefold.retrieval.passages import Passage
 from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.tokens import TokenStore
@@ -81,6 +82,7 @@ class Searchable:
             "dense": self.dense is not None,
             "rerank": self.late is not None and (self.store is not None or bool(self.documents)),
             "passages": self.searcher.passages is not None,
+            "where": self.index.metadata is not None or self.index.backend == "qdrant",
         }
 
     @cached_property
@@ -99,14 +101,14 @@ class Searchable:
         size = self.index.vocab_size
         return SparseVectors([QUERY], np.array([0, len(indices)]), indices, weights, size, fingerprint)
 
-    def search_dense(self, vector: npt.NDArray[np.float32], k: int) -> dict[str, float]:
-        """The `k` best documents by their dense vectors, in the collection of the index."""
+    def search_dense(self, vector: npt.NDArray[np.float32], k: int, where: Where = None) -> dict[str, float]:
+        """The `k` best documents that match by their dense vectors, in the collection of the index."""
         from tilefold.retrieval.index.qdrant import QdrantIndex  # needs qdrant
         from tilefold.retrieval.qdrant import Queries
 
         if not isinstance(self.index, QdrantIndex):
             raise ValueError(f"index: expected a Qdrant collection with dense vectors, got {self.index.backend!r}.")
-        (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k)
+        (hits,) = self.index.collection.search(Queries([QUERY], dense=vector[None]), k, where=where)
         return {hit.id: hit.score for hit in hits}
 
     def explain_query(self, ranking: Ranking, query: str) -> Explanation:

@@ -16,6 +16,7 @@ from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import MissingDocumentError
 from tilefold.retrieval.feedback import Feedback
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
+from tilefold.retrieval.metadata import Filter
 from tilefold.retrieval.passages import document_of
 from tilefold.retrieval.reranking import Reranking
 from tilefold.retrieval.searcher import RERANK_DEPTH, Ranking, SearchRequest
@@ -78,6 +79,8 @@ class SearchBody(_Strict):
     hits: int = Field(default=10, ge=1)
     parse: bool = True
     by: Literal["document", "passage"] = "document"
+    where: dict[str, Any] | None = None
+    where_not: dict[str, Any] | None = None
     fusion: FusionBody | bool = False
     prf: FeedbackBody | bool = False
     rerank: RerankBody | bool = False
@@ -177,6 +180,7 @@ class _SearchRoutes:
             _record(Fusion, FusionBody, body.fusion, "fusion"),
             _record(Reranking, RerankBody, body.rerank, "rerank"),
             body.by,
+            _filter(body),
         )
         self._check(body, asked.reranking)
         try:
@@ -218,8 +222,10 @@ class _SearchRoutes:
             return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
         except MissingDocumentError:
             raise
-        except ValueError as error:  # weights too large for these vectors, or terms of dense ones
-            raise invalid(f"`prf`: {error}") from error
+        except (
+            ValueError
+        ) as error:  # a filter of other fields; weights too large for these vectors, or terms of dense ones
+            raise invalid(str(error) if str(error).startswith("where") else f"`prf`: {error}") from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
         """Ask the index, in a thread: it may be on a server, which may be away."""
@@ -264,13 +270,15 @@ class _SearchRoutes:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)
-        ranking = await self._rank(body.query, vector, SearchRequest(depth, request.feedback, by=body.by))
+        ranking = await self._rank(
+            body.query, vector, SearchRequest(depth, request.feedback, by=body.by, where=request.where)
+        )
         columns = dict(ranking.stages)
         if found.words is not None:
-            columns["words"] = await self._asked(found.searcher.second_run, {QUERY: body.query}, depth, body.by, {})
+            columns["words"] = await self._asked(found.searcher.second_run, {QUERY: body.query}, depth, request, {})
         if found.dense is not None:
             outcome = await self.service.encode("dense", [body.query], Asked("query"))
-            columns["dense"] = {QUERY: await self._asked(found.search_dense, outcome.rows[0], depth)}
+            columns["dense"] = {QUERY: await self._asked(found.search_dense, outcome.rows[0], depth, request.where)}
         if found.features["rerank"] and ranking.run[QUERY] and late:
             columns["late"] = (await self._rerank(Reranking(late), body.query, ranking)).stages["late"]
         return columns
@@ -305,6 +313,16 @@ class _SearchRoutes:
             {"docid": name, "score": score, "rank": rank, "title": document.title if document else ""}
             for rank, (name, score, document) in enumerate(named, start=1)
         ]
+
+
+def _filter(body: SearchBody) -> Filter | None:
+    """The filter of a request."""
+    if body.where is None and body.where_not is None:
+        return None
+    try:
+        return Filter(body.where or {}, body.where_not or {})
+    except ValueError as error:
+        raise invalid(str(error)) from error
 
 
 def _shown(document: Document | None, parse: bool) -> Any:

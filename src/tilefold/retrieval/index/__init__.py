@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_to_run, read_description
 from tilefold.retrieval.index.segments import open_segments
+from tilefold.retrieval.metadata import Metadata
 from tilefold.retrieval.vectors import SparseVectors
 
 __all__ = ["BACKENDS", "DENSE", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
@@ -24,15 +26,26 @@ def _backend(name: str, where: str) -> type[SparseIndex]:
     return cast("type[SparseIndex]", getattr(import_module(f"{__name__}.{name}"), _CLASSES[name]))
 
 
-def build_index(vectors: SparseVectors, backend: str = "exact", **options: object) -> SparseIndex:
-    """Build an index of document vectors.
+def build_index(
+    vectors: SparseVectors,
+    backend: str = "exact",
+    *,
+    metadata: Mapping[str, Mapping[str, object]] | None = None,
+    **options: object,
+) -> SparseIndex:
+    """Build an index of document vectors, with `metadata` (document id -> fields) that ``search(where=...)`` reads.
 
     The backend ``"exact"`` has no options, ``"seismic"`` those of
     :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` those of
     :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`. An unknown backend or option, or no vector with a
     positive weight, is a ``ValueError``; a package that is not installed a ``MissingPackageError``.
     """
-    return _backend(backend, "backend").build(vectors, **options)
+    kind = _backend(backend, "backend")
+    if backend == "qdrant":
+        return kind.build(vectors, metadata=metadata, **options)
+    built: Any = kind.build(vectors, **options)
+    built.metadata = Metadata.of(metadata, vectors.ids, vectors.provenance.passages)
+    return cast("SparseIndex", built)
 
 
 def load_index(path: str | Path) -> SparseIndex:

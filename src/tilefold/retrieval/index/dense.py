@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from tilefold.retrieval._checks import check_choice, check_k
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.exact import ID_FILES, StoredIds, save_ids
 from tilefold.retrieval.index.protocol import REMEDY, Hit, read_manifest, saved_index
+from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import DenseManifest, TokenStore, TokenVectors, read_tensors, safetensors_package
 
@@ -37,6 +36,7 @@ class DenseIndex:
 
     backend: ClassVar[str] = "dense"
     fingerprint: ClassVar[str | None] = None  # no vocabulary
+    metadata: Metadata | None = None  # of the documents, for `where`
 
     def __init__(
         self,
@@ -59,8 +59,16 @@ class DenseIndex:
         self._placed: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
-    def build(cls, vectors: TokenStore | TokenVectors, similarity: str = "cosine") -> DenseIndex:
-        """Index vectors of ``open_dense``, which know their similarity, or one of each text in memory."""
+    def build(
+        cls,
+        vectors: TokenStore | TokenVectors,
+        similarity: str = "cosine",
+        metadata: Mapping[str, Fields] | None = None,
+    ) -> DenseIndex:
+        """Index vectors of ``open_dense``, which know their similarity, or one of each text in memory.
+
+        `metadata` is as in :func:`tilefold.retrieval.build_index`.
+        """
         made_by = Provenance()
         if isinstance(vectors, TokenStore):
             manifest = vectors.manifest
@@ -71,7 +79,9 @@ class DenseIndex:
                 raise ValueError(f"vectors: expected at least one, got none in {vectors.folder}. Check the texts.")
             similarity, made_by = manifest.similarity, manifest.provenance
             vectors = TokenVectors.concatenate([vectors.shard(number) for number in range(len(manifest.shards))])
-        return cls(vectors.ids, vectors.values, vectors.scales, similarity, made_by)
+        index = cls(vectors.ids, vectors.values, vectors.scales, similarity, made_by)
+        index.metadata = Metadata.of(metadata, index.ids, made_by.passages)
+        return index
 
     @property
     def n_documents(self) -> int:
@@ -92,19 +102,22 @@ class DenseIndex:
         k: int,
         *,
         device: str | torch.device | None = None,
-        allowed: npt.NDArray[np.bool_] | None = None,
+        where: Where = None,
+        allowed: Mask | None = None,
     ) -> list[list[Hit]]:
         """The `k` best documents of each query ``[Q, D]``, best first.
 
-        Queries of more entries are cut to those that the documents kept; `allowed`, bool ``[N]``, leaves documents out.
+        Queries of more entries are cut to those that the documents kept; `allowed`, bool ``[N]``, leaves documents
+        out, and so does `where`, by their metadata.
         A ``ValueError`` for shorter queries, and for numbers that are not finite.
         """
         check_k(k)
         if queries.dim() != 2 or queries.size(1) < self.dimension or not queries.isfinite().all():
             got = f"{list(queries.shape)}" + ("" if queries.isfinite().all() else " with NaN or infinity")
             raise ValueError(f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.")
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        asked = queries[:, : self.dimension].to(where, torch.float32)
+        allowed = allowed_by(self, where, allowed)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        asked = queries[:, : self.dimension].to(place, torch.float32)
         if self.similarity == "cosine":
             asked = torch.nn.functional.normalize(asked)
         found: list[list[Hit]] = []
@@ -115,7 +128,7 @@ class DenseIndex:
                 found.append([Hit(self.ids[row], score) for score, row in hits if score > -float("inf")])
         return found
 
-    def _best(self, asked: Tensor, k: int, allowed: npt.NDArray[np.bool_] | None) -> tuple[Tensor, Tensor]:
+    def _best(self, asked: Tensor, k: int, allowed: Mask | None) -> tuple[Tensor, Tensor]:
         best, rows = asked.new_empty(len(asked), 0), torch.empty(len(asked), 0, dtype=torch.int64, device=asked.device)
         values, scales = self._on(asked.device)
         for low in range(0, len(values), _BLOCK):
@@ -185,9 +198,11 @@ class DenseIndex:
         ids, found = StoredIds.load(folder, manifest["n_documents"]), read_tensors(folder / _FILE, "values")
         similarity, made_by = manifest["options"].get("similarity"), Provenance.from_dict(manifest)
         try:
-            return cls(ids, found["values"], found.get("scales"), similarity, made_by)
+            index = cls(ids, found["values"], found.get("scales"), similarity, made_by)
         except ValueError as error:
             raise DataError(f"{folder}: {error} {REMEDY}") from error
+        index.metadata = Metadata.load(folder, len(ids))
+        return index
 
 
 def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

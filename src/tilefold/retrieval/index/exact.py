@@ -18,6 +18,7 @@ from tilefold.retrieval._checks import check_arrays, check_offsets
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit, check_buildable, check_search, read_manifest, saved_index
+from tilefold.retrieval.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -256,6 +257,7 @@ class ExactIndex:
     """
 
     backend: ClassVar[str] = "exact"
+    metadata: Metadata | None = None  # of the documents, for `where`
 
     def __init__(
         self, ids: list[str] | StoredIds, postings: Postings, fingerprint: str | None, provenance: Provenance
@@ -283,14 +285,22 @@ class ExactIndex:
         made_of = self.vocab_size, self.fingerprint, self.provenance
         return SparseVectors(list(self.ids), indptr, terms, weights, *made_of)
 
-    def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; products that underflow to 0 are no shared term, damage is a ``DataError``."""
+    def search(
+        self, queries: SparseVectors, k: int, *, where: Where = None, allowed: Mask | None = None
+    ) -> list[list[Hit]]:
+        """See :class:`SparseIndex`; products that underflow to 0 are no shared term, damage is a ``DataError``.
+
+        `allowed`, bool ``[N]``, leaves documents out, as `where` does.
+        """
         check_search(self, queries, k)
+        allowed = allowed_by(self, where, allowed)
         scores = np.empty(self.n_documents, np.float32)
         results: list[list[Hit]] = []
         for i in range(len(queries)):
             scores.fill(0.0)
             self._postings.add(scores, *queries.row(i))
+            if allowed is not None:
+                scores[~allowed] = 0.0
             results.append([Hit(self.ids[at], float(scores[at])) for at in top_positive(scores, k)])
         return results
 
@@ -331,7 +341,10 @@ class ExactIndex:
             count,
             _array(folder / _CHECKSUMS, np.uint32, size),
         )
-        return cls(StoredIds.load(folder, count), postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))
+        made_of = manifest.get("fingerprint"), Provenance.from_dict(manifest)
+        index = cls(StoredIds.load(folder, count), postings, *made_of)
+        index.metadata = Metadata.load(folder, count)
+        return index
 
 
 def _array(file: Path, dtype: type[N], size: int) -> npt.NDArray[N]:

@@ -16,6 +16,7 @@ from tilefold.retrieval._files import Json, read_json_object, write_json_object
 from tilefold.retrieval._sparse import HasVocabulary, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.metadata import FILE, Metadata, Where
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]
@@ -46,6 +47,8 @@ class Described(Protocol):
     backend: ClassVar[str]
 
     @property
+    def metadata(self) -> Metadata | None: ...
+    @property
     def n_documents(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
@@ -60,14 +63,15 @@ class SparseIndex(Described, Protocol):
     """A searchable set of sparse vectors.
 
     ``search`` returns for each query at most `k` documents by inner product, best first; documents that share no term
-    with the query are not returned, and an empty query finds nothing. It raises ``ValueError`` for ``k < 1``, and
+    with the query are not returned, and an empty query finds nothing; with `where` (:class:`Filter`), the best of those
+    whose metadata match. It raises ``ValueError`` for ``k < 1``, and
     ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes a directory atomically, and
     replaces only an earlier index of the backend; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
     """
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SparseIndex: ...
-    def search(self, queries: SparseVectors, k: int) -> list[list[Hit]]: ...
+    def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]: ...
     def save(self, path: str | Path) -> None: ...
     @classmethod
     def load(cls, path: str | Path) -> SparseIndex: ...
@@ -127,11 +131,13 @@ def saved_index(
     ids: list[str] | None = None,
 ) -> Iterator[Path]:
     """A folder for an index, its `own_names` and what `package` writes, which then replaces the one at `path`."""
-    own_names = [MANIFEST_NAME, SEGMENTS, *own_names, *([] if ids is None else [IDS_NAME])]
+    own_names = [MANIFEST_NAME, SEGMENTS, FILE, *own_names, *([] if ids is None else [IDS_NAME])]
     with atomic_directory(Path(path), own_names=own_names) as folder:
         yield folder
         if ids is not None:
             write_json(folder / IDS_NAME, {"ids": ids})
+        if index.metadata is not None:
+            index.metadata.save(folder)
         write_manifest(folder, index, package, options)
 
 

@@ -23,8 +23,9 @@ from tilefold.retrieval.index.protocol import (
     read_manifest,
     write_manifest,
 )
+from tilefold.retrieval.metadata import Where, fields_by_id
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.qdrant.collection import QdrantCollection, Where
+from tilefold.retrieval.qdrant.collection import QdrantCollection
 from tilefold.retrieval.qdrant.documents import Documents
 from tilefold.retrieval.qdrant.edge import OWN_NAMES, RECORD, SHARD, EdgeEngine, allocated, need_space
 from tilefold.retrieval.qdrant.engine import Layout
@@ -34,7 +35,7 @@ __all__ = ["QdrantIndex"]
 
 _NAMES = (MANIFEST_NAME, *OWN_NAMES)
 _OF_SERVERS = ("collection", "api_key", "timeout", "patience", "overwrite")
-_OPTIONS = ("folder", "url", *_OF_SERVERS, "weights", "progress", "resumes")
+_OPTIONS = ("folder", "url", *_OF_SERVERS, "weights", "metadata", "progress", "resumes")
 _BLOCK = 1 << 20
 
 
@@ -47,6 +48,7 @@ class QdrantIndex:
     """
 
     backend: ClassVar[str] = "qdrant"
+    metadata: ClassVar[None] = None  # are in the collection
 
     def __init__(
         self, collection: QdrantCollection, *, folder: Path | None = None, address: dict[str, str] | None = None
@@ -81,6 +83,7 @@ class QdrantIndex:
             folder: of an embedded index; a temporary one, until :meth:`save`, without folder and url.
             url, collection, api_key, timeout, patience: as in :meth:`QdrantCollection.server`, with the name there.
             weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
+            metadata: document id -> fields, kept as payload.
             overwrite: replace other vectors in the collection of the server.
             progress, resumes: as in :meth:`QdrantCollection.build`.
 
@@ -93,7 +96,9 @@ class QdrantIndex:
         check_buildable(vectors)
         kept, cut = options.get("weights", "float32"), vectors.provenance.passages
         layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=kept, passages=cut)
-        documents = Documents(vectors.ids, vectors)
+        documents = Documents(
+            vectors.ids, vectors, payloads=fields_by_id(options.get("metadata") or {}, vectors.ids, cut)
+        )
         report = {name: options.get(name) for name in ("progress", "resumes")}
         url, folder = options.get("url"), options.get("folder")
         if url is not None:

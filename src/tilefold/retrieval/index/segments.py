@@ -9,21 +9,19 @@ part with ``ids`` and ``search(queries, k)``, whose scores must not depend on th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilefold.retrieval._files import Json, read_json_object
-from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError, MissingDocumentError
-from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
+from tilefold.retrieval.metadata import Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
     import torch
-
-    from tilefold.retrieval.index.dense import DenseIndex
 
 __all__ = ["Segments", "listed_parts", "open_segments"]
 
@@ -52,11 +50,19 @@ class Segments:
             name for part, gone in zip(self.parts, self.removed, strict=True) for name in part.ids if name not in gone
         ]
 
-    def search(self, queries: Any, k: int, **options: object) -> list[list[Hit]]:
-        """The `k` best documents of all parts for each query; see the backend."""
+    @cached_property
+    def metadata(self) -> Metadata | None:
+        """Metadata of the documents of all parts, those that were removed too."""
+        return Metadata.concatenate([part.metadata for part in self.parts], [part.n_documents for part in self.parts])
+
+    def search(self, queries: Any, k: int, *, where: Where = None, **options: object) -> list[list[Hit]]:
+        """The `k` best documents of all parts for each query, of those that match `where`; see the backend."""
         found: list[list[Hit]] = [[] for _ in range(len(queries))]
+        allowed, high = allowed_by(self, where), 0
         for part, gone in zip(self.parts, self.removed, strict=True):
-            for row, hits in zip(found, part.search(queries, k + len(gone), **options), strict=True):
+            low, high = high, high + part.n_documents
+            of_part = options if allowed is None else options | {"allowed": allowed[low:high]}
+            for row, hits in zip(found, part.search(queries, k + len(gone), **of_part), strict=True):
                 row += [hit for hit in hits if hit.id not in gone]
         return [sorted(row, key=lambda hit: -hit.score)[:k] for row in found]
 
@@ -82,22 +88,22 @@ class Segments:
             rows.append(part.vectors([name]))
         return torch.cat(rows)
 
-    def merged(self) -> ExactIndex | DenseIndex:
-        """One index of all the documents; a ``ValueError`` for Seismic, which does not give its vectors back."""
+    def merged(self) -> Any:
+        """One index of all the documents, with the options of the first part."""
         chosen = [
             [row for row, name in enumerate(part.ids) if name not in gone]
             for part, gone in zip(self.parts, self.removed, strict=True)
         ]
-        if self.backend == "seismic":
-            remedy = "Merge the folders of vectors (tilefold merge), and build it again from those"
-            raise ValueError(f"index: expected an exact or a dense one to merge, got one of Seismic. {remedy}.")
-        kept = [part.stored().take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
-        built: ExactIndex | DenseIndex
-        if self.backend == "exact":
-            built = ExactIndex.build(SparseVectors.concatenate(kept))
+        kept: list[Any] = [part.stored().take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
+        first, vectors = self.parts[0], type(kept[0]).concatenate(kept)
+        if self.backend == "dense":
+            built = type(first).build(vectors, self.similarity)
         else:
-            built = type(self.parts[0]).build(type(kept[0]).concatenate(kept), self.similarity)
+            built = type(first).build(vectors, **(asdict(first.options) if self.backend == "seismic" else {}))
         built.provenance = self.provenance
+        sizes = [len(rows) for rows in chosen]
+        kept = [part.metadata and part.metadata.take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
+        built.metadata = Metadata.concatenate(kept, sizes)
         return built
 
 

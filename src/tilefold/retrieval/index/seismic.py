@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from tilefold.retrieval._checks import check_arrays, outside
 from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import (
     REMEDY,
     Hit,
@@ -35,6 +37,7 @@ from tilefold.retrieval.index.protocol import (
     read_manifest,
     saved_index,
 )
+from tilefold.retrieval.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["SeismicIndex", "SeismicOptions"]
@@ -48,7 +51,8 @@ _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "[
 _PACKAGE = "pyseismic-lsr"
 _Origin = tuple[int, str | None, Provenance]  # size and fingerprint of the vocabulary, model and texts
 _STEM = "seismic"
-_FILE, _TERMS = f"{_STEM}.index.seismic", "terms.npy"
+_FILE, _TERMS, _FILLED = f"{_STEM}.index.seismic", "terms.npy", "filled.npy"
+_DEEPER = 4  # times as many documents are looked for as a filter is expected to let through
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class SeismicIndex:
     """
 
     backend: ClassVar[str] = "seismic"
+    metadata: Metadata | None = None  # of the documents, for `where`
 
     def __init__(
         self, engine: Any, ids: list[str], terms: npt.NDArray[np.int32], options: SeismicOptions, made_of: _Origin
@@ -127,6 +132,7 @@ class SeismicIndex:
         self._engine, self.ids, self._terms, self.options = engine, ids, terms, options
         self.n_documents, (self.vocab_size, self.fingerprint, self.provenance) = len(ids), made_of
         self._folder: Path | None = None  # that it was read from
+        self._filled: npt.NDArray[np.int64] | None = None  # rows of documents with terms, which alone are in the engine
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
@@ -155,15 +161,59 @@ class SeismicIndex:
             )  # those without terms are left out
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
-        return cls(engine, list(vectors.ids), terms.astype(np.int32), chosen, origin)
+        index = cls(engine, list(vectors.ids), terms.astype(np.int32), chosen, origin)
+        index._filled = np.flatnonzero(np.diff(offsets))
+        return index
 
     def search(
-        self, queries: SparseVectors, k: int, *, query_cut: int | None = None, heap_factor: float | None = None
+        self,
+        queries: SparseVectors,
+        k: int,
+        *,
+        query_cut: int | None = None,
+        heap_factor: float | None = None,
+        where: Where = None,
+        allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """See :class:`SparseIndex`; may find fewer. `query_cut` and `heap_factor` default to those of the build."""
+        """See :class:`SparseIndex`; may find fewer. `query_cut` and `heap_factor` default to those of the build.
+
+        Of the documents that match `where`, or are `allowed` (bool ``[N]``), it finds `k`, or all that share a term
+        with the query: it looks deeper, and scores them all exactly where that finds fewer or few are allowed.
+        """
         check_search(self, queries, k)
         changed: Json = {"query_cut": query_cut, "heap_factor": heap_factor}
         chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})
+        if (mask := allowed_by(self, where, allowed)) is None:
+            found = self._found(queries, k, chosen)
+        else:
+            deep = _DEEPER * k * self.n_documents // max(1, int(mask.sum()))
+            answered = deep < self.n_documents // _DEEPER
+            found = self._found(queries, deep, chosen) if answered else [[] for _ in range(len(queries))]
+            found = [[each for each in row if mask[each[0]]][:k] for row in found]
+            short = [at for at, row in enumerate(found) if len(row) < k]
+            exact = self._exact.search(queries.take(short), k, allowed=mask) if short else []
+            hits = [[Hit(self.ids[at], score) for at, score in row] for row in found]
+            return [dict(zip(short, exact, strict=True)).get(at, row) for at, row in enumerate(hits)]
+        return [[Hit(self.ids[at], score) for at, score in row] for row in found]
+
+    def stored(self) -> SparseVectors:
+        """The vectors of the documents as they are stored, without zero weights, in memory."""
+        if self._filled is None:
+            raise DataError(f"index: expected one that says which of its documents are empty. {REMEDY}")
+        rows = [self._engine.get(at) for at in range(len(self._filled))]
+        counts = np.zeros(self.n_documents, np.int64)
+        counts[self._filled] = [len(terms) for terms, _ in rows]
+        terms = self._terms[np.fromiter((term for row, _ in rows for term in row), np.int64)]
+        weights = np.fromiter((weight for _, row in rows for weight in row), np.float32)
+        made_of = self.vocab_size, self.fingerprint, self.provenance
+        return SparseVectors(self.ids, offsets_of(counts), terms, weights, *made_of)
+
+    @cached_property
+    def _exact(self) -> ExactIndex:
+        return ExactIndex.build(self.stored())
+
+    def _found(self, queries: SparseVectors, k: int, chosen: SeismicOptions) -> list[list[tuple[int, float]]]:
+        """Rows of documents and their scores, best first."""
         string_type = _package().get_seismic_string()
         asked = []
         for i in range(len(queries)):
@@ -172,7 +222,7 @@ class SeismicIndex:
             known = (self._terms[at] == terms) & (weights > 0)
             if known.any():
                 asked.append((str(i), at[known].astype(string_type), np.ascontiguousarray(weights[known])))
-        results: list[list[Hit]] = [[] for _ in range(len(queries))]
+        results: list[list[tuple[int, float]]] = [[] for _ in range(len(queries))]
         if not asked:
             return results
         heap = float(cast("float", chosen.heap_factor))
@@ -189,7 +239,7 @@ class SeismicIndex:
                 rows = np.array([row for _, row in found], np.int64)
                 check_arrays(("documents", rows, self.n_documents), ("scores", -np.array([s for s, _ in found])))
                 if found:
-                    results[int(answer[0][0])] = [Hit(self.ids[row], -score) for score, row in found]
+                    results[int(answer[0][0])] = [(row, -score) for score, row in found]
         return results
 
     @contextmanager
@@ -205,10 +255,12 @@ class SeismicIndex:
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory."""
-        with saved_index(path, self, (_TERMS, _FILE), _PACKAGE, asdict(self.options), self.ids) as folder:
+        with saved_index(path, self, (_TERMS, _FILLED, _FILE), _PACKAGE, asdict(self.options), self.ids) as folder:
             with _quiet():
                 self._engine.save(str(folder / _STEM))
             np.save(folder / _TERMS, self._terms)
+            if self._filled is not None:
+                np.save(folder / _FILLED, self._filled)
 
     @classmethod
     def load(cls, path: str | Path) -> SeismicIndex:
@@ -234,7 +286,11 @@ class SeismicIndex:
                 raise DataError(f"{_FILE}: expected {wanted}, got {engine.len}, {engine.dim}.")
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
         index = cls(engine, ids, terms, options, origin)
-        index._folder = folder
+        index._folder, index.metadata = folder, Metadata.load(folder, len(ids))
+        if _FILLED in manifest["files"]:
+            index._filled = np.load(folder / _FILLED, allow_pickle=False)
+        elif engine.len == len(ids):
+            index._filled = np.arange(len(ids))
         return index
 
 

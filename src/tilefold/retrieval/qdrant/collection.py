@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY, Hit
+from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
 from tilefold.retrieval.qdrant.engine import (
@@ -21,7 +22,6 @@ from tilefold.retrieval.qdrant.engine import (
     SPARSE,
     TOKENS,
     Engine,
-    Filter,
     Layout,
     Point,
     Record,
@@ -35,7 +35,6 @@ _LOOKED_UP = 1000
 FUSIONS = ("rrf", "dbsf")
 
 Progress = Callable[[int, int], None]
-Where = Filter | Mapping[str, object] | None
 
 
 class QdrantCollection:

@@ -197,6 +197,9 @@ class EdgeEngine(Engine):
     def _match(self, value: object) -> object:
         return super()._match(np.bool_(value) if isinstance(value, bool) else value)  # else True would be 1
 
+    def _empty(self, name: str) -> object:
+        return self.api.IsEmptyCondition(name)
+
     def _call(self, method: str, *args: object) -> Any:
         with self._errors():
             return getattr(self._shard, method)(*args)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from tilefold.retrieval._checks import check_choice, check_count
-from tilefold.retrieval._files import Json, is_unicode
+from tilefold.retrieval._files import Json
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.metadata import Filter, Wanted, check_field
 
 SCHEMA_VERSION = 1
 WEIGHTS = ("float32", "float16")
 DISTANCES = ("dot", "cosine")
 FIELDS = ("keyword", "integer", "float", "bool", "text")
 ID = "_id"  # of the document, in the payload: Qdrant's own ids are numbers or UUIDs
-_STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
-_FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 SPARSE, DENSE, TOKENS = "sparse", "dense", "tokens"  # names of the vectors
-_BOUNDS = ("gt", "gte", "lt", "lte")
 Make = Callable[..., object]  # a class of an engine
-
-
-def _check_field(name: object, what: str) -> None:
-    if not isinstance(name, str) or not _FIELD.fullmatch(name):
-        form = 'names of fields, with quotes ("a name") around what holds more than letters, digits, - and _'
-        raise ValueError(f"{what}: expected {form}, got {name!r}. A dot reaches into an object, [] into a list.")
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class Layout:
         for name, kind in self.fields.items():
             if kind not in FIELDS or name == ID:
                 raise ValueError(f"fields: expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.")
-            _check_field(name, "fields")
+            check_field(name, "fields")
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -126,51 +116,6 @@ class Record:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             wrong = f"{dict(value)!r:.80} ({error!r})"
             raise DataError(f"{place}: expected the record of a collection, got {wrong}. {remedy}") from error
-
-
-@dataclass(frozen=True)
-class Filter:
-    """Documents whose payload matches all of `must` and none of `must_not`.
-
-    Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must be there; or a range
-    such as ``{"gte": 2000, "lt": 2010}``. A field that is a list itself matches with any of its values. ``"by.name"``
-    is a field in an object, and ``'"a name"'`` one that holds more than letters, digits, ``-`` and ``_``. No condition,
-    or one of another form, is a ``ValueError``.
-    """
-
-    must: Mapping[str, object] = field(default_factory=dict)
-    must_not: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not any(self.conditions()):
-            raise ValueError("where: expected at least one condition, got an empty filter. Leave it out to search all.")
-
-    def conditions(self) -> tuple[list[tuple[str, list[object] | dict[str, float]]], ...]:
-        """Fields of `must` and of `must_not`, each with its values, of which one must be there, or with its bounds."""
-        return tuple([(n, _wanted(n, value)) for n, value in part.items()] for part in (self.must, self.must_not))
-
-    @classmethod
-    def of(cls, where: Filter | Mapping[str, object] | None) -> Filter | None:
-        return where if where is None or isinstance(where, Filter) else cls(where)
-
-
-def _wanted(name: str, value: object) -> list[object] | dict[str, float]:
-    _check_field(name, "where")
-    if isinstance(value, Mapping):
-        numbers = [n for n in value.values() if isinstance(n, (int, float)) and not isinstance(n, bool)]
-        if not value or {*value} - {*_BOUNDS} or len(numbers) < len(value) or not all(map(math.isfinite, numbers)):
-            raise ValueError(f"where: expected numbers under {', '.join(_BOUNDS)} for {name!r}, got {dict(value)!r}.")
-        return {bound: float(number) for bound, number in value.items()}
-    single = isinstance(value, (str, bool, int))
-    several: list[Any] = [value] if single else list(value) if isinstance(value, Sequence) else []
-    kinds = {type(item) for item in several}
-    if not single and (len(kinds) != 1 or bool in kinds or not isinstance(several[0], (str, int))):
-        wanted = f"a text, an integer, a boolean, a list of texts or of integers, or a range for {name!r}"
-        raise ValueError(f"where: expected {wanted}, got {value!r}.")
-    for item in several:
-        if not (is_unicode(item) if isinstance(item, str) else -(1 << 63) <= item < 1 << 63):
-            raise ValueError(f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.")
-    return several
 
 
 class Point(NamedTuple):
@@ -278,11 +223,16 @@ class Engine(Protocol):
         must, must_not = ([self._condition(*item) for item in part] for part in where.conditions())
         return self.api.Filter(must=must or None, must_not=must_not or None)
 
-    def _condition(self, name: str, values: list[object] | dict[str, float]) -> object:
+    def _condition(self, name: str, values: Wanted) -> object:
+        if not values:
+            return self._empty(name)
         if isinstance(values, dict):
             return self.api.FieldCondition(key=name, range=self.range(**values))
         match = self._match(values[0]) if len(values) == 1 else self.api.MatchAny(any=values)
         return self.api.FieldCondition(key=name, match=match)
+
+    def _empty(self, name: str) -> object:
+        return self.api.IsEmptyCondition(is_empty=self.api.PayloadField(key=name))
 
     def _match(self, value: object) -> object:
         return self.api.MatchValue(value=value)

@@ -1,0 +1,340 @@
+"""Metadata of documents, kept with an index, and conditions on them: one grammar for every backend."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval._files import is_unicode, require
+from tilefold.retrieval.errors import DataError
+
+__all__ = ["Filter", "Metadata", "Where", "allowed_by", "check_field", "fields_by_id", "kept_fields"]
+
+FILE = "metadata.parquet"
+_KINDS = {"text": "string", "integer": "int64", "float": "float64", "boolean": "bool_"}  # and their Arrow types
+_NUMBERS = ("integer", "float")
+_LONGEST_TEXT, _LONGEST_LIST = 1000, 100
+_INT64 = range(-(1 << 63), 1 << 63)
+_STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
+_FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
+_CONDITION = re.compile(rf"\s*({_FIELD.pattern})\s*(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
+_VALUE = re.compile(r'"(?:[^"\\]|\\.)*"|[^,]+')
+_BOUNDS = {">": "gt", ">=": "gte", "<": "lt", "<=": "lte"}
+_FORMS = "lang=de, lang=de,en, lang!=de, year>=2000 or lang=null"
+
+Mask = npt.NDArray[np.bool_]
+Fields = Mapping[str, object]  # of a document
+Wanted = list[object] | dict[str, float]
+
+
+def check_field(name: object, what: str) -> None:
+    """Raise ``ValueError`` for what is no path to a field."""
+    if not isinstance(name, str) or not _FIELD.fullmatch(name):
+        form = 'names of fields, with quotes ("a name") around what holds more than letters, digits, - and _'
+        raise ValueError(f"{what}: expected {form}, got {name!r}. A dot reaches into an object, [] into a list.")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Documents whose metadata match all of `must` and none of `must_not`.
+
+    Both are field -> a text, integer or boolean; a list of texts or of integers, of which one must be there; a range
+    such as ``{"gte": 2000, "lt": 2010}``; or None, for documents without the field. A field that is a list itself
+    matches with any of its values. ``"by.name"`` is a field in an object, and ``'"a name"'`` one that holds more than
+    letters, digits, ``-`` and ``_``. No condition, or one of another form, is a ``ValueError``.
+    """
+
+    must: Fields = field(default_factory=dict)
+    must_not: Fields = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not any(self.conditions()):
+            raise ValueError("where: expected at least one condition, got an empty filter. Leave it out to search all.")
+
+    def conditions(self) -> tuple[list[tuple[str, Wanted]], ...]:
+        """Fields of `must` and of `must_not`: values, of which one must be there, none for no field; or bounds."""
+        return tuple([(n, _wanted(n, value)) for n, value in part.items()] for part in (self.must, self.must_not))
+
+    @classmethod
+    def of(cls, where: Filter | Fields | None) -> Filter | None:
+        return where if where is None or isinstance(where, Filter) else cls(where)
+
+    @classmethod
+    def parse(cls, conditions: Iterable[str], kinds: Mapping[str, Sequence[str]] | None = None) -> Filter:
+        """From texts: ``lang=de``, ``lang=de,en`` (one of them), ``lang!=de``, ``year>=2000``, ``lang=null`` (missing).
+
+        Values are numbers, true or false where they are written so, and texts where `kinds` (field -> kinds of its
+        values) has texts alone or they stand in double quotes. Two bounds of a field make a range.
+        """
+        parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        for text in conditions:
+            if (match := _CONDITION.fullmatch(text)) is None:
+                raise ValueError(f"where: expected a condition such as {_FORMS}, got {text!r}.")
+            name, sign, rest = match.groups()
+            found = [_typed(each.strip(), (kinds or {}).get(name)) for each in _VALUE.findall(rest) or [""]]
+            value: Any = found if len(found) > 1 else found[0]
+            if sign in _BOUNDS:
+                value = {_BOUNDS[sign]: value}
+            elif isinstance(value, float):
+                value = {"gte": value, "lte": value}
+            part = parts[sign == "!="]
+            if name in part:
+                if not (
+                    isinstance(value, dict) and isinstance(part[name], dict) and value.keys().isdisjoint(part[name])
+                ):
+                    raise ValueError(
+                        f"where: expected one condition for {name!r}, got {text!r} too. Join values by commas."
+                    )
+                value |= part[name]
+            part[name] = value
+        return cls(*parts)
+
+
+Where = Filter | Fields | None
+
+
+def _typed(text: str, kinds: Sequence[str] | None) -> object:
+    try:
+        value = json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, dict | list) or (kinds == ["text"] and not isinstance(value, str) and value is not None):
+        return text
+    return value
+
+
+def _wanted(name: str, value: object) -> Wanted:
+    check_field(name, "where")
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        bounds = _BOUNDS.values()
+        numbers = [n for n in value.values() if isinstance(n, (int, float)) and not isinstance(n, bool)]
+        if not value or {*value} - {*bounds} or len(numbers) < len(value) or not all(map(math.isfinite, numbers)):
+            raise ValueError(f"where: expected numbers under {', '.join(bounds)} for {name!r}, got {dict(value)!r}.")
+        return {bound: float(number) for bound, number in value.items()}
+    single = isinstance(value, (str, bool, int))
+    several: list[Any] = [value] if single else list(value) if isinstance(value, Sequence) else []
+    kinds = {type(item) for item in several}
+    if not single and (len(kinds) != 1 or bool in kinds or not isinstance(several[0], (str, int))):
+        wanted = f"a text, an integer, a boolean, a list of texts or of integers, a range or None for {name!r}"
+        raise ValueError(f"where: expected {wanted}, got {value!r}.")
+    for item in several:
+        if not (is_unicode(item) if isinstance(item, str) else item in _INT64):
+            raise ValueError(f"where: expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.")
+    return several
+
+
+def kept_fields(fields: Fields) -> dict[str, Any]:
+    """Fields that an index keeps: texts, integers, floats and booleans, lists of them, and objects of such fields.
+
+    Dates become texts (ISO 8601). Texts that are empty or above 1,000 characters, lists of floats or of more than 100
+    values, integers above 64 bits, numbers that are not finite, and other values are left out.
+    """
+    return {str(name): kept for name, value in fields.items() if (kept := _kept(value)) is not None}
+
+
+def _kept(value: object) -> object:
+    if isinstance(value, Mapping):
+        return kept_fields(value) or None
+    if isinstance(value, list | tuple):
+        parts = [kept for each in value[: _LONGEST_LIST + 1] if (kept := _kept(each)) is not None]
+        return None if len(parts) > _LONGEST_LIST or any(isinstance(each, float) for each in parts) else parts or None
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, str):
+        return value if 0 < len(value) <= _LONGEST_TEXT and is_unicode(value) else None
+    fits = math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and value in _INT64
+    return value if fits else None
+
+
+def _values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths and values of all that is in the fields of a document."""
+    if isinstance(fields, Mapping):
+        for name, value in fields.items():
+            step = name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
+            yield from _values(value, f"{path}.{step}" if path else step)
+    elif isinstance(fields, list):
+        for value in fields:
+            yield from _values(value, f"{path}[]" if isinstance(value, Mapping) else path)
+    else:
+        yield path, fields
+
+
+def _kind(value: object) -> str:
+    kinds = ((bool, "boolean"), (str, "text"), (int, "integer"))
+    return next((kind for each, kind in kinds if isinstance(value, each)), "float")
+
+
+def fields_by_id(metadata: Mapping[str, Fields], ids: Iterable[str], passages: str | None) -> dict[str, dict[str, Any]]:
+    """Fields of each of the `ids` that has any; those of `passages` have the fields of their documents."""
+    found = {}
+    for name in ids:
+        owner = name if passages is None else name.rpartition("#")[0]
+        if kept := kept_fields(metadata.get(owner, {})):
+            found[name] = kept
+    return found
+
+
+class Metadata:
+    """Fields of the documents of an index: for each field and kind of values, rows of documents and their values."""
+
+    def __init__(self, n_documents: int, columns: Mapping[tuple[str, str], tuple[npt.NDArray[np.int64], Any]]) -> None:
+        self.n_documents, self._columns = n_documents, dict(sorted(columns.items()))
+        self._arrow, self._compute = (_package(name) for name in ("pyarrow", "pyarrow.compute"))
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Fields] | None, ids: Iterable[str], passages: str | None) -> Metadata | None:
+        """The metadata (document id -> fields) of the documents, or `passages`, of an index; None without any."""
+        names = list(ids) if metadata else []
+        if not (found := fields_by_id(metadata or {}, names, passages)):
+            return None
+        lists: dict[tuple[str, str], tuple[list[int], list[Any]]] = {}
+        for row, name in enumerate(names):
+            for path, value in _values(found.get(name, {})):
+                rows, values = lists.setdefault((path, _kind(value)), ([], []))
+                rows.append(row)
+                values.append(value)
+        arrow = _package("pyarrow")
+        columns = {
+            key: (np.array(rows, np.int64), arrow.array(values, getattr(arrow, _KINDS[key[1]])()))
+            for key, (rows, values) in lists.items()
+        }
+        return cls(len(names), columns)
+
+    @property
+    def kinds(self) -> dict[str, list[str]]:
+        """Field -> kinds of its values: text, integer, float, boolean."""
+        found: dict[str, list[str]] = {}
+        for path, kind in self._columns:
+            found.setdefault(path, []).append(kind)
+        return found
+
+    def mask(self, where: Filter) -> Mask:
+        """Which documents match, bool ``[N]``; ``ValueError`` for a field or a kind of values that none of them has."""
+        found = np.ones(self.n_documents, bool)
+        must, must_not = where.conditions()
+        for name, wanted in must:
+            found &= self._matches(name, wanted)
+        for name, wanted in must_not:
+            found &= ~self._matches(name, wanted)
+        return found
+
+    def _matches(self, name: str, wanted: Wanted) -> Mask:
+        there = self.kinds.get(name)
+        if there is None:
+            known = ", ".join(f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items())
+            raise ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
+        found = np.zeros(self.n_documents, bool)
+        if not wanted:
+            for kind in there:
+                found[self._columns[name, kind][0]] = True
+            return ~found
+        asked = "float" if isinstance(wanted, dict) else _kind(wanted[0])
+        chosen = [kind for kind in there if kind == asked or (asked in _NUMBERS and kind in _NUMBERS)]
+        if not chosen:
+            what = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({asked})"
+            raise ValueError(f"where: expected a value of {name!r}, which is {' or '.join(there)}, got {what}.")
+        for kind in chosen:
+            rows, values = self._columns[name, kind]
+            if isinstance(wanted, dict):
+                tests = [getattr(self._compute, _COMPARED[bound])(values, number) for bound, number in wanted.items()]
+            else:
+                tests = [self._compute.is_in(values, self._arrow.array(wanted, values.type))]
+            hits = [np.asarray(test.to_numpy(zero_copy_only=False), bool) for test in tests]
+            found[rows[np.logical_and.reduce(hits)]] = True
+        return found
+
+    def take(self, rows: Sequence[int]) -> Metadata:
+        """Metadata of some of the documents, in ascending order of their rows."""
+        place = np.full(self.n_documents, -1, np.int64)
+        place[np.asarray(rows, np.int64)] = np.arange(len(rows))
+        columns = {}
+        for key, (at, values) in self._columns.items():
+            keep = place[at] >= 0
+            if keep.any():
+                columns[key] = place[at][keep], values.filter(self._arrow.array(keep))
+        return Metadata(len(rows), columns)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:
+        """Metadata of the documents of several indexes, of given sizes, one after the other; None without any."""
+        first = next((part for part in parts if part is not None), None)
+        if first is None:
+            return None
+        joined: dict[tuple[str, str], list[tuple[npt.NDArray[np.int64], Any]]] = {}
+        for part, low in zip(parts, offsets_of(np.array(sizes, np.int64))[:-1].tolist(), strict=True):
+            for key, (rows, values) in ({} if part is None else part._columns).items():
+                joined.setdefault(key, []).append((rows + low, values))
+        columns = {
+            key: (np.concatenate([rows for rows, _ in found]), first._arrow.concat_arrays([each for _, each in found]))
+            for key, found in joined.items()
+        }
+        return cls(sum(sizes), columns)
+
+    def save(self, folder: Path) -> None:
+        """Write a Parquet file of a row per value: ``field``, ``document`` (its row), and the column of its kind."""
+        tables = [
+            self._arrow.table({"field": [path] * len(rows), "document": rows, kind: values})
+            for (path, kind), (rows, values) in self._columns.items()
+        ]
+        _package("pyarrow.parquet").write_table(
+            self._arrow.concat_tables(tables, promote_options="default"), folder / FILE
+        )
+
+    @classmethod
+    def load(cls, folder: Path, n_documents: int) -> Metadata | None:
+        """Read what :meth:`save` wrote, None where there is none; ``DataError`` for another file."""
+        if not (folder / FILE).exists():
+            return None
+        arrow, compute = _package("pyarrow"), _package("pyarrow.compute")
+        columns = {}
+        try:
+            table = _package("pyarrow.parquet").read_table(folder / FILE).combine_chunks()
+            for kind in _KINDS.keys() & {*table.column_names}:
+                part = table.filter(compute.is_valid(table[kind])).combine_chunks()
+                names = part["field"].to_numpy()
+                for path in dict.fromkeys(names.tolist()):
+                    mine = part.filter(arrow.array(names == path)).combine_chunks()
+                    columns[path, kind] = mine["document"].to_numpy(), mine[kind].combine_chunks()
+        except (arrow.ArrowException, KeyError) as error:
+            raise DataError(f"{folder / FILE}: expected metadata of an index, got ({error}).") from error
+        if any(rows.size and not 0 <= rows.min() <= rows.max() < n_documents for rows, _ in columns.values()):
+            raise DataError(f"{folder / FILE}: expected rows of {n_documents} documents, got others.")
+        return cls(n_documents, columns)
+
+
+_COMPARED = {"gt": "greater", "gte": "greater_equal", "lt": "less", "lte": "less_equal"}
+
+
+class HasMetadata(Protocol):
+    """An index."""
+
+    @property
+    def metadata(self) -> Metadata | None: ...
+
+
+def allowed_by(index: HasMetadata, where: Where, allowed: Mask | None = None) -> Mask | None:
+    """Mask ``[N]`` of the documents of an index that match, of those `allowed`; None for all of them."""
+    chosen = Filter.of(where)
+    if chosen is None:
+        return allowed
+    if index.metadata is None:
+        remedy = "Build it again with them: tilefold index --data, or metadata= in Python"
+        raise ValueError(f"where: expected an index that keeps metadata of its documents, got one without. {remedy}.")
+    found = index.metadata.mask(chosen)
+    return found if allowed is None else found & allowed
+
+
+def _package(name: str) -> Any:
+    return require(name, "pyarrow", "Metadata of documents")
