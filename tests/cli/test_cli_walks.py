@@ -90,7 +90,7 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
     assert {hit["id"] for hit in hits["hits"][:2]} == set(new), "with feedback from parts"
     for words_of, code, said in (
         ("index --update --output growing-index", 2, "give them with --vectors"),
-        ("index --update --data new-documents.jsonl --output growing-index", 2, "is an index of vectors"),
+        ("index --update --data new-documents.jsonl --output growing-index", 2, "give them with --vectors"),
         ("index --update --vectors new-vectors --output words-index", 2, "which reads --data"),
         ("index --update --output words-index", 2, "give them with --data"),
         ("index --merge --output words-index", 2, "is of one part"),
@@ -102,3 +102,37 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
         ("merge first-vectors new-vectors all-vectors --output never", 1, "is in first-vectors and all-vectors"),
     ):
         fails(call(*shlex.split(words_of)), code, said)
+
+
+def test_only_some_documents(call: Call, here: Path) -> None:
+    texts = {f"k{at}": f"How to work with kettles of {at} litres, and tea." for at in range(8)}
+    fields = [
+        {"lang": ["de", "fr", "en"][at % 3], "year": 1998 + at, "tags": ["tea", "cup"][: at % 3]} for at in range(8)
+    ]
+    rows = [{"_id": n, "text": text, "metadata": of} for (n, text), of in zip(texts.items(), fields, strict=True)]
+    new = [{"_id": "k0", "text": "New kettles", "lang": "en"}, {"_id": "k9", "text": "Kettles again"}]
+    for name, lines in (("articles", rows), ("new-articles", new)):
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    walk(call, "Only some documents")
+    dense = ("--index", "article-index", "--model", "minilm", "--json", "--k", "20")
+
+    def found(*words: str) -> set[str]:
+        return {hit["id"] for hit in measured(call("search", "kettles", *words))["hits"]}
+
+    assert found(*dense, "--where", "lang=null") == {"k9"} and not Path("article-index", "segments").exists()
+    assert found(*dense, "--where", "lang=de", "--where", "year>=2000") == {"k3", "k6"}
+    assert found(*dense, "--where", "lang!=de,en", "--prf", "average") == {"k1", "k4", "k7", "k9"}
+    words = ("--index", "article-words", "--json", "--k", "20")
+    assert found(*words, "--where", "tags=tea,cup", "--prf", "rocchio") == {"k1", "k2", "k4", "k5", "k7"}
+    made = measured(call("index", "--backend", "bm25", "--data", "articles.jsonl", "--output", "again", "--json"))
+    assert made["metadata"] == {"lang": ["text"], "tags": ["text"], "year": ["integer"]}
+    nothing = call("search", "kettles", *words, "--where", "year>2100")
+    assert json.loads(nothing.out)["hits"] == [] and "none of the 8 documents of the index matches" in nothing.err
+    for refused, code, said in (
+        ("search x --index article-words --where land=de", 2, "--where: expected a field of the index, lang (text)"),
+        ("search x --index article-words --where year=old", 2, "--where: expected a value of 'year', which is integer"),
+        ("search x --index article-words --where lang", 2, "--where: expected a condition such as lang=de"),
+        ("evaluate --model minilm --where lang=de", 2, "--where goes with --index"),
+        ("index --vectors article-vectors --data new-articles.jsonl --output never", 1, "holds other texts"),
+    ):
+        fails(call(*shlex.split(refused)), code, said)

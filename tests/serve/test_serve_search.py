@@ -209,6 +209,28 @@ def test_an_index_of_words_needs_no_model(searchable: Any, collection: Collectio
         assert (client.get("/info").status, client.get("/health").status) == (424, 200)
 
 
+def test_only_documents_that_match_are_found_in_any_stage(searchable: Any, models: list[Served], sparse: Any) -> None:
+    metadata = {name: {"lang": "de" if at % 2 else "en", "n": at} for at, name in enumerate(searchable.documents)}
+    german = {name for name, each in metadata.items() if each["lang"] == "de"}
+    index = r.build_index(searchable.vectors, metadata=metadata)
+    words = r.BM25Index.build({name: each.contents for name, each in searchable.documents.items()}, metadata=metadata)
+    with serving(Service(models, searchable=replace(searchable, index=index, words=words))) as client:
+        assert client.get("/v1/indexes").json["indexes"][0]["features"]["where"] is True
+        asked = {"query": QUERY, "hits": 16, "prf": True, "fusion": True, "rerank": True, "columns": True}
+        reply = client.post("/v1/small/search", asked | {"where": {"lang": "de"}})
+        assert set(ranked(reply)) == german
+        assert all({entry["docid"] for entry in column} <= german for column in reply.json["columns"].values())
+        reply = client.post("/v1/small/search", {"query": QUERY, "hits": 16, "where_not": {"n": {"gte": 3}}})
+        assert set(ranked(reply)) == set(list(metadata)[:3])
+        for where, said in (
+            ({"land": "de"}, "where: expected a field of the index, lang (text), n (integer); got 'land'"),
+            ({"n": {"above": 3}}, "where: expected numbers under gt, gte, lt, lte"),
+            ({}, "at least one condition"),
+        ):
+            reply = client.post("/v1/small/search", {"query": QUERY, "where": where})
+            assert (reply.status, said in reply.json["error"]) == (422, True), reply.json
+
+
 def test_candidates_are_encoded_as_many_as_there_are_permits(searchable: Any, models: list[Served], runs: Any) -> None:
     bare = replace(searchable, store=None)
     with serving(Service(models, searchable=bare)) as client:
@@ -226,7 +248,7 @@ def test_candidates_are_encoded_as_many_as_there_are_permits(searchable: Any, mo
 def test_the_schema_names_every_field(client: Client) -> None:
     paths = client.get("/openapi.json").json["paths"]
     schema = paths["/v1/{index}/search"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    fields = {"query", "hits", "parse", "by", "fusion", "prf", "rerank", "explain", "columns"}
+    fields = {"query", "hits", "parse", "by", "fusion", "prf", "rerank", "explain", "columns", "where", "where_not"}
     assert set(schema["properties"]) == fields
     assert "$ref" not in json.dumps(paths)
     assert "/v1/{index}/doc/{docid}" in paths

@@ -159,8 +159,8 @@ def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str,
     """The metadata of the documents of --data, which must be those of --vectors."""
     if data is None or vectors is None:
         return None
-    collection, made_of = _common.load_data(data, documents_only=True), read.provenance
-    _check_texts(data, vectors, collection.contents(), made_of)
+    collection, made = _common.load_data(data, documents_only=True), getattr(read, "manifest", read)
+    _check_texts(data, vectors, collection.contents(), made.provenance)
     found = collection.metadata()
     if not found:
         note(f"--data: the documents of {data} have no metadata: no fields but an id, a title and a text")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import is_unicode, require
 from tilefold.retrieval.errors import DataError
 
@@ -30,6 +31,7 @@ _FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
 _CONDITION = re.compile(rf"\s*({_FIELD.pattern})\s*(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
 _VALUE = re.compile(r'"(?:[^"\\]|\\.)*"|[^,]+')
 _BOUNDS = {">": "gt", ">=": "gte", "<": "lt", "<=": "lte"}
+_COMPARED = {"gt": "greater", "gte": "greater_equal", "lt": "less", "lte": "less_equal"}
 _FORMS = "lang=de, lang=de,en, lang!=de, year>=2000 or lang=null"
 
 Mask = npt.NDArray[np.bool_]
@@ -81,7 +83,8 @@ class Filter:
             if (match := _CONDITION.fullmatch(text)) is None:
                 raise ValueError(f"where: expected a condition such as {_FORMS}, got {text!r}.")
             name, sign, rest = match.groups()
-            found = [_typed(each.strip(), (kinds or {}).get(name)) for each in _VALUE.findall(rest) or [""]]
+            known = None if sign in _BOUNDS else (kinds or {}).get(name)
+            found = [_typed(each.strip(), known) for each in _VALUE.findall(rest) or [""]]
             value: Any = found if len(found) > 1 else found[0]
             if sign in _BOUNDS:
                 value = {_BOUNDS[sign]: value}
@@ -147,7 +150,7 @@ def kept_fields(fields: Fields) -> dict[str, Any]:
 def _kept(value: object) -> object:
     if isinstance(value, Mapping):
         return kept_fields(value) or None
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         parts = [kept for each in value[: _LONGEST_LIST + 1] if (kept := _kept(each)) is not None]
         return None if len(parts) > _LONGEST_LIST or any(isinstance(each, float) for each in parts) else parts or None
     if isinstance(value, date | time):
@@ -156,6 +159,12 @@ def _kept(value: object) -> object:
         return value if 0 < len(value) <= _LONGEST_TEXT and is_unicode(value) else None
     fits = math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and value in _INT64
     return value if fits else None
+
+
+def fields_by_id(metadata: Mapping[str, Fields], ids: Iterable[str], passages: str | None) -> dict[str, dict[str, Any]]:
+    """Fields of each of the `ids` that has any; those of `passages` have the fields of their documents."""
+    owners = ((name, name if passages is None else name.rpartition("#")[0]) for name in ids)
+    return {name: kept for name, owner in owners if (kept := kept_fields(metadata.get(owner, {})))}
 
 
 def _values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -176,22 +185,12 @@ def _kind(value: object) -> str:
     return next((kind for each, kind in kinds if isinstance(value, each)), "float")
 
 
-def fields_by_id(metadata: Mapping[str, Fields], ids: Iterable[str], passages: str | None) -> dict[str, dict[str, Any]]:
-    """Fields of each of the `ids` that has any; those of `passages` have the fields of their documents."""
-    found = {}
-    for name in ids:
-        owner = name if passages is None else name.rpartition("#")[0]
-        if kept := kept_fields(metadata.get(owner, {})):
-            found[name] = kept
-    return found
-
-
 class Metadata:
-    """Fields of the documents of an index: for each field and kind of values, rows of documents and their values."""
+    """Fields of the documents of an index: a table of a row per value, with its field, and the row of its document."""
 
-    def __init__(self, n_documents: int, columns: Mapping[tuple[str, str], tuple[npt.NDArray[np.int64], Any]]) -> None:
-        self.n_documents, self._columns = n_documents, dict(sorted(columns.items()))
-        self._arrow, self._compute = (_package(name) for name in ("pyarrow", "pyarrow.compute"))
+    def __init__(self, table: Any, n_documents: int) -> None:
+        self.table, self.n_documents = table, n_documents
+        self._parts: dict[str, Any] = {}
 
     @classmethod
     def of(cls, metadata: Mapping[str, Fields] | None, ids: Iterable[str], passages: str | None) -> Metadata | None:
@@ -199,122 +198,105 @@ class Metadata:
         names = list(ids) if metadata else []
         if not (found := fields_by_id(metadata or {}, names, passages)):
             return None
-        lists: dict[tuple[str, str], tuple[list[int], list[Any]]] = {}
+        rows: dict[str, list[tuple[str, int, Any]]] = {kind: [] for kind in _KINDS}
         for row, name in enumerate(names):
             for path, value in _values(found.get(name, {})):
-                rows, values = lists.setdefault((path, _kind(value)), ([], []))
-                rows.append(row)
-                values.append(value)
-        arrow = _package("pyarrow")
-        columns = {
-            key: (np.array(rows, np.int64), arrow.array(values, getattr(arrow, _KINDS[key[1]])()))
-            for key, (rows, values) in lists.items()
-        }
-        return cls(len(names), columns)
+                rows[_kind(value)].append((path, row, value))
+        tables = [
+            _arrow().table(dict(zip(("field", "document", kind), map(list, zip(*each, strict=True)), strict=True)))
+            for kind, each in rows.items()
+            if each
+        ]
+        return cls(_arrow().concat_tables([_schema().empty_table(), *tables], promote_options="default"), len(names))
 
-    @property
+    @cached_property
     def kinds(self) -> dict[str, list[str]]:
         """Field -> kinds of its values: text, integer, float, boolean."""
-        found: dict[str, list[str]] = {}
-        for path, kind in self._columns:
-            found.setdefault(path, []).append(kind)
-        return found
+        fields = sorted(self.table["field"].unique().to_pylist())
+        return {
+            name: [kind for kind in _KINDS if self._part(name)[kind].null_count < len(self._part(name))]
+            for name in fields
+        }
+
+    def _part(self, name: str) -> Any:
+        """The rows of a field."""
+        if name not in self._parts:
+            self._parts[name] = self.table.filter(_compute().equal(self.table["field"], name))
+        return self._parts[name]
 
     def mask(self, where: Filter) -> Mask:
         """Which documents match, bool ``[N]``; ``ValueError`` for a field or a kind of values that none of them has."""
         found = np.ones(self.n_documents, bool)
-        must, must_not = where.conditions()
-        for name, wanted in must:
-            found &= self._matches(name, wanted)
-        for name, wanted in must_not:
-            found &= ~self._matches(name, wanted)
+        for part, wanted in zip(where.conditions(), (True, False), strict=True):
+            for name, values in part:
+                matching = np.zeros(self.n_documents, bool)
+                matching[self._rows(name, values).to_numpy()] = True
+                found &= matching == (wanted if values else not wanted)
         return found
 
-    def _matches(self, name: str, wanted: Wanted) -> Mask:
-        there = self.kinds.get(name)
-        if there is None:
+    def _rows(self, name: str, wanted: Wanted) -> Any:
+        """Rows of the documents that have one of some values, or without those any."""
+        if (there := self.kinds.get(name)) is None:
             known = ", ".join(f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items())
             raise ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
-        found = np.zeros(self.n_documents, bool)
+        part, compute = self._part(name), _compute()
         if not wanted:
-            for kind in there:
-                found[self._columns[name, kind][0]] = True
-            return ~found
+            return part["document"]
         asked = "float" if isinstance(wanted, dict) else _kind(wanted[0])
         chosen = [kind for kind in there if kind == asked or (asked in _NUMBERS and kind in _NUMBERS)]
         if not chosen:
             what = "a range" if isinstance(wanted, dict) else f"{wanted[0]!r} ({asked})"
             raise ValueError(f"where: expected a value of {name!r}, which is {' or '.join(there)}, got {what}.")
+        hits = False
         for kind in chosen:
-            rows, values = self._columns[name, kind]
             if isinstance(wanted, dict):
-                tests = [getattr(self._compute, _COMPARED[bound])(values, number) for bound, number in wanted.items()]
+                tests = [getattr(compute, _COMPARED[bound])(part[kind], number) for bound, number in wanted.items()]
+                hit = functools.reduce(compute.and_, tests)
             else:
-                tests = [self._compute.is_in(values, self._arrow.array(wanted, values.type))]
-            hits = [np.asarray(test.to_numpy(zero_copy_only=False), bool) for test in tests]
-            found[rows[np.logical_and.reduce(hits)]] = True
-        return found
+                hit = compute.is_in(part[kind], _arrow().array(wanted, part[kind].type))
+            hits = compute.or_(hits, compute.fill_null(hit, False))
+        return part["document"].filter(hits)
 
     def take(self, rows: Sequence[int]) -> Metadata:
-        """Metadata of some of the documents, in ascending order of their rows."""
+        """Metadata of some of the documents, in the order of `rows`."""
         place = np.full(self.n_documents, -1, np.int64)
         place[np.asarray(rows, np.int64)] = np.arange(len(rows))
-        columns = {}
-        for key, (at, values) in self._columns.items():
-            keep = place[at] >= 0
-            if keep.any():
-                columns[key] = place[at][keep], values.filter(self._arrow.array(keep))
-        return Metadata(len(rows), columns)
+        return Metadata(self._moved(place[self.table["document"].to_numpy()]), len(rows))
+
+    def _moved(self, documents: npt.NDArray[np.int64]) -> Any:
+        """The table with other rows of documents, without those below 0."""
+        arrow = _arrow()
+        table = self.table.set_column(1, "document", arrow.array(documents))
+        return table.filter(arrow.array(documents >= 0))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:
         """Metadata of the documents of several indexes, of given sizes, one after the other; None without any."""
-        first = next((part for part in parts if part is not None), None)
-        if first is None:
-            return None
-        joined: dict[tuple[str, str], list[tuple[npt.NDArray[np.int64], Any]]] = {}
-        for part, low in zip(parts, offsets_of(np.array(sizes, np.int64))[:-1].tolist(), strict=True):
-            for key, (rows, values) in ({} if part is None else part._columns).items():
-                joined.setdefault(key, []).append((rows + low, values))
-        columns = {
-            key: (np.concatenate([rows for rows, _ in found]), first._arrow.concat_arrays([each for _, each in found]))
-            for key, found in joined.items()
-        }
-        return cls(sum(sizes), columns)
+        lows = np.cumsum([0, *sizes]).tolist()
+        tables = [
+            part._moved(part.table["document"].to_numpy() + low)
+            for part, low in zip(parts, lows[:-1], strict=True)
+            if part is not None
+        ]
+        return cls(_arrow().concat_tables(tables), lows[-1]) if tables else None
 
     def save(self, folder: Path) -> None:
-        """Write a Parquet file of a row per value: ``field``, ``document`` (its row), and the column of its kind."""
-        tables = [
-            self._arrow.table({"field": [path] * len(rows), "document": rows, kind: values})
-            for (path, kind), (rows, values) in self._columns.items()
-        ]
-        _package("pyarrow.parquet").write_table(
-            self._arrow.concat_tables(tables, promote_options="default"), folder / FILE
-        )
+        """Write the table as a Parquet file."""
+        _arrow(".parquet").write_table(self.table, folder / FILE)
 
     @classmethod
     def load(cls, folder: Path, n_documents: int) -> Metadata | None:
         """Read what :meth:`save` wrote, None where there is none; ``DataError`` for another file."""
         if not (folder / FILE).exists():
             return None
-        arrow, compute = _package("pyarrow"), _package("pyarrow.compute")
-        columns = {}
         try:
-            table = _package("pyarrow.parquet").read_table(folder / FILE).combine_chunks()
-            for kind in _KINDS.keys() & {*table.column_names}:
-                part = table.filter(compute.is_valid(table[kind])).combine_chunks()
-                names = part["field"].to_numpy()
-                for path in dict.fromkeys(names.tolist()):
-                    mine = part.filter(arrow.array(names == path)).combine_chunks()
-                    columns[path, kind] = mine["document"].to_numpy(), mine[kind].combine_chunks()
-        except (arrow.ArrowException, KeyError) as error:
+            table = _arrow(".parquet").read_table(folder / FILE)
+        except _arrow().ArrowException as error:
             raise DataError(f"{folder / FILE}: expected metadata of an index, got ({error}).") from error
-        if any(rows.size and not 0 <= rows.min() <= rows.max() < n_documents for rows, _ in columns.values()):
-            raise DataError(f"{folder / FILE}: expected rows of {n_documents} documents, got others.")
-        return cls(n_documents, columns)
-
-
-_COMPARED = {"gt": "greater", "gte": "greater_equal", "lt": "less", "lte": "less_equal"}
+        rows = table["document"].to_numpy() if table.schema.equals(_schema()) else np.array([-1])
+        if rows.size and not 0 <= rows.min() <= rows.max() < n_documents:
+            raise DataError(f"{folder / FILE}: expected metadata of {n_documents} documents, got others.")
+        return cls(table, n_documents)
 
 
 class HasMetadata(Protocol):
@@ -326,8 +308,7 @@ class HasMetadata(Protocol):
 
 def allowed_by(index: HasMetadata, where: Where, allowed: Mask | None = None) -> Mask | None:
     """Mask ``[N]`` of the documents of an index that match, of those `allowed`; None for all of them."""
-    chosen = Filter.of(where)
-    if chosen is None:
+    if (chosen := Filter.of(where)) is None:
         return allowed
     if index.metadata is None:
         remedy = "Build it again with them: tilefold index --data, or metadata= in Python"
@@ -336,5 +317,14 @@ def allowed_by(index: HasMetadata, where: Where, allowed: Mask | None = None) ->
     return found if allowed is None else found & allowed
 
 
-def _package(name: str) -> Any:
-    return require(name, "pyarrow", "Metadata of documents")
+def _arrow(module: str = "") -> Any:
+    return require(f"pyarrow{module}", "pyarrow", "Metadata of documents")
+
+
+def _compute() -> Any:
+    return _arrow(".compute")
+
+
+def _schema() -> Any:
+    types = {"field": "string", "document": "int64", **_KINDS}
+    return _arrow().schema([(name, getattr(_arrow(), kind)()) for name, kind in types.items()])
