@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.cli.program import Call, done, fails, measured, run_steps, write_articles
 from tests.inside import load_encoder, load_model
 from tests.recipes.small import small_collection
 from tilefold import retrieval as r
@@ -156,6 +156,7 @@ def test_the_walk_through_of_the_documents_runs(call: Call, masked_lm: str, tmp_
         small_collection().save_beir(tmp_path / name)
     Path("new-documents.jsonl").write_text('{"_id": "new", "text": "kettles"}', encoding="utf-8")
     Path("gone.txt").write_text("d1", encoding="utf-8")
+    write_articles()
     commands = walk_through()
     assert len(commands) > 15
     Path("queries.txt").write_text("how do I work with sockets\n", encoding="utf-8")

@@ -79,7 +79,6 @@ USAGE = [
     ("index --output i --vectors v --k1 1", "--k1 goes with --backend bm25"),
     ("index --output i --vectors v --identifiers", "--identifiers goes with --backend bm25"),
     ("index --output i --vectors v --n-postings 9", "--n-postings goes with --backend seismic"),
-    ("index --output i --vectors v --data d", "--data goes with --backend bm25; exact reads --vectors"),
     (f"{BM25} --data d --language xx", "--language: expected one"),
     (f"{BM25} --data d --b 2", "--b: expected a number in [0, 1]"),
     ("index --output i --backend seismic --vectors v --heap-factor 2", "--heap-factor: "),

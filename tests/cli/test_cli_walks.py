@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.program import Call, done, fails, measured
+from tests.cli.program import Call, done, fails, measured, write_articles
 from tests.recipes.small import small_collection
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
@@ -105,14 +105,7 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
 
 
 def test_only_some_documents(call: Call, here: Path) -> None:
-    texts = {f"k{at}": f"How to work with kettles of {at} litres, and tea." for at in range(8)}
-    fields = [
-        {"lang": ["de", "fr", "en"][at % 3], "year": 1998 + at, "tags": ["tea", "cup"][: at % 3]} for at in range(8)
-    ]
-    rows = [{"_id": n, "text": text, "metadata": of} for (n, text), of in zip(texts.items(), fields, strict=True)]
-    new = [{"_id": "k0", "text": "New kettles", "lang": "en"}, {"_id": "k9", "text": "Kettles again"}]
-    for name, lines in (("articles", rows), ("new-articles", new)):
-        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_articles()
     walk(call, "Only some documents")
     dense = ("--index", "article-index", "--model", "minilm", "--json", "--k", "20")
 
