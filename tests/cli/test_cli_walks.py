@@ -129,3 +129,18 @@ def test_only_some_documents(call: Call, here: Path) -> None:
         ("index --vectors article-vectors --data new-articles.jsonl --output never", 1, "holds other texts"),
     ):
         fails(call(*shlex.split(refused)), code, said)
+
+
+def test_a_search_on_a_device_finds_the_same(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
+    index, data = tmp_path / "index", ("--data", shared / "data")
+    done(call("index", "--vectors", shared / "vectors", *data, "--output", index))
+    done(call("index", "--update", "--vectors", shared / "vectors", "--output", index))
+    asked = ("evaluate", *data, "--index", index, "--model", masked_lm, "--json")
+    prf = ("--vectors", shared / "vectors", "--prf", "rocchio")
+    for more in ((), prf):
+        assert measured(call(*asked, *more, "--device", "cpu"))["measures"] == measured(call(*asked, *more))["measures"]
+    searched = ("search", "csv files", "--model", masked_lm, "--json", "--index", index)
+    hits, wanted = (measured(call(*searched, *device))["hits"] for device in (("--device", "cpu"), ()))
+    assert [hit["id"] for hit in hits] == [hit["id"] for hit in wanted] and len(hits) == 10
+    fails(call(*searched, "--device", "nowhere"), 2, "--device:", "cannot be searched on nowhere")
+    fails(call("search", "x", "--index", shared / "bm25", "--device", "cpu"), 2, "is searched as bm25")

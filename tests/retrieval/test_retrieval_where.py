@@ -106,7 +106,11 @@ def test_every_index_finds_what_matches_before_and_after_it_grew(
         loaded.updated(second, gone, changed).save(place)
     else:
         assert r.update_index(place, second, gone, metadata=changed)["n_documents"] == 215
-        check(open_index(place), queries, metadata | changed)
+        grown: Any = open_index(place)
+        check(grown, queries, metadata | changed)
+        for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])) if hasattr(built, "on") else ():
+            check(grown.on(device), queries, metadata | changed)
+            assert grown.on(device).n_documents == 215
         r.merge_segments(place)
     merged: Any = open_index(place)
     assert merged.n_documents == 215 and set(merged.ids).isdisjoint(gone)
@@ -116,6 +120,30 @@ def test_every_index_finds_what_matches_before_and_after_it_grew(
         without.search(queries, 3, where={"lang": "de"})
     without.save(place)
     assert open_index(place).metadata is None, "nothing is left of the index that was there"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_index_that_grew_finds_on_a_device_what_is_there(device: str, make_vectors: Make, tmp_path: Path) -> None:
+    (first, second), queries = parts_of("exact", make_vectors, tmp_path)
+    r.build_index(first, metadata={"d9": {"n": 9}, "d170": {"n": 9}}).save(tmp_path / "index")
+    r.update_index(tmp_path / "index", second, ["d3"])
+    fast: Any = open_index(tmp_path / "index")
+    fast = fast.on(device)
+    assert fast.metadata.mask(Filter({"n": 9})).sum() == 2, "of rows, of which one has another document now"
+    found = {name for row in ranked(fast, queries, 300, among=fast.mask(["d9", "d170", "d210"])) for name, _ in row}
+    assert found <= {"d9", "d170", "d210"}
+    assert {name for row in ranked(fast, queries, 300, where={"n": 9}) for name, _ in row} <= {"d9"}
+    assert "d3" not in {name for row in ranked(fast, queries, 300) for name, _ in row}
+    with pytest.raises(ValueError, match="ids: expected ids of documents of the index, got 'd3'"):
+        fast.mask(["d3"])
+    dense = torch.zeros(4, 500)
+    for row in range(4):
+        terms, weights = queries.row(row)
+        dense[row, terms.tolist()] = torch.from_numpy(weights.copy())
+    places = fast.search_tensor(dense.to(device), 5)[1].tolist()
+    assert [[fast.ids[at] for at in row] for row in places] == [
+        [name for name, _ in row] for row in ranked(fast, queries, 5)
+    ]
 
 
 def test_seismic_looks_deeper_and_then_at_all_that_are_allowed(make_vectors: Make, tmp_path: Path) -> None:

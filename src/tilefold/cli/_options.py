@@ -78,7 +78,7 @@ RULES: dict[str, _Rules] = {
         *_PRF,
     ),
     "evaluate": (
-        (f"{_INDEX} where", "!index", "goes with --index"),
+        (f"{_INDEX} where device", "!index", "goes with --index"),
         ("max_length", "index|run", "goes with a dense --model, without --index"),
         ("k", "run", "goes with --index or a dense --model; for --rerank there is --rerank-depth"),
         ("vectors", "!prf", "goes together with --prf"),
@@ -99,7 +99,7 @@ RULES: dict[str, _Rules] = {
     ),
     "score": (("scale", "like", "goes without --like, which sets mean and deviation"),),
     "serve": (
-        (f"data vectors bm25 name {_INDEX}", "!index", "goes with --index"),
+        (f"data vectors bm25 name device {_INDEX}", "!index", "goes with --index"),
         ("default_side max_batch_tokens auto_truncate", "index !model !tokens",
          _USELESS.format("for an index of words alone, without a model")),
         ("tokens_model", "!tokens", "goes with --tokens"),

@@ -56,6 +56,7 @@ WHERE = option(
     "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, or lang=null "
     "(without the field); may be repeated."
 )
+DEVICE = option("exact, dense: device that searches, such as cuda; by default the CPU, of dense vectors a GPU if any.")
 PRF = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio")
 PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
 PRF_TERMS = option("Sparse: heaviest terms kept of a query after --prf.")
@@ -106,6 +107,7 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
     else:
         index = open_index(path)
     path = path or asked["vectors"]
+    index = _on(index, asked.get("device"), path)
     options = _common.known({name: asked[name] for name in ("query_cut", "heap_factor")})
     if index.backend != "seismic":
         _options.refuse(options, f"is for seismic indexes, and {path} is searched as {index.backend}")
@@ -135,6 +137,18 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
             raise CommandError(f"--{error}") from error
         note(f"--model: {model} is not the model that made the index {path}")
     return index, encoder, options
+
+
+def _on(index: Any, device: str | None, path: Path) -> Any:
+    """The index on a device, or where it is without one."""
+    if device is None:
+        return index
+    if index.backend not in ("exact", DENSE):
+        raise UsageError(f"--device goes with exact and dense indexes; {path} is searched as {index.backend}.")
+    try:
+        return index.on(device)
+    except (RuntimeError, AssertionError) as error:  # of torch: no such device, or no space there
+        raise UsageError(f"--device: {path} cannot be searched on {device} ({_common.first_line(error)}).") from error
 
 
 def open_searcher(asked: Asked, texts: Texts | None, load: Callable[[Provenance], Values]) -> Searcher:

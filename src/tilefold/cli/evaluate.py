@@ -30,6 +30,7 @@ def evaluate(
     k: Count = option("Documents per query to rerank and to save, by default 100; measures see what they need."),
     measure: Words = option(_scores.MEASURE_HELP),
     where: Words = _retrievers.WHERE,
+    device: Text = _retrievers.DEVICE,
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,

@@ -38,6 +38,7 @@ def search(
     k: int = preset(10, "Documents to show."),
     by: str = _retrievers.BY,
     where: Words = _retrievers.WHERE,
+    device: Text = _retrievers.DEVICE,
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,

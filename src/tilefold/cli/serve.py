@@ -43,6 +43,7 @@ def serve(
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
     other_model: bool = _retrievers.OTHER_MODEL,
+    device: Text = _retrievers.DEVICE,
     host: str = preset("127.0.0.1", "Interface to listen on; 0.0.0.0 for all."),
     port: int = preset(8080, "Port; 0 takes a free one.", min=0, max=65535),
     default_side: str = preset("document", "How to encode inputs posted to the root routes.", metavar="query|document"),

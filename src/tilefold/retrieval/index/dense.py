@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ class DenseIndex:
     backend: ClassVar[str] = "dense"
     fingerprint: ClassVar[str | None] = None  # no vocabulary
     metadata: Metadata | None = None  # of the documents, for `where`
+    device: torch.device | None = None  # that searches; None is a GPU if there is one
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class DenseIndex:
             got = f"{list(queries.shape)}" + ("" if queries.isfinite().all() else " with NaN or infinity")
             raise ValueError(f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.")
         allowed = allowed_by(self, where, allowed)
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(device or self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         asked = queries[:, : self.dimension].to(place, torch.float32)
         if self.similarity == "cosine":
             asked = torch.nn.functional.normalize(asked)
@@ -149,6 +151,13 @@ class DenseIndex:
         if self.similarity in ("cosine", "dot"):
             return asked @ block.T
         return -torch.cdist(asked, block, p=2 if self.similarity == "euclidean" else 1)
+
+    def on(self, device: str = "cuda") -> DenseIndex:
+        """The index, searched on a device."""
+        placed = copy.copy(self)
+        placed.device = torch.device(device)
+        torch.empty(1, device=placed.device)  # an error where there is none
+        return placed
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The vectors on a device, if they fit there, else where they are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -82,6 +82,19 @@ class Postings:
         made = cls(offsets, documents, weights, len(vectors))
         made.trusted[:] = True
         return made
+
+    @classmethod
+    def joined(cls, parts: Sequence[Postings]) -> Postings:
+        """The postings of several indexes of one vocabulary, whose documents stand one after the other."""
+        counts = [np.diff(part.offsets) for part in parts]
+        offsets = offsets_of(sum(counts[1:], counts[0]))
+        documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
+        free, low = offsets[:-1].copy(), 0
+        for part, count in zip(parts, counts, strict=True):
+            at = np.arange(part.offsets[-1]) + np.repeat(free - part.offsets[:-1], count)
+            documents[at], weights[at] = part.documents + np.int32(low), part.weights
+            free, low = free + count, low + part.n_documents
+        return cls(offsets, documents, weights, low)
 
     def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
         """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32."""
@@ -276,8 +289,7 @@ class ExactIndex:
 
     def stored(self) -> SparseVectors:
         """The vectors of the documents, without zero weights, in memory."""
-        postings = self._postings
-        postings.check(np.arange(self.vocab_size, dtype=np.int32))
+        postings = self.postings()
         order = np.argsort(postings.documents, kind="stable")
         terms = np.repeat(np.arange(self.vocab_size, dtype=np.int32), np.diff(postings.offsets))[order]
         indptr = offsets_of(np.bincount(postings.documents, minlength=self.n_documents))
@@ -304,12 +316,16 @@ class ExactIndex:
             results.append([Hit(self.ids[at], float(scores[at])) for at in top_positive(scores, k)])
         return results
 
+    def postings(self) -> Postings:
+        """All of the inverted index, after a check of every term."""
+        self._postings.check(np.arange(self.vocab_size, dtype=np.int32))
+        return self._postings
+
     def on(self, device: str = "cuda") -> DeviceIndex:
         """Check all of the index and copy it to a GPU, for :meth:`DeviceIndex.search` there."""
         from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
 
-        self._postings.check(np.arange(self.vocab_size, dtype=np.int32))
-        return DeviceIndex(self.ids, self._postings, self, device)
+        return DeviceIndex(self.ids, self.postings(), self, device)
 
     def save(self, path: str | Path) -> None:
         """Write the index as a directory of ``.npy`` files and JSON; only an earlier exact index is replaced."""

@@ -16,6 +16,7 @@ from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.index.protocol import Described, Hit, check_search
+from tilefold.retrieval.metadata import Mask, Where, allowed_by
 
 
 class Ids(Protocol):
@@ -23,6 +24,7 @@ class Ids(Protocol):
 
     def __getitem__(self, at: int, /) -> str: ...
     def __iter__(self) -> Iterator[str]: ...
+    def __len__(self) -> int: ...
 
 
 class TermLists(Protocol):
@@ -43,28 +45,41 @@ class DeviceIndex:
 
     backend: ClassVar[str] = "exact"
 
-    def __init__(self, ids: Ids, lists: TermLists, described: Described, device: torch.device | str = "cuda") -> None:
-        """Copy `lists`, which were checked, to `device`; see :meth:`ExactIndex.on`."""
-        self._ids, self._places = ids, dict[str, int]()
+    def __init__(
+        self,
+        ids: Ids,
+        lists: TermLists,
+        described: Described,
+        device: torch.device | str = "cuda",
+        there: Mask | None = None,
+    ) -> None:
+        """Copy `lists`, which were checked, to `device`; see :meth:`ExactIndex.on`. Documents not `there` are gone."""
+        self.ids, self._places, self.metadata = ids, dict[str, int](), described.metadata
+        self._there = None if there is None or there.all() else torch.from_numpy(there.view(np.uint8)).to(device)
         self.n_documents, self.vocab_size = described.n_documents, described.vocab_size
         self.fingerprint, self.provenance = described.fingerprint, described.provenance
         self._lengths = np.diff(lists.offsets)
         with warnings.catch_warnings():  # nobody writes to arrays that are mapped for reading
             warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
             offsets, *others = map(torch.from_numpy, (lists.offsets, lists.documents, lists.weights))
-        self.postings = BlockedPostings.of(offsets, others[0], others[1], self.n_documents, device)
+        self.postings = BlockedPostings.of(offsets, others[0], others[1], len(ids), device)
 
     @property
     def device(self) -> torch.device:
         return self.postings.weights.device
 
-    def search(self, queries: SparseVectors, k: int, among: Tensor | None = None) -> list[list[Hit]]:
+    def search(
+        self, queries: SparseVectors, k: int, among: Tensor | None = None, *, where: Where = None
+    ) -> list[list[Hit]]:
         """See :class:`SparseIndex`; with `among`, a mask of :meth:`mask`, only those documents are found."""
         check_search(self, queries, k)
+        if (matching := allowed_by(self, where)) is not None:
+            mask = torch.from_numpy(matching).to(self.device, torch.uint8)
+            among = mask if among is None else mask * among
         terms, weights = (part.to(self.device) for part in self._padded(queries))
-        scores, documents = (part.tolist() for part in sparse_topk(self.postings, terms, weights, k, allowed=among))
+        scores, documents = (part.tolist() for part in self._best(terms, weights, k, among))
         return [
-            [Hit(self._ids[at], score) for at, score in zip(*row, strict=True) if at >= 0]
+            [Hit(self.ids[at], score) for at, score in zip(*row, strict=True) if at >= 0]
             for row in zip(documents, scores, strict=True)
         ]
 
@@ -85,19 +100,25 @@ class DeviceIndex:
             owner, found = queries.nonzero(as_tuple=True)
             values, counts = queries[owner, found], torch.bincount(owner, minlength=queries.size(0))
         longest = int(counts.max()) if found.numel() else 1
-        order = (owner * (self.n_documents + 1) + self.n_documents - self.postings.counts[found]).argsort()
+        order = (owner * (len(self.ids) + 1) + len(self.ids) - self.postings.counts[found]).argsort()
         place = torch.arange(found.numel(), device=found.device) - (counts.cumsum(0) - counts)[owner]
         terms = torch.zeros(counts.numel(), longest, dtype=torch.int32, device=found.device)
         weights = torch.zeros(counts.numel(), longest, device=found.device)
         terms[owner, place] = found[order].to(torch.int32)
         weights[owner, place] = values.detach()[order].float()
+        return self._best(terms, weights, k, among)
+
+    def _best(self, terms: Tensor, weights: Tensor, k: int, among: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self._there is not None:
+            among = self._there if among is None else self._there * among
         return sparse_topk(self.postings, terms, weights, k, allowed=among)
 
     def mask(self, ids: Iterable[str]) -> Tensor:
         """Mask ``[N]`` of the documents with these ids, for `among`; ``ValueError`` for an id that is not there."""
         if not self._places:
-            self._places = {name: place for place, name in enumerate(self._ids)}
-        found = torch.zeros(self.n_documents, dtype=torch.uint8)
+            there = [True] * len(self.ids) if self._there is None else self._there.tolist()
+            self._places = {name: place for place, name in enumerate(self.ids) if there[place]}
+        found = torch.zeros(len(self.ids), dtype=torch.uint8)
         for name in ids:
             if name not in self._places:
                 raise ValueError(f"ids: expected ids of documents of the index, got {name!r}. Is it in the collection?")

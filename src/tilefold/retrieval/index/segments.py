@@ -14,14 +14,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tilefold.retrieval._files import Json, read_json_object
 from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
-from tilefold.retrieval.metadata import Metadata, Where, allowed_by
+from tilefold.retrieval.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
     import torch
+
+_FEW = 32  # documents removed from a part that a search looks past; more are masked
 
 __all__ = ["Segments", "listed_parts", "open_segments"]
 
@@ -55,14 +60,23 @@ class Segments:
         """Metadata of the documents of all parts, those that were removed too."""
         return Metadata.concatenate([part.metadata for part in self.parts], [part.n_documents for part in self.parts])
 
+    @cached_property
+    def _there(self) -> Mask:
+        """Which documents of all parts are not removed."""
+        pairs = zip(self.parts, self.removed, strict=True)
+        return np.array([name not in gone for part, gone in pairs for name in part.ids], bool)
+
     def search(self, queries: Any, k: int, *, where: Where = None, **options: object) -> list[list[Hit]]:
         """The `k` best documents of all parts for each query, of those that match `where`; see the backend."""
         found: list[list[Hit]] = [[] for _ in range(len(queries))]
         allowed, high = allowed_by(self, where), 0
         for part, gone in zip(self.parts, self.removed, strict=True):
             low, high = high, high + part.n_documents
-            of_part = options if allowed is None else options | {"allowed": allowed[low:high]}
-            for row, hits in zip(found, part.search(queries, k + len(gone), **of_part), strict=True):
+            mask, more = (None if allowed is None else allowed[low:high]), len(gone)
+            if more > _FEW and self.backend != "seismic":
+                mask, more = self._there[low:high] if mask is None else mask & self._there[low:high], 0
+            of_part = options if mask is None else options | {"allowed": mask}
+            for row, hits in zip(found, part.search(queries, k + more, **of_part), strict=True):
                 row += [hit for hit in hits if hit.id not in gone]
         return [sorted(row, key=lambda hit: -hit.score)[:k] for row in found]
 
@@ -87,6 +101,16 @@ class Segments:
                 raise MissingDocumentError("vectors", name)
             rows.append(part.vectors([name]))
         return torch.cat(rows)
+
+    def on(self, device: str = "cuda") -> Any:
+        """The index on a device: exact parts joined there as one, dense ones each."""
+        if self.backend == "dense":
+            return Segments([part.on(device) for part in self.parts], self.removed)
+        from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
+
+        described: Any = self
+        ids, postings = [name for part in self.parts for name in part.ids], [part.postings() for part in self.parts]
+        return DeviceIndex(ids, Postings.joined(postings), described, device, self._there)
 
     def merged(self) -> Any:
         """One index of all the documents, with the options of the first part."""
