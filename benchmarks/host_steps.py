@@ -65,23 +65,20 @@ def without_a_gpu() -> None:
     implementations.INTERPRETER_FAULTS = {}
     keys.triton_interpreted = lambda: True
     private.torch._C._cuda_getCurrentRawStream = abs
-    private.tma_encoder = lambda descriptor, description: lambda address: (address, None)  # its matrix's
+    private.tma_map = lambda descriptor, description: bytes(128)
     torch.cuda.current_device = lambda: 0
     operators.may_look = lambda first: False  # the host looks at values on the CPU only
     operators.capability_of = attention.capability_of = lambda device: (9, 0)
     operators.sm_count = lambda device: 132
     driver.enter_context = lambda index: None
-    driver._launch_function = lambda: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
+    driver.driver_function = lambda name: ctypes.CDLL(None).sched_yield  # takes whatever it is given, and returns 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    launching.Launcher.__call__ = lambda self, grid, arguments: (
-        compiled(arguments, self._constants),
-        tuple(self._constants.values()),
-    )
+    launching.Step.by_triton = lambda self, build: compiled(build.arguments, build.constants)
 
 
 def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNamespace:
     """What stands for a kernel that was compiled for these arguments."""
-    kinds = ["constexpr" if x is None else "*" if isinstance(x, torch.Tensor) else "value" for x in arguments]
+    kinds = ["constexpr" if x is None else "*" if hasattr(x, "data_ptr") else "value" for x in arguments]
     kinds += ["constexpr"] * len(constants)
     declared: list[str] = []
     for argument in arguments:

@@ -7,17 +7,17 @@ import importlib.util
 
 import pytest
 
-from tilefold.ops._shared._triton.releases import interpreter_breaks_with, release
+from tilefold.ops._shared._triton.releases import release
 from tilefold.ops._shared.impl import triton_installed, triton_interpreted
 
 __all__ = ["NEEDS_INTERPRETER", "release", "triton_installed", "triton_interpreted"]
 
 
 def numpy_is_too_new() -> bool:
-    """Whether interpreted loops would fail beside the numpy that is installed."""
-    return importlib.util.find_spec("numpy") is not None and interpreter_breaks_with(
-        importlib.metadata.version("numpy")
-    )
+    """Whether interpreted loops fail beside this numpy: 2.4 converts no array of one element to a number."""
+    if importlib.util.find_spec("numpy") is None or not (0, 0) < release() <= (3, 6):
+        return False
+    return tuple(map(int, importlib.metadata.version("numpy").split(".")[:2])) >= (2, 4)
 
 
 NEEDS_INTERPRETER = [

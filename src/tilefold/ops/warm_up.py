@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         ValueError: for fewer than one worker.
     """
     check_kernels_can_be_built()
-    from tilefold.ops._shared._triton.launch import Launcher, listed
+    from tilefold.ops._shared._triton.launch import Build, listed
 
     workers = min(16, os.cpu_count() or 1) if workers is None else workers
     if workers < 1:
@@ -85,18 +86,16 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
             call()
     torch.cuda.synchronize()
 
-    def build(launcher: Launcher, grid: tuple[int, int, int], arguments: tuple[object, ...]) -> str | None:
+    def build(launch: Build) -> str | None:
         torch.cuda.set_device(device)
-        failed = attempt(launcher.build, grid, arguments)
+        failed: Any = attempt(launch.__call__)
         return str(failed) if isinstance(failed, KernelUnavailableError) else None
 
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(build, launcher, *launch) for (launcher, _), launch in launches.items()]
-        failed = tuple(message for message in (future.result() for future in futures) if message is not None)
+        failed = tuple(message for message in pool.map(build, launches.values()) if message is not None)
     kernels: dict[str, int] = {}
-    for launcher, _ in launches:
-        kernels[launcher.name] = kernels.get(launcher.name, 0) + 1
-    launches.clear()  # and the tensors with it
+    for launch in launches.values():
+        kernels[launch.kernel.__name__] = kernels.get(launch.kernel.__name__, 0) + 1
     first_calls = []
     for call in calls:
         start = time.perf_counter()

@@ -67,13 +67,13 @@ def test_inference_is_one_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         inputs.cu_seqlens_q[1] = 0  # queries without a token at either end
         inputs.cu_seqlens_q[3:] = inputs.cu_seqlens_q[-1].clone()
     launched: list[str] = []
-    honest = shared_launch.Launcher.__call__
+    honest = shared_launch.Step.by_triton
 
-    def counted(self: Any, *arguments: Any) -> Any:
-        launched.append(self.name)
-        return honest(self, *arguments)
+    def counted(self: Any, build: shared_launch.Build) -> Any:
+        launched.append(build.kernel.__name__)
+        return honest(self, build)
 
-    monkeypatch.setattr(shared_launch.Launcher, "__call__", counted)
+    monkeypatch.setattr(shared_launch.Step, "by_triton", counted)
     with nan_poisoned_empty():
         found = maxsim(inputs.queries, inputs.documents, **inputs.layout, **options, impl="triton")
     assert len(launched) == 1
@@ -147,15 +147,15 @@ def test_autocast_casts_in_every_call() -> None:
 def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
     """Let launches fail as if their kernels could not be built; the names of those that were tried."""
     tried: list[str] = []
-    honest = shared_launch.Launcher.__call__
+    honest = shared_launch.Step.by_triton
 
-    def launch(self: shared_launch.Launcher, grid: Any, arguments: tuple[Any, ...]) -> Any:
-        tried.append(self._kernel.__name__)
-        if when(arguments):
-            raise KernelUnavailableError(self._kernel.__name__, "PTXASError: no such instruction")
-        return honest(self, grid, arguments)
+    def launch(self: shared_launch.Step, build: shared_launch.Build) -> Any:
+        tried.append(build.kernel.__name__)
+        if when(build.arguments):
+            raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction")
+        return honest(self, build)
 
-    monkeypatch.setattr(shared_launch.Launcher, "__call__", launch)
+    monkeypatch.setattr(shared_launch.Step, "by_triton", launch)
     return tried
 
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import triton_interpreted
 from tests.ops.base import BUILD_OPTIONS, Launch, fallback, internals
-from tests.ops.launching import Launcher, Map, Pointer, Step, bind, cuda_driver, driver_launch
+from tests.ops.launching import Build, Map, Memory, Pointer, Step, bind, cuda_driver, driver_launch
 from tests.refusals import refused
 
 compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -54,8 +55,10 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 4, errors: list[int] | None = None) -> None:
         self.seen: list[Seen] = []
+        self.replaced: list[int] = []
         self.count, self._errors = count, errors or []
-        monkeypatch.setattr(cuda_driver, "_launch_function", lambda: self)
+        functions = {"cuLaunchKernelEx": self, "cuTensorMapReplaceAddress": self.replace}
+        monkeypatch.setattr(cuda_driver, "driver_function", functions.__getitem__)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
 
@@ -66,6 +69,12 @@ class Driver:
         seen = Seen(grid, config.block_x, config.shared, config.stream, function.value, [p or 0 for p in parameters])
         self.seen.append(seen)
         return self._errors.pop(0) if self._errors else 0
+
+    def replace(self, map_at: Any, address: Any) -> int:
+        assert map_at.value % 64 == 0
+        self.replaced.append(address.value)
+        ctypes.c_uint64.from_address(map_at.value).value = address.value
+        return 0
 
     def pointers(self) -> list[int]:
         """What the first two parameters of the last launch hold now."""
@@ -89,7 +98,7 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
     driver.count = len(cuda_driver.parameters(kernel.asm["ptx"]))
     x, out = torch.ones(64), torch.ones(64)
     numbers = (-7, 1 << 40, 0.25)
-    launch_at = bind(kernel, (5, 6, 1), (x, out, None, *numbers, 64), ())
+    launch_at = bind(kernel, (5, 6, 1), (x, out, None, *numbers), ())
     assert launch_at is not None
     launch_at((x.data_ptr(), out.data_ptr(), None))
     assert driver.pointers() == [x.data_ptr(), out.data_ptr()]
@@ -105,46 +114,35 @@ def test_parameters_are_laid_out_as_the_kernel_declares_them(monkeypatch: pytest
 
 
 @compiles
-def test_a_map_is_encoded_once_for_each_address_and_followed_by_shape_and_strides(
+def test_a_map_gets_the_address_of_its_matrix_and_is_followed_by_shape_and_strides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver(monkeypatch, count=9)
-    monkeypatch.setattr(cuda_driver, "enter_context", lambda index: None)
     kernel = compiled(
         _described_kernel, {"x": "tensordesc<fp32[64, 32]>", "out_ptr": "*fp32", "n": "i32"}, {"BLOCK": 64}
     )
     declared = cuda_driver.parameters(kernel.asm["ptx"])
     assert declared[0] == ("b", 128) and [size for _, size in declared[1:7]] == [4, 4, 8, 8, 8, 4]
-    encoded: list[int] = []
-
-    def encode(address: int) -> tuple[int, object]:
-        encoded.append(address)
-        return 1000 + address, None
-
-    monkeypatch.setattr(internals, "tma_encoder", lambda descriptor, description: encode)
+    like = bytes(range(128))
+    monkeypatch.setattr(internals, "tma_map", lambda descriptor, description: like)
     matrix = SimpleNamespace(shape=(64, 48), strides=(48, 1))
     out = torch.ones(64)
-    tma = (internals.Tma(64, 48, lambda matrix: matrix),)
-    launch_at = bind(kernel, (1, 1, 1), (matrix, out, 9, 64), tma)
+    launch_at = bind(kernel, (1, 1, 1), (matrix, out, 9), (internals.Tma(64, 48, lambda *_: matrix),))
     assert launch_at is not None
-    for address in (16, 32, 16, 32):
+    for address in (16, 16, 32, 16):
         launch_at((address, out.data_ptr()))
-    assert encoded == [16, 32]
-    assert [seen.parameters[0] for seen in driver.seen] == [1016, 1032, 1016, 1032]
+        held = ctypes.string_at(driver.seen[-1].parameters[0], 128)
+        assert held == address.to_bytes(8, "little") + like[8:]
+    assert driver.replaced == [16, 32, 16]
     places = driver.seen[0].parameters
     kinds = ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32
     found = [kind.from_address(place).value for kind, place in zip(kinds, places[1:], strict=False)]
     assert found == [64, 48, 48, 1, out.data_ptr(), 9]
-    for address in range(64, 16 * (cuda_driver.MAX_MAPS + 8), 16):  # what is kept is bounded
-        launch_at((address, out.data_ptr()))
-    launch_at((16, out.data_ptr()))
-    assert encoded.count(16) == 2
 
 
 def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import driver
 
-    matrix = torch.ones(64, 48)
     here = object()
 
     class Holder:  # as large as Triton's object, with an address where that has its map
@@ -167,14 +165,12 @@ def test_a_map_is_made_by_the_function_of_the_installed_triton(monkeypatch: pyte
     description = {
         "swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [64, 32], "fp4_padded": False, "is_im2col": False
     }  # fmt: skip
-    descriptor = TensorDescriptor(matrix, [64, 48], [48, 1], [64, 32])
-    monkeypatch.setattr(matrix, "data_ptr", lambda: id(here))
-    encode = internals.tma_encoder(descriptor, description)
-    assert encode is not None
-    address, owner = encode(id(here))
-    assert owner is not None and ctypes.c_uint64.from_address(address).value == id(here)
-    assert id(here) in filled[-1] and filled[-1][2:] == filled[0][2:]
-    assert internals.tma_encoder(descriptor, None) is None
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # which looks at the alignment
+    descriptor = TensorDescriptor(Memory(torch.float32, id(here)), [64, 48], [48, 1], [64, 32])
+    found = internals.tma_map(descriptor, description)
+    assert found is not None and len(found) == 128 and found[:8] == id(here).to_bytes(8, "little")
+    assert id(here) in filled[-1]
+    assert internals.tma_map(descriptor, None) is None
 
 
 def unbound(asm: dict[str, str], **special: bool) -> Any:
@@ -205,33 +201,37 @@ def test_a_changed_release_is_said_once_and_what_only_triton_launches_is_not_bou
 def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launched: list[Any] = []
-    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, arguments: launched.append(arguments))
-    described = internals.Tma(2, 3, lambda matrix: ("described", matrix))
-    x, y = torch.ones(6), torch.ones(2, dtype=torch.bool)
-    Step(Launch(_scale_kernel, (1, 1, 1), "y x x nothing", (9,), {}, {"x": described}))(True, y, x, x, None)
-    ((mask, (name, matrix), again, nothing, number),) = launched
-    assert name == "described" and matrix.shape == (2, 3) and matrix.data_ptr() == x.data_ptr()
-    assert again is x and nothing is None and number == 9 and mask.dtype == torch.uint8
+    launched: list[Build] = []
+    monkeypatch.setattr(Step, "by_triton", lambda self, build: launched.append(build))
+    described = internals.Tma(2, 3, lambda *given: given)
+    dtypes = torch.bool, torch.float32, torch.float32, None
+    Step(Launch(_scale_kernel, (1, 1, 1), "y x x nothing", (9,), {}, {"x": described}))(
+        True, (32, 64, 64, None), dtypes
+    )
+    mask, (matrix, shape, strides), again, nothing, number = launched[0].arguments
+    assert shape == [2, 3] and strides == [3, 1] and nothing is None and number == 9
+    if not triton_interpreted():
+        assert matrix == again == Memory(torch.float32, 64) and mask == Memory(torch.uint8, 32)
 
 
 def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, launched = Driver(monkeypatch), list[Any]()
 
-    def call(self: Launcher, grid: Any, arguments: Any) -> Any:
-        launched.append(arguments)
-        return unbound({"ptx": PTX}), ()
+    def call(self: Step, build: Build) -> Any:
+        launched.append(build.arguments)
+        return unbound({"ptx": PTX})
 
-    monkeypatch.setattr(Launcher, "__call__", call)
-    step, x, y = Step(Launch(_scale_kernel, (1, 1, 1), "x", (9,), {})), torch.ones(4), torch.ones(4)
-    for same, tensor, bound in ((True, x, 0), (False, y, 0), (True, x, 0), (True, y, 1), (False, x, 0)):
+    monkeypatch.setattr(Step, "by_triton", call)
+    step, dtypes = Step(Launch(_scale_kernel, (1, 1, 1), "x", (9,), {})), (torch.float32,)
+    tensor = torch.ones(4)
+    for same, bound in ((True, 0), (False, 0), (True, 0), (True, 1), (False, 0)):
         launched.clear()
         driver.seen.clear()
-        step(same, tensor)
+        step(same, (tensor.data_ptr(),), dtypes)
         if bound:
             assert not launched and driver.pointers()[0] == tensor.data_ptr()
         else:
-            assert launched == [(tensor, 9)] and not driver.seen
+            assert launched[0][1] == 9 and launched[0][0].data_ptr() == tensor.data_ptr() and not driver.seen
 
 
 PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
@@ -243,7 +243,7 @@ def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPa
     Driver(monkeypatch)
     driver_launch(*FIXED, [Pointer(0), 3])
     for arguments in (
-        [Pointer(0), Pointer(1)], [Pointer(0)], [Pointer(0), 3, 4, 5, 6], [Map(0, lambda address: (address, None)), 3],
+        [Pointer(0), Pointer(1)], [Pointer(0)], [Pointer(0), 3, 4, 5, 6], [Map(0, bytes(128)), 3],
         [Pointer(0), 0.5],
     ):  # fmt: skip
         refused(ValueError, "kernel", driver_launch, *FIXED, arguments)
@@ -290,7 +290,7 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
         return 0
 
     Driver(monkeypatch)
-    monkeypatch.setattr(cuda_driver, "_launch_function", lambda: check)
+    monkeypatch.setattr(cuda_driver, "driver_function", lambda name: check)
     launch = driver_launch(*FIXED, [Pointer(0), 3])
 
     def work(address: int) -> None:
@@ -310,16 +310,17 @@ def test_the_driver_launches_what_triton_launched_before() -> None:
     x, other = torch.randn(64, 32, device="cuda"), torch.randn(64, 32, device="cuda")
     tma: dict[str, internals.Tma] = {}
     if torch.cuda.get_device_capability() >= (9, 0):
-        tma["x"] = internals.Tma(64, 32, lambda m: TensorDescriptor(m, list(m.shape), list(m.stride()), [64, 32]))
+        tma["x"] = internals.Tma(64, 32, partial(TensorDescriptor, block_shape=[64, 32]))
     constants, grid = {"BLOCK": 64, "num_warps": 4}, (1, 1, 1)
     plain = Step(Launch(_scale_kernel, grid, "x out absent", (64, 1, 0.5), constants))
     described = Step(Launch(_described_kernel, grid, "x out", (3,), constants, tma)) if tma else None
+    dtypes = torch.float32, torch.float32
     for source in (x, other, x, other):
         out = torch.full((64,), float("nan"), device="cuda")
-        plain(True, source, out, None)
+        plain(True, (source.data_ptr(), out.data_ptr(), None), (*dtypes, None))
         assert torch.equal(out, source.flatten()[:64] * 0.5 + 1)
         if described is not None:
-            described(True, source, out)
+            described(True, (source.data_ptr(), out.data_ptr()), dtypes)
             torch.testing.assert_close(out, source.sum(1) + 3)
-    assert plain.bound_at is not None
-    assert described is None or described.bound_at is not None
+    assert plain.bound is not None
+    assert described is None or described.bound is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,65 +26,28 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Kernel:
-    """A kernel whose launches are written down; see ``JITFunction``."""
+    """A kernel that cannot be built, or not be launched; see ``JITFunction``."""
 
     __name__ = "_some_kernel"
     arg_names = ("x", "y", "n", "BLOCK")
     params = tuple(SimpleNamespace(do_not_specialize=False) for _ in arg_names)
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.launches: list[tuple[Any, ...]] = []
-        self.warmups: list[tuple[Any, ...]] = []
+    def __init__(self, error: Exception, when: str) -> None:
+        self.error, self.when = error, when
+        self.tried: list[tuple[Any, ...]] = []
 
     def warmup(self, *arguments: Any, grid: internals.Grid, **constants: Any) -> Kernel:
-        self.warmups.append(arguments)
+        if self.when == "built":
+            self.tried.append(arguments)
+            raise self.error
         return self
 
-    def __getitem__(self, grid: internals.Grid) -> Callable[..., Kernel]:
-        def run(*arguments: Any, **constants: Any) -> Kernel:
-            self.launches.append(arguments)
-            if self.error is not None:
-                raise self.error
-            return self
+    def __getitem__(self, grid: internals.Grid) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            self.tried.append(arguments)
+            raise self.error
 
         return run
-
-
-@pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether a graph is being captured, for the test to change, with the allocator that lets graphs own memory."""
-    state = [True]
-    monkeypatch.setattr(launch, "JITFunction", Kernel)
-    monkeypatch.setattr(launch, "enter_context", lambda index: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
-    launch._allocates_in_stream_order.cache_clear()
-    yield state
-    launch._allocates_in_stream_order.cache_clear()
-
-
-@pytest.mark.parametrize(("captured", "kinds"), [((True,), [int]), ((False, True, False), [Tensor, int, Tensor])])
-def test_under_capture_and_only_there_a_kernel_is_compiled_before_and_gets_addresses(
-    capturing: list[bool], captured: tuple[bool, ...], kinds: list[type]
-) -> None:
-    kernel, x = Kernel(), torch.zeros(4)
-    run = launch.Launcher(kernel, {"BLOCK": 16})
-    for capturing[0] in captured:
-        run((1, 1, 1), (x, None, 5))
-    assert len(kernel.warmups) == captured[0] and [type(given[0]) for given in kernel.launches] == kinds
-    assert kernel.launches[captured.index(True)] == (x.data_ptr(), None, 5, 16)
-
-
-def test_another_allocator_is_never_asked_whether_it_captures(
-    capturing: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("was asked"))
-    kernel, x = Kernel(), torch.zeros(4)
-    launch.Launcher(kernel, {"BLOCK": 16})((1, 1, 1), (x, None, 5))
-    assert [type(given[0]) for given in kernel.launches] == [Tensor]
 
 
 BUILD_FAULTS = [
@@ -101,22 +64,25 @@ LAUNCH_FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("when", ["built", "launched"])
 @pytest.mark.parametrize("fault", [*BUILD_FAULTS, *LAUNCH_FAULTS], ids=str)
 def test_a_failed_build_is_named_and_not_tried_again_and_no_launch_that_goes_wrong_is_mistaken_for_one(
-    capturing: list[bool], fault: Exception
+    monkeypatch: pytest.MonkeyPatch, fault: Exception, when: str
 ) -> None:
-    capturing[0] = False
-    kernel = Kernel(fault)
-    run = launch.Launcher(kernel, {"BLOCK": 16})
+    monkeypatch.setattr(launch, "JITFunction", Kernel)
+    monkeypatch.setattr(launch, "enter_context", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Kernel(fault, when), torch.zeros(4)
     for _ in range(2):
         if fault in BUILD_FAULTS:
             with pytest.raises(KernelUnavailableError, match=f"_some_kernel cannot be built .{type(fault).__name__}"):
-                run((1, 1, 1), (None, None, 5))
+                launch.launch(kernel, (1, 1, 1), (x, None, 5), {"BLOCK": 16})
         else:
             with pytest.raises(type(fault), match=str(fault).split("[")[0]) as raised:
-                run((1, 1, 1), (None, None, 5))
+                launch.launch(kernel, (1, 1, 1), (x, None, 5), {"BLOCK": 16})
             assert not isinstance(raised.value, KernelUnavailableError)
-    assert len(kernel.launches) == (1 if fault in BUILD_FAULTS else 2)
+    assert len(kernel.tried) == (1 if fault in BUILD_FAULTS else 2)
+    assert when == "built" or kernel.tried[0] == (x.data_ptr(), None, 5, 16)  # an address, as graphs ask for
 
 
 @pytest.mark.gpu

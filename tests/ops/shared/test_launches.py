@@ -166,13 +166,13 @@ def forget() -> None:
 def unbound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were launched with their arguments bound anew."""
     names: list[str] = []
-    honest = launch.Launcher.__call__
+    honest = launch.Step.by_triton
 
-    def seen(self: launch.Launcher, *arguments: Any) -> Any:
-        names.append(self._kernel.__name__)
-        return honest(self, *arguments)
+    def seen(self: launch.Step, build: launch.Build) -> Any:
+        names.append(build.kernel.__name__)
+        return honest(self, build)
 
-    monkeypatch.setattr(launch.Launcher, "__call__", seen)
+    monkeypatch.setattr(launch.Step, "by_triton", seen)
     return names
 
 
@@ -450,11 +450,10 @@ def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_w
     place = list(count_kernel.arg_names).index("V")
 
     def kinds(*values: int) -> set[Any]:
-        kind = launch.Launcher(count_kernel, {})._kind
-        return {kind((None,) * place + (value,)) for value in values}
+        return {launch.Build(count_kernel, (1, 1, 1), (None,) * place + (value,), {}).key for value in values}
 
     # Triton builds another kernel for 1, for multiples of 16 and for 64 bits, and for no other value
     assert len(kinds(*range(2, 2000))) == 2
     assert not kinds(1) & kinds(3, 16) and not kinds(3) & kinds(16) and not kinds(3) & kinds(2**31 + 3)
     assert kinds(0, 16) == kinds(1600) and kinds(2**31) == kinds(2**33)
-    assert len({launch.Launcher(check_offsets_kernel, {})._kind((None, None, n, n)) for n in range(2000)}) == 1
+    assert len({launch.Build(check_offsets_kernel, (1, 1, 1), (None, None, n, n), {}).key for n in range(2000)}) == 1

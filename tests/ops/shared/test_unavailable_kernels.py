@@ -196,7 +196,7 @@ def forget() -> None:
 
 
 def forget_plans() -> None:
-    launch._launcher.cache_clear()
+    launch.BUILT.clear()
     for cache in CACHES:
         cache.clear()
     search._program.cache_clear()
@@ -217,14 +217,14 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     forget()
     if INTERPRETED:
         monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
-        honest = launch.Launcher.__call__
+        honest = launch.Step.by_triton
 
-        def call(self: launch.Launcher, *arguments: Any) -> Any:
-            if refuse(self._kernel):
-                raise KernelUnavailableError(self.name, "PTXASError: no such instruction")
-            return honest(self, *arguments)
+        def call(self: launch.Step, build: launch.Build) -> Any:
+            if refuse(build.kernel):
+                raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction")
+            return honest(self, build)
 
-        monkeypatch.setattr(launch.Launcher, "__call__", call)
+        monkeypatch.setattr(launch.Step, "by_triton", call)
     else:
         for method in ("run", "warmup"):
             build = getattr(JITFunction, method)

@@ -26,7 +26,7 @@ def listed_names(*calls: object) -> list[str]:
     with listed() as launches:
         for call in calls:
             call()  # type: ignore[operator]
-    return [launcher.name for launcher, _ in launches]
+    return [each.kernel.__name__ for each in launches.values()]
 
 
 @interpreted
@@ -77,9 +77,8 @@ with launch.listed() as launches:
             launch.launch(quantize_kernel, (1, 1, 1), (rows, out, scale, count), constants)
 assert len(launches) == 2, launches
 with ThreadPoolExecutor(2) as pool:
-    list(pool.map(lambda entry: entry[0][0].build(*entry[1]), launches.items()))
-for (launcher, kind), (grid, arguments) in launches.items():
-    assert launcher.build(grid, arguments)[0].asm["cubin"]
+    list(pool.map(lambda build: build(), launches.values()))
+assert all(build().asm["cubin"] for build in launches.values())
 """
 
 

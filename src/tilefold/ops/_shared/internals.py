@@ -7,7 +7,6 @@ import functools
 import inspect
 import platform
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from torch.autograd import forward_ad
 Addresses = tuple["int | None", ...]
 LaunchAt = Callable[[Addresses], None]
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
-Encode = Callable[[int], tuple[int, object]]  # from a matrix's address to that of its TMA map, and what owns the map
 Grid = tuple[int, int, int]
 TMA_MAP_BYTES = 128
 TMA_MAP_OFFSET = 128  # bytes, of the map in the object that Triton keeps it in
@@ -28,10 +26,7 @@ class Tma(NamedTuple):
 
     rows: int
     columns: int
-    make: Callable[[Tensor], Any]
-
-    def of(self, tensor: Tensor) -> Any:
-        return self.make(tensor.view(self.rows, self.columns))
+    make: Callable[[Any, list[int], list[int]], Any]  # of what has a dtype and an address, a shape and strides
 
 
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
@@ -131,29 +126,24 @@ def stream_reader() -> Callable[[int], int]:
     return reader
 
 
-def tma_encoder(descriptor: Any, description: dict[str, Any] | None) -> Encode | None:
-    """Function that encodes the descriptor for other addresses; ``None`` where the kernel reads it by pointers."""
+def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None:
+    """TMA map of a descriptor; ``None`` where the kernel reads it by pointers."""
     from triton.backends.nvidia import driver
 
     if not description:
         return None
-    make, fixed = driver.make_tensordesc_arg, {key: value for key, value in vars(descriptor).items() if key != "base"}
+    make, address = driver.make_tensordesc_arg, descriptor.base.data_ptr()
     others = (None,) * (len(inspect.signature(make).parameters) - 2)  # of Gluon's barriers, from 3.8 on
-
-    def encode(address: int) -> tuple[int, object]:
-        matrix = SimpleNamespace(base=SimpleNamespace(data_ptr=address.__index__), **fixed)
-        owner = make(matrix, description, *others)[0]
-        if hasattr(owner, "tma_desc_cpu_ptr"):  # 3.4
-            return owner.tma_desc_cpu_ptr(), owner
-        if type(owner).__basicsize__ != TMA_MAP_OFFSET + TMA_MAP_BYTES:
-            raise ValueError(f"{type(owner).__name__} holds no TMA map where it is looked for")
-        return id(owner) + TMA_MAP_OFFSET, owner
-
-    address = descriptor.base.data_ptr()
-    at, _owner = encode(address)
-    if ctypes.c_uint64.from_address(at).value != address:  # with which a map begins
+    owner = make(descriptor, description, *others)[0]
+    if hasattr(owner, "tma_desc_cpu_ptr"):  # 3.4
+        found = ctypes.string_at(owner.tma_desc_cpu_ptr(), TMA_MAP_BYTES)
+    elif type(owner).__basicsize__ == TMA_MAP_OFFSET + TMA_MAP_BYTES:
+        found = ctypes.string_at(id(owner) + TMA_MAP_OFFSET, TMA_MAP_BYTES)
+    else:
+        raise ValueError(f"{type(owner).__name__} holds no TMA map where it is looked for")
+    if int.from_bytes(found[:8], "little") != address:
         raise ValueError("a TMA map does not begin with the address of its matrix")
-    return encode
+    return found
 
 
 def flash_attention_varlen(

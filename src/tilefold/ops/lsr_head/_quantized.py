@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.calls import is_plain, run
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, attempt, give_up, refuse_capture
@@ -60,7 +59,9 @@ class QuantizedWeight:
         return QuantizedWeight(self.values, self.scale)
 
     def __reduce__(self) -> tuple[Callable[..., QuantizedWeight], tuple[object, ...]]:
-        return _unpickled, (*as_bytes(self.values), self.scale.clone())
+        # torch neither stores fp8 nor reads it; of a slice only what it shows is kept
+        stored = self.values.detach().contiguous().clone().view(torch.uint8)
+        return _unpickled, (stored, self.values.dtype, self.scale.clone())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``[V, D]`` in ``dtype``: the weight that the quantised head stands for."""
@@ -68,7 +69,7 @@ class QuantizedWeight:
 
 
 def _unpickled(stored: Tensor, dtype: torch.dtype, scale: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(from_bytes(stored, dtype), scale)
+    return QuantizedWeight(stored.view(dtype), scale)
 
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:

@@ -127,11 +127,11 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
     parts = (2 * splits * vocab if cuts else 0,)
     steps.buffer("part", parts)
     steps.buffer("part_winner", parts if training else (0,), torch.int32)
-    name, kernel, make, block_v = configs.kernel_name(config), max_forward_kernel, tma_descriptor, config["BLOCK_V"]
+    name, kernel, block_v, make = configs.kernel_name(config), max_forward_kernel, config["BLOCK_V"], _descriptor
     if config["WARP_ROLES"]:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
-        kernel, make, block_v = hopper.max_forward_hopper_kernel, hopper.hopper_descriptor, hopper.HALF_V.value
+        kernel, block_v, make = hopper.max_forward_hopper_kernel, hopper.HALF_V.value, hopper.hopper_descriptor
         config |= {"STAGES": config.pop("num_stages"), "LEAN_PLACES": releases.lean_places()}
     described = {"weight": (vocab, block_v), steps.stands.get("hidden", "hidden"): (total, block_t)}
     if name == configs.PORTABLE:
@@ -143,11 +143,8 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         steps.launch(combine_kernel, (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)), {"BLOCK": COMBINE_BLOCK})
 
 
-@functools.cache
-def tma_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Tensor], TensorDescriptor]:
-    """Factory of TMA descriptors of tiles of this size, of tensors of this dtype."""
-    block = [rows, columns]
-    return lambda tensor: TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., TensorDescriptor]:
+    return functools.partial(TensorDescriptor, block_shape=[rows, columns])
 
 
 def _pack(steps: HeadSteps, group: int, training: bool) -> int | None:

@@ -137,7 +137,7 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
     tma = {}
     if config["USE_TMA"] and rows_fit_descriptor(p.documents) and BY_TMA not in setting.given_up:
         block = [config["BLOCK_T"], config["BLOCK_K"]]
-        tma["documents"] = Tma(p.documents.size(0), dim, functools.partial(_descriptor, block))
+        tma["documents"] = Tma(p.documents.size(0), dim, functools.partial(TensorDescriptor, block_shape=block))
     if p.document_scale is not None:
         steps.stands["document_factors"] = "document_scale"
     if p.normalize:
@@ -184,10 +184,6 @@ def _add_all_pairs(steps: MaxSimSteps, block_q: int, slots: int, tma: Mapping[st
     if not direct:
         own = {"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3}
         steps.launch(scores.combine_kernel, (p.n_queries * cdiv(p.n_documents, COMBINED),), own)
-
-
-def _descriptor(block: list[int], rows: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(rows, list(rows.shape), [rows.size(1), 1], block)
 
 
 @functools.lru_cache(maxsize=4096)

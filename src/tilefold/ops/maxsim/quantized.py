@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.bytes import as_bytes, from_bytes
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_tensor
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
@@ -54,7 +53,9 @@ class QuantizedTokens:
         return QuantizedTokens(self.values, self.scales)
 
     def __reduce__(self) -> tuple[Callable[..., QuantizedTokens], tuple[object, ...]]:
-        return _unpickled, (*as_bytes(self.values), self.scales.clone())
+        # torch neither stores fp8 nor reads it; of a slice only what it shows is kept
+        stored = self.values.detach().contiguous().clone().view(torch.uint8)
+        return _unpickled, (stored, self.values.dtype, self.scales.clone())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The vectors ``[.., D]`` that the numbers stand for, rounded to ``dtype``."""
@@ -62,7 +63,7 @@ class QuantizedTokens:
 
 
 def _unpickled(stored: Tensor, dtype: torch.dtype, scales: Tensor) -> QuantizedTokens:
-    return QuantizedTokens(from_bytes(stored, dtype), scales)
+    return QuantizedTokens(stored.view(dtype), scales)
 
 
 def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:

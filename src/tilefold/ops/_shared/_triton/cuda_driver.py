@@ -7,7 +7,7 @@ import functools
 import re
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -15,12 +15,12 @@ import torch
 
 from tilefold.ops._shared import internals
 from tilefold.ops._shared.fallback import give_up
-from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Encode, Grid, LaunchAt, Tma
+from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Grid, LaunchAt, Tma
 from tilefold.ops._shared.plan import taker
 
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^\[,\n]*(?:\[(\d+)\])?")
 INVALID_CONTEXT = 201
-MAX_MAPS = 64  # kept per argument; blocks of a vocabulary lie at addresses of their own
+TMA_MAP_ALIGNMENT = 64
 _ENTERED = threading.local()  # its ``devices`` are those whose context has been current in this thread
 
 
@@ -31,10 +31,10 @@ class Pointer(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A kernel argument that is a TMA map, by the place of its matrix's address."""
+    """A kernel argument that is a TMA map, by the place of its matrix's address, and one of another address."""
 
     place: int
-    encode: Encode
+    like: bytes
 
 
 class _Config(ctypes.Structure):
@@ -60,8 +60,8 @@ def enter_context(index: int) -> None:
 def bind(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | None]) -> LaunchAt | None:
     """Bind a kernel, for addresses aligned alike; ``None`` where only Triton's call can launch it.
 
-    ``values`` are those of a launch that succeeded, constants too; ``tma`` says by argument how a tensor is described;
-    those after the last one are plain pointers.
+    ``values`` are those of a launch that succeeded, without constants; ``tma`` says by argument how a tensor is
+    described; those after the last one are plain pointers.
     """
     try:
         facts = internals.launch_facts(compiled)
@@ -84,10 +84,10 @@ def _arguments(
         if by is None:
             found.append(Pointer(place) if kind.startswith("*") else value)
             continue
-        encode = internals.tma_encoder(value, next(descriptions, None))
-        if encode is None:
+        like = internals.tma_map(value, next(descriptions, None))
+        if like is None:
             return None
-        found += (Map(place, encode), *value.shape, *value.strides)
+        found += (Map(place, like), *value.shape, *value.strides)
     return found
 
 
@@ -95,7 +95,7 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Point
     """Return a function that repeats a launch with tensors at other addresses, aligned alike, on the current stream.
 
     ``compiled`` is kept: from Triton 3.8 on its last reference unloads the kernel. ``ValueError`` if the PTX declares
-    other parameters; ``None`` without libcuda, or with a driver before CUDA 11.8.
+    other parameters; ``None`` without libcuda, or with a driver before CUDA 12.0.
     """
     name, declared, index = compiled.metadata.name, parameters(ptx), torch.cuda.current_device()
     more = [8 - size for _, size in declared[len(arguments) :]]  # zeros: addresses of scratch, which it does not use
@@ -104,8 +104,8 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Point
     table = (ctypes.c_void_p * len(declared))()  # where the driver finds each parameter
     pointers = (ctypes.c_uint64 * len(declared))()
     places: list[int] = []
-    maps: list[tuple[int, int, dict[int, tuple[int, object]], Encode]] = []
-    numbers: list[ctypes.c_int64 | ctypes.c_float | ctypes.c_double] = []
+    maps: list[list[Any]] = []  # the place of each one's matrix, the map's address, and the one that is in it
+    kept: list[Any] = [compiled, table]
     for number, (argument, (letter, size)) in enumerate(zip((*arguments, *more), declared, strict=True)):
         plain = not isinstance(argument, (Pointer, Map))
         wanted = min(size, 8) if plain else 8 if isinstance(argument, Pointer) else TMA_MAP_BYTES
@@ -114,29 +114,40 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Point
         if isinstance(argument, Pointer):
             table[number] = ctypes.addressof(pointers) + 8 * len(places)
             places.append(argument.place)
-        elif isinstance(argument, Map):
-            maps.append((number, argument.place, {}, argument.encode))
+            continue
+        held: Any
+        if isinstance(argument, Map):
+            held = (ctypes.c_char * (TMA_MAP_ALIGNMENT + TMA_MAP_BYTES))()
+        elif letter == "f":
+            held = (ctypes.c_float if size == 4 else ctypes.c_double)(argument)
         else:
-            numbers.append(_number(argument, letter, size))
-            table[number] = ctypes.addressof(numbers[-1])
+            held = ctypes.c_int64(int(argument))  # whose first bytes are those of a narrower one
+        table[number] = at = ctypes.addressof(held)
+        kept.append(held)
+        if isinstance(argument, Map):
+            table[number] = at = at + -at % TMA_MAP_ALIGNMENT
+            ctypes.memmove(at, argument.like, TMA_MAP_BYTES)
+            maps.append([argument.place, at, 0])
     config = _Config(*grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared, None, None, 0)
     stream, handle = internals.stream_reader(), ctypes.c_void_p(compiled.function)
     try:
-        call = _launch_function()
+        call, replace = driver_function("cuLaunchKernelEx"), driver_function("cuTensorMapReplaceAddress")
     except (OSError, AttributeError):
         return None
     config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, table))
-    pack, pick = struct.Struct(f"{len(places)}Q").pack_into, taker(places)
-    lock = threading.Lock()  # config and parameters are one launch's until the driver has copied them
+    pack, pick, pointer = struct.Struct(f"{len(places)}Q").pack_into, taker(places), ctypes.c_void_p
+    lock = threading.Lock()  # config, parameters and maps are one launch's until the driver has copied them
 
-    def launch(addresses: Addresses, _kept: object = (compiled, numbers)) -> None:
+    def launch(addresses: Addresses, _kept: object = kept) -> None:
         with lock:
+            error, each = 0, None
             pack(pointers, 0, *pick(addresses))
-            for number, place, known, encode in maps:
-                address: Any = addresses[place]
-                table[number] = (known.get(address) or _encoded(address, known, encode, index))[0]
+            for each in maps:
+                if (address := addresses[each[0]]) != each[2]:
+                    error |= replace(pointer(each[1]), pointer(address))
+                    each[2] = address
             config.stream = stream(index)
-            error = call(config_at, handle, table_at, None)
+            error = error or call(config_at, handle, table_at, None)
             if error == INVALID_CONTEXT:  # of a thread that has launched nothing yet
                 enter_context(index)
                 error = call(config_at, handle, table_at, None)
@@ -155,29 +166,11 @@ def parameters(ptx: str) -> list[tuple[str, int]]:
 
 def error_text(error: int) -> str:
     text = ctypes.c_char_p()
-    _library().cuGetErrorString(error, ctypes.byref(text))
+    driver_function("cuGetErrorString")(error, ctypes.byref(text))
     return (text.value or b"unknown").decode()
 
 
-def _number(value: float, letter: str, size: int) -> ctypes.c_int64 | ctypes.c_float | ctypes.c_double:
-    if letter == "f":
-        return ctypes.c_float(value) if size == 4 else ctypes.c_double(value)
-    return ctypes.c_int64(int(value))  # whose first bytes are those of a narrower one
-
-
-def _encoded(address: int, known: dict[int, tuple[int, object]], encode: Encode, index: int) -> tuple[int, object]:
-    if len(known) >= MAX_MAPS:
-        known.clear()
-    enter_context(index)
-    found = known[address] = encode(address)
-    return found
-
-
 @functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _launch_function() -> Callable[..., int]:
-    function: Callable[..., int] = _library().cuLaunchKernelEx
-    return function
+def driver_function(name: str) -> Any:
+    """A function of the CUDA driver; ``OSError`` or ``AttributeError`` where there is none."""
+    return getattr(ctypes.CDLL("libcuda.so.1"), name)

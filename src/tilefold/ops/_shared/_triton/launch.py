@@ -1,13 +1,14 @@
-"""Launching kernels: Triton binds the arguments of a launch once for each kind of arguments, and not again."""
+"""Launching kernels: Triton builds one for each kind of arguments, and gets addresses for tensors."""
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import subprocess
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,98 +19,96 @@ from tilefold.ops._shared._triton.cuda_driver import bind, enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Grid, LaunchAt, specialized
+from tilefold.ops._shared.internals import Addresses, Grid, LaunchAt, Tma, specialized
 from tilefold.ops._shared.plan import Constants, Launch, Values
 
-MAX_LAUNCHERS = 1024  # constants may be as many as shapes are
+MAX_BUILT = 4096  # kinds of arguments that are remembered: constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
-Compiled = tuple[Any, Values]  # a kernel, and the constants to append to its arguments
 _COUNT_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
+# what was compiled, by kernel and kind; or why it cannot be built: trying again takes seconds
+BUILT: dict[Values, Any] = {}
 
 
-class Launcher:
-    """``launcher(grid, arguments)``: ``kernel[grid](*arguments, **constants)`` on the current device and stream.
+@dataclass(frozen=True)
+class Memory:
+    """A tensor to Triton, which asks for its dtype and address only."""
 
-    Constants are every ``constexpr`` parameter, which come last, warps and stages; arguments tensors, descriptors,
-    numbers and ``None``. It returns what was compiled, if anything. Triton looks at ``TRITON_DEBUG`` when a kernel is
-    first launched.
-    """
+    dtype: torch.dtype
+    address: int
 
-    def __init__(self, kernel: Any, constants: Constants) -> None:
-        self._kernel, self._constants, self.name = kernel, constants, str(getattr(kernel, "__name__", kernel))
-        self._specialized: list[bool] = []
-        # by what Triton specialises on: the compiled kernel, and the constants in the kernel's order
-        self._compiled: dict[Values, Compiled] = {}
-        self._unavailable: dict[Values, str] = {}  # why it cannot be built: trying again takes seconds
+    def data_ptr(self) -> int:
+        return self.address
 
-    def __call__(self, grid: Grid, arguments: Values) -> Compiled | None:
-        if _LISTED:
-            compiles = isinstance(self._kernel, JITFunction)
-            _LISTED[-1].setdefault((self, self._kind(arguments) if compiles else None), (grid, arguments))
-            return None
-        if not isinstance(self._kernel, JITFunction):  # interpreted
-            self._kernel[grid](*arguments, **self._constants)
-            return None
-        kind = self._kind(arguments)
-        enter_context(kind[0])
-        known = self._compiled.get(kind)
-        if known is not None:
-            compiled, tail = known
-            compiled[grid](*(addresses(arguments) if graph_owns_memory() else arguments), *tail)
+
+def memory(dtype: torch.dtype, address: int) -> Any:
+    """Stand-in for the tensor there; bool is bytes, and the interpreter wants tensors, whose length it ignores."""
+    dtype = torch.uint8 if dtype == torch.bool else dtype
+    if not triton_interpreted():
+        return Memory(dtype, address)
+    if not address:
+        return torch.empty(0, dtype=dtype)
+    byte = (ctypes.c_uint8 * dtype.itemsize).from_address(address)
+    return torch.frombuffer(byte, dtype=torch.uint8).view(dtype)
+
+
+class Build(NamedTuple):
+    """A kernel, and arguments of the kind that it is built for."""
+
+    kernel: Any
+    grid: Grid
+    arguments: Values
+    constants: Constants
+
+    @property
+    def key(self) -> Values:
+        """Equal for launches that Triton builds one kernel for; the device comes first of the arguments."""
+        known, arguments = (self.kernel, *self.constants.items()), self.arguments
+        if not isinstance(self.kernel, JITFunction):
             return known
-        if kind in self._unavailable:
-            raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind])
-        return self._build(kind, grid, arguments, not graph_owns_memory())
-
-    def build(self, grid: Grid, arguments: Values) -> Compiled:
-        """Compile for arguments like these, on any thread, and launch nothing; Triton keeps the result on the disk."""
-        kind = self._kind(arguments)
-        return self._compiled.get(kind) or self._build(kind, grid, arguments, None)
-
-    def _build(self, kind: Values, grid: Grid, arguments: Values, run: bool | None) -> Compiled:
-        """Compile, and launch: with tensors (``run``), with their addresses (``False``), or not at all (``None``)."""
-        try:
-            if run:
-                compiled = self._kernel[grid](*arguments, **self._constants, **BUILD_OPTIONS)
-            else:
-                compiled = self._kernel.warmup(*arguments, grid=grid, **self._constants, **BUILD_OPTIONS)
-            if hasattr(compiled, "result"):  # compiled asynchronously
-                compiled = compiled.result()
-            names = self._kernel.arg_names[len(arguments) :]
-            tail = tuple(self._constants[name] for name in names)
-            if run is False:
-                compiled[grid](*addresses(arguments), *tail)
-        except Exception as error:
-            if not is_of_the_build(error):
-                raise
-            self._unavailable[kind] = what_failed(error)
-            raise KernelUnavailableError(self._kernel.__name__, self._unavailable[kind]) from error
-        found = self._compiled[kind] = compiled, tail
-        return found
-
-    def _kind(self, arguments: Values) -> Values:
-        if not self._specialized:
-            self._specialized = specialized(self._kernel)
-        kind: list[Any] = [torch.cuda.current_device()]  # must come first
-        for position, argument in enumerate(arguments):
-            if argument is None:
-                kind.append(None)
-            elif isinstance(argument, Tensor):
-                kind.append(argument.dtype)
-                kind.append(argument.data_ptr() % 16 == 0)
-            elif isinstance(argument, (bool, float)):
+        kind: list[Any] = [torch.cuda.current_device()]
+        for argument, own in zip(arguments, specialized(self.kernel), strict=False):
+            if argument is None or isinstance(argument, (bool, float)):
                 kind.append(type(argument))
             elif isinstance(argument, int):
                 # 32 or 64 bits wide, and what Triton builds in: that it is 1, or a multiple of 16, and no other value
                 wide = argument.bit_length() > 31
-                kind.append((wide, argument == 1, argument % 16 == 0) if self._specialized[position] else wide)
-            else:
+                kind.append((wide, argument == 1, argument % 16 == 0) if own else wide)
+            elif hasattr(argument, "base"):
                 kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
-        return tuple(kind)
+            else:
+                kind += (argument.dtype, argument.data_ptr() % 16 == 0)
+        return *known, *kind
+
+    def __call__(self, key: Values | None = None) -> Any:
+        """Return the compiled kernel, on any thread; nothing is launched, and Triton keeps it on the disk."""
+        key = self.key if key is None else key
+        compiled = BUILT.get(key)
+        if compiled is None or isinstance(compiled, str):
+            with named_failure(key, self.kernel):
+                compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants, **BUILD_OPTIONS)
+                if hasattr(compiled, "result"):  # compiled asynchronously
+                    compiled = compiled.result()
+            if len(BUILT) >= MAX_BUILT:
+                BUILT.clear()
+            BUILT[key] = compiled
+        return compiled
 
 
-# by launcher and kind of arguments, which is None for kernels that are interpreted
-Listed = dict[tuple[Launcher, Hashable], tuple[Grid, Values]]
+@contextmanager
+def named_failure(key: Values, kernel: Any) -> Iterator[None]:
+    """Turn errors that say that a kernel cannot be built or loaded into :class:`KernelUnavailableError`."""
+    if isinstance(BUILT.get(key), str):
+        raise KernelUnavailableError(kernel.__name__, BUILT[key])
+    try:
+        yield
+    except Exception as error:
+        if not is_of_the_build(error):
+            raise
+        BUILT[key] = what_failed(error)
+        raise KernelUnavailableError(kernel.__name__, BUILT[key]) from error
+
+
+Listed = dict[Hashable, Build]  # one launch of each kind
 _LISTED: list[Listed] = []
 
 
@@ -124,24 +123,69 @@ def listed() -> Iterator[Listed]:
         _LISTED.pop()
 
 
+class Step:
+    """A launch but for its tensors: ``step(repeats, addresses, dtypes)`` on the current device and stream.
+
+    ``repeats`` says that all begin at multiples of 16 bytes, for which kernels are compiled, and that nobody listens to
+    launches. The second of those binds ``bound``, which takes addresses alone; shapes that never come back need not
+    pay for that. Triton looks at ``TRITON_DEBUG`` when a kernel is first launched.
+    """
+
+    __slots__ = ("_planned", "_runs", "_tma", "bound")
+
+    def __init__(self, planned: Launch) -> None:
+        names = planned.tensors.split() if planned.tma else []
+        self._tma = [planned.tma.get(name) if names.index(name) == place else None for place, name in enumerate(names)]
+        self._planned, self._runs = planned, 0
+        self.bound: LaunchAt | None = None
+
+    def __call__(self, repeats: bool, addresses: Addresses, dtypes: Sequence[torch.dtype | None]) -> None:
+        if repeats and self.bound is not None:
+            self.bound(addresses)
+            return
+        planned = self._planned
+        tensors = [_described(*each) for each in zip_longest(addresses, dtypes, self._tma)]
+        build = Build(planned.kernel, planned.grid, (*tensors, *planned.numbers), planned.constants)
+        if _LISTED:
+            _LISTED[-1].setdefault(build.key, build)
+            return
+        compiled = self.by_triton(build)
+        if repeats and compiled is not None:
+            self._runs += 1
+            if self._runs == 2:
+                self.bound = bind(compiled, planned.grid, build.arguments, self._tma)
+
+    def by_triton(self, build: Build) -> Any:
+        """Launch by Triton's own call, and return what was compiled, if anything."""
+        kernel, grid, arguments, constants = build
+        if not isinstance(kernel, JITFunction):  # interpreted
+            return kernel[grid](*arguments, **constants)
+        enter_context(torch.cuda.current_device())
+        key = build.key
+        compiled, last = build(key), [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        with named_failure(key, kernel):  # which may be found when it is loaded
+            compiled[grid](*[x.address if isinstance(x, Memory) else x for x in arguments], *last)
+        return compiled
+
+
+def _described(address: int | None, dtype: torch.dtype | None, tma: Tma | None) -> Any:
+    """Argument of a kernel."""
+    if address is None or dtype is None:
+        return None
+    return memory(dtype, address) if tma is None else tma.make(memory(dtype, address), [*tma[:2]], [tma.columns, 1])
+
+
+def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> None:
+    """``kernel[grid](*arguments, **constants)`` of tensors, then numbers."""
+    tensors = [x for x in arguments if x is None or isinstance(x, Tensor)]
+    step = Step(Launch(kernel, grid, "", arguments[len(tensors) :], constants))
+    facts = [(None, None) if x is None else (x.data_ptr(), x.dtype) for x in tensors]
+    step(False, *map(tuple, zip(*facts, strict=True)))
+
+
 def rows_fit_descriptor(matrix: Tensor) -> bool:
     """Whether the rows of a contiguous matrix are as long as a descriptor asks, wherever its first one lies."""
     return matrix.size(-1) * (1 if _COUNT_ELEMENTS else matrix.element_size()) % DESCRIPTOR_ALIGNMENT == 0
-
-
-@functools.cache
-def _allocates_in_stream_order() -> bool:
-    return torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-
-
-def graph_owns_memory() -> bool:
-    """Whether memory belongs to the graph being captured: the driver knows no such address before it runs."""
-    return _allocates_in_stream_order() and torch.cuda.is_current_stream_capturing()
-
-
-def addresses(arguments: Values) -> list[Any]:
-    """``arguments`` with addresses for tensors, which Triton takes on trust."""
-    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
 
 
 def is_of_the_build(error: Exception) -> bool:
@@ -160,56 +204,3 @@ def what_failed(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     return f"{type(error).__name__}: {lines[-1][:300] if lines else 'no message'}".rstrip(".")
-
-
-_launcher = functools.lru_cache(MAX_LAUNCHERS)(lambda kernel, *constants: Launcher(kernel, dict(constants)))
-
-
-def launcher(kernel: Any, constants: Constants) -> Launcher:
-    """The launcher of ``kernel`` with ``constants``, made once."""
-    return _launcher(kernel, *constants.items())
-
-
-def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> None:
-    """``kernel[grid](*arguments, **constants)``; see :class:`Launcher`."""
-    launcher(kernel, constants)(grid, arguments)
-
-
-class Step:
-    """A launch but for its tensors.
-
-    In ``step(same, *tensors)``, ``same`` says that all begin at multiples of 16 bytes, for which kernels are compiled,
-    and that nobody listens to launches. What is repeated is bound; shapes that never come back need not pay for that.
-    """
-
-    __slots__ = ("_grid", "_launcher", "_numbers", "_runs", "_tma", "bound_at")
-
-    def __init__(self, planned: Launch) -> None:
-        self._launcher, self._grid, self._numbers = (
-            launcher(planned.kernel, planned.constants),
-            planned.grid,
-            planned.numbers,
-        )
-        names = planned.tensors.split() if planned.tma else []
-        self._tma = [planned.tma.get(name) if names.index(name) == place else None for place, name in enumerate(names)]
-        self.bound_at: LaunchAt | None = None
-        self._runs = 0
-
-    def __call__(self, same: bool, *tensors: Tensor | None) -> None:
-        if same and self.bound_at is not None:
-            self.bound_at(tuple([None if x is None else x.data_ptr() for x in tensors]))
-            return
-        arguments = (*self._described(tensors), *self._numbers)
-        found = self._launcher(self._grid, arguments)
-        if same and found is not None:
-            self._runs += 1
-            if self._runs == 2:
-                self.bound_at = bind(found[0], self._grid, (*arguments, *found[1]), self._tma)
-
-    def _described(self, tensors: Sequence[Tensor | None]) -> Sequence[object]:
-        """Tensors for Triton; a bound launch reads addresses, of which bool's are those of bytes."""
-        return [
-            tensor.view(torch.uint8) if tma is None and tensor is not None and tensor.dtype == torch.bool
-            else tensor if tma is None or tensor is None else tma.of(tensor)
-            for tensor, tma in zip_longest(tensors, self._tma)
-        ]  # fmt: skip

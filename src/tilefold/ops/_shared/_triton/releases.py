@@ -69,11 +69,6 @@ def release_name() -> str:
     return ".".join(map(str, release()))
 
 
-def interpreter_breaks_with(numpy: str) -> bool:
-    """Whether interpreted loops fail beside this version of numpy: 2.4 converts no array of one element to a number."""
-    return tuple(map(int, numpy.split(".")[:2])) >= (2, 4) and (0, 0) < release() <= (3, 6)
-
-
 def interpreted_rows_count_elements() -> bool:
     """Whether interpreted descriptors ask that rows are multiples of 16 elements, instead of 16 bytes."""
     return release() <= (3, 5)

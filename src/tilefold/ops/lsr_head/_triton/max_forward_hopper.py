@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -298,7 +297,7 @@ def max_forward_hopper_kernel(
 
 
 @functools.cache
-def hopper_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[[Tensor], TensorDescriptor]:
-    """Factory of TMA descriptors of tiles of this size, of tensors of this dtype."""
+def hopper_descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., TensorDescriptor]:
+    """TMA descriptors of tiles of this size, of tensors of this dtype, by their shape and strides."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENTS[dtype])
-    return lambda tensor: TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
+    return functools.partial(TensorDescriptor, block_shape=[rows, columns], layout=layout)
