@@ -15,9 +15,16 @@ PEERS_STAMP := $(PEERS)/.installed
 # Clients of other libraries, whose many packages nothing else here needs.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
+# The site and the bill of materials, whose packages no test needs.
+DOCS := .venv-docs
+DOCS_STAMP := $(DOCS)/.installed
+SBOM := .venv-sbom
+# Licences that ask for more than a notice: none of them may come with an installation.
+UNWANTED := GNU General Public License;GNU Affero;GPL-3.0;GPL-2.0;AGPL;SSPL;Business Source
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-page test-clients test-portable test-triton test-pylate lint dist coverage format test-gpu bench docs clean
+.PHONY: help setup demo test test-page test-clients test-portable test-triton test-pylate lint dist dist-check sbom coverage format test-gpu \
+	bench docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -78,6 +85,20 @@ dist: $(STAMP) ## Build the wheel and the sdist, and check what they hold
 	$(BIN)/python -m hatchling build -d dist
 	$(BIN)/python tests/distribution.py dist
 
+dist-check: dist ## Install each extra with each Python here, and with torch 2.8 and the newest; use it there (an hour, 6 GB at a time)
+	$(BIN)/python scripts/install_matrix.py dist $(PYTHONS:%=--python %)
+
+sbom: dist ## List what an installation brings (CycloneDX and licences) in build/sbom, and refuse unwanted licences
+	rm -rf $(SBOM) build/sbom && mkdir -p build/sbom
+	$(PYTHON) -m venv $(SBOM)
+	$(SBOM)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(SBOM)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$$(ls dist/*.whl)[demo,serve,qdrant]"
+	$(PYTHON) -m venv $(SBOM)/tools
+	$(SBOM)/tools/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0 pip-licenses==5.5.5
+	$(SBOM)/tools/bin/cyclonedx-py environment $(SBOM)/bin/python --output-file build/sbom/tilefold.cdx.json
+	$(SBOM)/tools/bin/pip-licenses --python $(SBOM)/bin/python --format markdown --output-file build/sbom/licences.md \
+		--partial-match --fail-on "$(UNWANTED)"
+
 coverage: $(STAMP) ## Run the tests that need no GPU and list what they do not reach (takes longer than `make test`)
 	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile --cov --cov-report=term:skip-covered
 
@@ -92,8 +113,14 @@ test-gpu: ## Run the suite on a GPU with the Python given by PYTHON
 bench: ## Time every operator on a GPU with the Python given by PYTHON
 	PYTHONPATH="$(CURDIR)/src:$$PYTHONPATH" $(PYTHON) -m tilefold.cli bench --all
 
-docs: $(STAMP) ## Check that every link and command in the documents exists
-	$(BIN)/python -m pytest tests/test_docs.py
+$(DOCS_STAMP): docs/site/requirements.txt Makefile
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
+	touch $@
+
+docs: $(DOCS_STAMP) ## Build the site strictly into build/site, in an environment of its own (`make test` checks links, commands and code)
+	$(DOCS)/bin/python docs/site/stage.py build/pages
+	$(DOCS)/bin/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) .triton .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(DOCS) $(SBOM) .triton .pytest_cache .mypy_cache .ruff_cache build dist

@@ -9,6 +9,8 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+from packaging.metadata import Metadata
+
 ROOT = Path(__file__).parents[1]
 NEEDED = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml")
 
@@ -20,10 +22,13 @@ def check_wheel(path: Path, sources: set[str]) -> None:
         others = set(wheel.namelist()) - names
         info = {name.partition(".dist-info/")[2]: wheel.read(name).decode() for name in others}
     _same(path.name, names, {source.removeprefix("src/") for source in sources})
+    Metadata.from_email(info["METADATA"], validate=True)  # as PyPI reads it; raises for a field that PyPI refuses
     metadata = Parser().parsestr(info["METADATA"])
     required = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
     _same(f"{path.name}: requirements without an extra", set(required), {"torch>=2.8"})
     _same(f"{path.name}: license", {"licenses/LICENSE"} & info.keys(), {"licenses/LICENSE"})
+    if metadata["Description-Content-Type"] != "text/markdown" or "# tilefold" not in str(metadata.get_payload()):
+        sys.exit(f"{path.name} shows no README on PyPI")
     if "tilefold = tilefold.cli:main" not in info["entry_points.txt"]:
         sys.exit(f"{path.name} has no command `tilefold`")
 

@@ -1,0 +1,1 @@
+"""Programs of a release: its tag and notes, installations in clean environments."""

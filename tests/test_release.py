@@ -1,0 +1,72 @@
+"""What a release is made by: version, tag and notes agree; workflows and the site name what exists."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tilefold
+from scripts import release
+from scripts.install_matrix import SMOKE
+from tests.refusals import refused
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CHANGELOG = "## [Unreleased]\n\n## [1.2.0] - 2026-01-31\n\n### Added\n\n- `a`.\n\n## [1.1.0] - 2025-12-01\n\nold\n"
+
+
+def test_a_tag_is_that_of_the_version_and_has_notes() -> None:
+    release.check("v1.2.0", "1.2.0", CHANGELOG)
+    assert release.notes(CHANGELOG, "1.2.0") == "### Added\n\n- `a`.\n"
+    refused(SystemExit, "the tag must be 'v1.2.0'", release.check, "1.2.0", "1.2.0", CHANGELOG)
+    refused(SystemExit, "got no such section", release.notes, CHANGELOG, "1.3.0")
+    undated = CHANGELOG.replace(" - 2026-01-31", "")
+    refused(SystemExit, "must have a section '## .1.2.0. - YYYY-MM-DD'", release.notes, undated, "1.2.0")
+
+
+def test_the_version_stands_in_one_place_and_its_citation_agrees() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert release.version() == tilefold.__version__ == cited["version"] and cited["cff-version"] == "1.2.0"
+
+
+def test_every_extra_that_users_install_has_a_smoke_test() -> None:
+    (extras,) = re.findall(r"optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    names = set(re.findall(r"^([a-z-]+) = \[", extras, re.MULTILINE)) - {"dev"}
+    assert names == {name for extra in SMOKE for name in extra.split(",") if name}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_have_limits_and_run_what_exists(path: Path) -> None:
+    found: dict[Any, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert found["permissions"] == {"contents": "read"} and True in found  # "on" is a truth value in YAML 1.1
+    for name, job in found["jobs"].items():
+        assert 0 < job["timeout-minutes"] <= 180, name
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step) and "secrets." not in str(step)
+            words = re.sub(r"\S*=\S*", "", step.get("run", "")).split()
+            for before, word in itertools.pairwise(words):
+                assert before != "make" or word in targets, f"{path.name}: make {word} does not exist"
+                assert not word.endswith(".py") or (ROOT / word).exists(), f"{path.name}: {word} does not exist"
+
+
+def test_the_site_shows_pages_and_names_that_exist() -> None:
+    spec = importlib.util.spec_from_file_location("stage", ROOT / "docs" / "site" / "stage.py")
+    assert spec is not None and spec.loader is not None
+    stage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stage)
+    shown = re.findall(r": (\S+\.md)$", (ROOT / "docs" / "site" / "mkdocs.yml").read_text(), re.MULTILINE)
+    made = {f"api/{page}.md" for page in stage.API}
+    assert made <= set(shown) and all((ROOT / page).exists() for page in set(shown) - made)
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {Path(page).name for page in shown}
+    for _, modules in stage.API.values():
+        for full in (full for module in modules for full in stage.public(module)):
+            home, _, name = full.rpartition(".")
+            assert hasattr(importlib.import_module(home), name), full
