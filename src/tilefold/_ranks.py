@@ -63,6 +63,7 @@ def _start(command: Sequence[str], rank: int, count: int, home: Path) -> subproc
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "RAYON_NUM_THREADS": os.environ.get("RAYON_NUM_THREADS", share),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share),
     }
@@ -86,9 +87,12 @@ def _outcome(ranks: list[subprocess.Popen[bytes]], home: Path) -> int:
     _wait(ranks, time.monotonic() + _GRACE_SECONDS)
     code = int(failed.returncode)
     first = ranks[0].poll()
-    if number:  # the first rank waits for it, or fails because of it
-        text = (home / f"stderr-{number}").read_text(encoding="utf-8", errors="replace")
-        sys.stderr.write(text or f"Error: rank {number} ended with code {code}.\n")
+    # the first rank, which writes to stderr itself, waits for another, or fails because of it
+    text = (home / f"stderr-{number}").read_text(encoding="utf-8", errors="replace") if number else ""
+    if code < 0 or (number and not text):
+        ended = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        text += f"Error: rank {number} {ended}. Run the same command again to go on from what is complete.\n"
+    sys.stderr.write(text)
     return (first or code) if (first or code) > 0 else 1
 
 
@@ -104,16 +108,24 @@ def _share(count: int) -> int:
 
 
 @contextmanager
-def joined() -> Iterator[int]:
+def joined(*, training: bool = False) -> Iterator[int]:
     """Join the other ranks, if this process is one; its number, 0 where it is alone.
 
-    A rank takes the GPU of its number, which must be there, and its share of the cores.
+    A rank takes the GPU of its number, which must be there, and its share of the cores. Where ranks are `training`,
+    tensors on GPUs go over NCCL; a process group that there is already is used as it is.
     """
-    if not several():
+    if not several() and not training:
         yield 0
         return
     import torch
     import torch.distributed as dist
+
+    if training and dist.is_available() and dist.is_initialized():
+        yield dist.get_rank()
+        return
+    if not several():
+        yield 0
+        return
 
     if MEET in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -128,7 +140,7 @@ def joined() -> Iterator[int]:
         torch.set_num_threads(share)
     meet = os.environ.get(MEET)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if training and torch.cuda.is_available() else "gloo",
         init_method=None if meet is None else f"file://{meet}",
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -147,9 +159,24 @@ def first_rank_first() -> Iterator[None]:
     many = dist.is_available() and dist.is_initialized()
     if many and dist.get_rank():
         dist.barrier()
-    yield
-    if many and not dist.get_rank():
-        dist.barrier()
+    try:
+        yield
+    finally:  # where the first one fails, the others must hear of it, and not wait
+        if many and not dist.get_rank():
+            dist.barrier()
+
+
+@contextmanager
+def each_for_itself() -> Iterator[None]:
+    """Libraries take this process for the only one within it: transformers saves a model on the first rank alone."""
+    import torch.distributed as dist
+
+    stock = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = stock
 
 
 def _end_with_parent() -> None:

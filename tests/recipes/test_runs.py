@@ -268,7 +268,7 @@ def test_what_cannot_be_trained_is_refused(recipe: Any, collection: Any, tmp_pat
         refused(ValueError, told, train, replace(recipe, graphs=True), collection, folder)
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
-        told = r"recipes train in one process, got WORLD_SIZE=2; .*docs/scale-out.md"
+        told = r"must come from a known launcher, got WORLD_SIZE=2. Start it with torchrun"
         refused(RuntimeError, told, train, recipe, collection, folder)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -386,7 +386,7 @@ def test_one_of_two_gpus_is_used(
     assert (result.steps, result.reused) == (2, False)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("tilefold")]
     assert len(said) == 1 and "2 GPUs are visible and one is used, cuda:0" in said[0]
-    assert said[0].endswith("torchrun --nproc-per-node 2 SCRIPT")
+    assert said[0].endswith("train --devices all, or torchrun --nproc-per-node 2 SCRIPT")
 
 
 @pytest.mark.gpu

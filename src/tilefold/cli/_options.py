@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, TypeAlias
 import typer
 from typer.core import TyperCommand
 
+from tilefold._ranks import MEET, run_ranks, started
 from tilefold._version import __version__
 from tilefold.cli._common import CommandError, UsageError, first_line, note
 from tilefold.retrieval.errors import DataError
@@ -42,8 +45,8 @@ _PRF: _Rules = (
     (_MIX, "!prf_with", "goes together with --prf-with"),
 )
 _TRAINING = (
-    "epochs negatives batch_size learning_rate regularizer group_by_length train_max_length anneal_alpha bf16 fused "
-    "graphs save_steps save_minutes"
+    "epochs negatives batch_size mini_batch_size learning_rate regularizer group_by_length train_max_length "
+    "anneal_alpha bf16 fused graphs save_steps save_minutes devices"
 )
 _NEW = "url collection weights overwrite"
 _BUILDS = "language k1 b identifiers n_postings centroid_fraction min_cluster_size summary_energy doc_cut "
@@ -217,6 +220,22 @@ def as_options(*same: str, **names: str) -> Iterator[None]:
         option = ", ".join(known[name] for name in argument.split(", "))
         kind = CommandError if isinstance(error, DataError) else UsageError
         raise kind(f"{option}{'' if ':' in option else ':'}{rest}") from error
+
+
+def on_devices(devices: str | None) -> int | None:
+    """Run the command on so many devices; its exit code, or None where this process is to run it."""
+    if devices is None or MEET in os.environ:
+        return None
+    if started():
+        raise UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    count = max(1, gpus) if devices == "all" else int(devices) if devices.isdecimal() else 0
+    if count < 1 or (gpus and count > gpus):
+        most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
+        raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
+    return None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *arguments], count)
 
 
 def _show_version(wanted: bool) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -16,7 +14,7 @@ import typer
 
 from tilefold import retrieval
 from tilefold._files import read_json
-from tilefold._ranks import MEET, first_rank_first, joined, run_ranks, several, started
+from tilefold._ranks import first_rank_first, joined, several
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
@@ -98,7 +96,7 @@ def encode(
     if rate is not None and not (dry_run and rate > 0):
         raise UsageError("--rate: expected a number above 0 together with --dry-run.")
     _models.find_model(model, "--model")
-    if (code := _on_devices(devices)) is not None:
+    if (code := _options.on_devices(devices)) is not None:
         raise typer.Exit(code)
     with joined() as rank:
         stored = (
@@ -142,22 +140,6 @@ def encode(
             retrieval.export_jsonl(retrieval.read_vectors(output), jsonl, tokens, contents=texts)
         if rank == 0:
             _print(manifest, output, as_json)
-
-
-def _on_devices(devices: str | None) -> int | None:
-    """Run the command on so many devices; its exit code, or None where this process is to run it."""
-    if devices is None or MEET in os.environ:
-        return None
-    if started():
-        raise UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
-    import torch
-
-    gpus = torch.cuda.device_count()
-    count = max(1, gpus) if devices == "all" else int(devices) if devices.isdecimal() else 0
-    if count < 1 or (gpus and count > gpus):
-        most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
-        raise UsageError(f"--devices: expected 'all' or a whole number, {most}, got {devices!r}.")
-    return None if count == 1 else run_ranks([sys.executable, "-m", "tilefold.cli", *_options.arguments], count)
 
 
 def _print(manifest: Any, output: Path, as_json: bool) -> None:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tilefold._ranks import first_rank_first, joined
 from tilefold.cli import _common, _models, _options, _retrievers
 from tilefold.cli._common import Asked, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
-    from tilefold.recipes import Losses
+    from tilefold.recipes import Losses, TrainResult
     from tilefold.recipes.catalogue import Entry
     from tilefold.retrieval.passages import Passages
 
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
-    "epochs batch_size learning_rate max_length train_max_length attention alpha anneal_alpha bf16 fused save_steps "
-    "save_minutes seed"
+    "epochs batch_size mini_batch_size learning_rate max_length train_max_length attention alpha anneal_alpha "
+    "bf16 fused save_steps save_minutes seed"
 )
 # parameters of train that some recipes have
 _SPARSE = ("regularizer", "group_by_length")
@@ -45,6 +47,7 @@ def train(
     steps: Count = option("Training steps; by default --epochs decides, 0 saves the model as it starts."),
     epochs: Number = option(f"Passes over the training pairs; {_OWN}."),
     batch_size: Count = option(f"Pairs per step; {_OWN}."),
+    mini_batch_size: Count = option("Texts of each forward, for batches that do not fit: they are encoded twice."),
     learning_rate: Number = option(f"Peak learning rate; {_OWN}.", "--lr"),
     regularizer: Number = option("Sparse recipes: weight of the penalties, larger is sparser."),
     fields: Words = option("Any field of the recipe, such as document.pooling=sum; may be repeated.", "--set"),
@@ -64,6 +67,7 @@ def train(
     bf16: bool | None = option("By default the faster one on this hardware.", "--bf16/--fp32"),
     fused: bool = preset(True, "Fused head (sparse) or similarity (colbert), or the stock one.", "--fused/--plain"),
     graphs: bool = flag("GPU: capture the encoder as CUDA graphs; see docs/cli.md.", "--graphs"),
+    devices: Text = option("GPUs to use, a number or all: a process for each, with a share of every step."),
     seed: int = preset(0, "Equal seeds give equal models."),
     save_steps: int = preset(25, "A checkpoint after so many steps."),
     save_minutes: float = preset(5.0, "A checkpoint after this time at the latest.", min=0),
@@ -75,16 +79,28 @@ def train(
 ) -> None:
     """Train a model by the recipe of a published system (tilefold recipes lists them), saved for sentence-transformers.
 
-    The same command again resumes an interrupted run from its last checkpoint.
+    The same command again resumes an interrupted run from its last checkpoint. With --devices, or under torchrun or
+    accelerate launch, several processes share the pairs of each step.
     """
     asked = locals()
+    cuts = _retrievers.passages(asked)
+    config = _configure(recipe, asked)
+    if config.base_model != _models.PACKAGED:
+        _models.find_model(config.base_model, "--model")
+    if (code := _options.on_devices(devices)) is not None:
+        raise typer.Exit(code)
+    with joined(training=True) as rank:
+        result = _train(config, asked, cuts, rank)
+    if rank == 0:
+        _tell(result, config, asked)
+
+
+def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
     from tilefold.recipes import Losses
     from tilefold.recipes.loading import LOG, PLOT
     from tilefold.retrieval.truncation import tell_truncated
 
-    cuts = _retrievers.passages(asked)
-    config = _configure(recipe, asked)
-    result = _train(config, asked, cuts)
+    output = asked["output"]
     if result.exploded:
         note(
             f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to {result.ranking_loss:.3f}: the "
@@ -103,25 +119,27 @@ def train(
     if result.loss is not None and not (output / PLOT).is_file():
         note(f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is a plot, too")
     vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if _is_late(config) else "VECTORS"
-    following = f"next: tilefold encode --model {output} --data {data} --output {vectors}"
-    _common.print_result(asdict(result), as_json, f"{how}{loss}: {result.model_dir}", following)
+    if result.ranks > 1 and not result.reused:
+        how += f" on {result.ranks} devices"
+    following = f"next: tilefold encode --model {output} --data {asked['data']} --output {vectors}"
+    _common.print_result(asdict(result), asked["as_json"], f"{how}{loss}: {result.model_dir}", following)
 
 
-def _train(config: Any, asked: Asked, cuts: Passages | None) -> Any:
+def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> TrainResult:
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
 
     output = asked["output"]
-    if config.base_model != _models.PACKAGED:
-        _models.find_model(config.base_model, "--model")
-    collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=["train"])
+    with first_rank_first():  # what it fetches, the others find
+        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=["train"])
     if cuts is not None:
         whole = len(collection.documents)
         collection = cuts.training(collection)
-        note(f"{whole:,} documents in {len(collection.documents):,} passages of at most {cuts.length} words")
+        if rank == 0:
+            note(f"{whole:,} documents in {len(collection.documents):,} passages of at most {cuts.length} words")
     _common.kept.append(lambda: newest_step(output) is not None)
     before = [newest_step(output) or 0] if asked["resume"] else [0]  # reported once, with the first step
-    with _common.progress_bar("training", resumes=_common.FRESH) as update:
+    with nullcontext() if rank else _common.progress_bar("training", resumes=_common.FRESH) as update:
 
         def progress(step: int, steps: int, losses: Losses | None) -> None:
             if before:

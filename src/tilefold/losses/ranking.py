@@ -10,7 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from tilefold._process_group import ranks_of
+from tilefold.losses._collectives import sum_over_rows
 
 __all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses", "WeightedTerms", "check_term"]
 
@@ -77,7 +81,8 @@ class TermRecallLoss(nn.Module):
 
     ``m`` marks the terms of the document (its nonzero weights), and ``q_bv`` is 1 if the query has term v, else 0. Over
     all queries of a document the weight that minimises this is the term's recall, the share of relevant queries with
-    that term, which is the target of DeepCT (Dai and Callan, arXiv 1910.10687).
+    that term, which is the target of DeepCT (Dai and Callan, arXiv 1910.10687). Ranks of torch.distributed hold other
+    rows: the average of their values is that of all rows.
     """
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
@@ -85,7 +90,10 @@ class TermRecallLoss(nn.Module):
         queries, documents, *_ = _columns(embeddings, 2, "a query and a relevant document")
         present = (documents != 0).to(documents.dtype)
         target = (queries.detach() != 0).to(documents.dtype)
-        return (present * (documents - target).square()).sum() / present.sum().clamp(min=1)
+        terms, ranks = present.sum(), ranks_of("world")
+        if ranks is not None:  # a mean over the terms of all ranks, whose gradients DDP averages
+            terms = sum_over_rows(terms, ranks) / dist.get_world_size(ranks)
+        return (present * (documents - target).square()).sum() / terms.clamp(min=1)
 
 
 def _columns(embeddings: Sequence[Tensor], least: int, what: str) -> list[Tensor]:

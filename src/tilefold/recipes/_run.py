@@ -43,6 +43,7 @@ class TrainingRun:
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
         self.checkpoint: Path | None = None
         self.resumed_from = 0
+        self.whole_batches = False  # whether short ones at the end of an epoch are left out, as several ranks need it
         self.history: list[dict[str, float]] = []  # what was logged, a row for each time
 
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
@@ -66,8 +67,12 @@ class TrainingRun:
         got = f"a model of other settings ({self._difference(record)})"
         raise FileExistsError(f"output_dir {self.output_dir} holds {got}; {remedy}")
 
-    def open(self, *, resume: bool) -> None:
-        """Prepare the work folder, and find its newest complete checkpoint."""
+    def open(self, *, resume: bool, ranks: int = 1) -> tuple[Path | None, int, bool]:
+        """Prepare the work folder; its newest complete checkpoint, the step of that, and whether batches are whole.
+
+        A run goes on with the batches that it began with, whatever the number of ranks; only from one to several may
+        the last batches of epochs change.
+        """
         self._lock = hold_folder(self.work_dir)
         left = read_json(self.work_dir / RECORD)
         found = _complete_checkpoints(self.work_dir) if resume else {}
@@ -77,13 +82,15 @@ class TrainingRun:
                 remedy = "or discard it with resume=False (with --fresh on the command line)."
                 raise ValueError(f"{self.work_dir} holds {got}; go on with the same settings, {remedy}")
             self.resumed_from, self.checkpoint = max(found.items())
+        self.whole_batches = ranks > 1 or bool(self.checkpoint and left and left.get("whole_batches"))
         for entry in self.work_dir.iterdir():
             if entry.is_dir() and entry not in found.values():
                 shutil.rmtree(entry)
             elif entry.is_file() and entry.name != LOCK and not found:
                 entry.unlink()
         if not found:
-            write_json(self.work_dir / RECORD, {"settings": self.settings})
+            write_json(self.work_dir / RECORD, {"settings": self.settings, "whole_batches": self.whole_batches})
+        return self.checkpoint, self.resumed_from, self.whole_batches
 
     def finish(self, model: Model, result: Record) -> None:
         """Save `model`, log and plot in a temporary folder, move it into place, and delete the checkpoints."""

@@ -106,6 +106,8 @@ class TrainingSettings(Settings):
         max_steps: optimiser steps; 0 leaves the untrained start, which needs no pairs.
         epochs: passes over the training pairs where ``max_steps`` is ``None``.
         batch_size: pairs per step, at least 2; every other document of a batch is a negative.
+        mini_batch_size: texts of each forward and backward, for batches that do not fit: all vectors are made first,
+            and once more for their gradients (GradCache, arXiv 2101.06983). ``None`` takes each batch at once.
         learning_rate: peak of the linear schedule.
         warmup_ratio: share of the steps over which the learning rate rises.
         similarity_scale: factor on the scores before the softmax.
@@ -126,6 +128,7 @@ class TrainingSettings(Settings):
     max_steps: int | None = checked(None, whole(0, optional=True))
     epochs: float = checked(4.0, POSITIVE)
     batch_size: int = checked(64, whole(2))
+    mini_batch_size: int | None = checked(None, whole(optional=True))
     learning_rate: float = checked(1e-4, POSITIVE)
     warmup_ratio: float = checked(0.1, number(lambda value: 0 <= value < 1, "in [0, 1)"))
     similarity_scale: float = checked(1.0, POSITIVE)
@@ -156,6 +159,8 @@ class TrainingSettings(Settings):
             )
         if self.graphs and not self.fused:
             raise ValueError("graphs must be False without fused, got True; leave --graphs or --plain out.")
+        if self.graphs and self.mini_batch_size is not None:
+            raise ValueError("graphs must be False with mini_batch_size, whose parts run without them, got True.")
 
 
 _NETWORK = frozenset({"activation", "layers", "shared_network"})

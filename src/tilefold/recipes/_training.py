@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._files import naming_full_disk
+from tilefold._ranks import each_for_itself, first_rank_first, joined, several
 from tilefold._typing import Model, Module
 from tilefold.recipes import _run
 from tilefold.recipes._settings import TrainingSettings
+from tilefold.recipes._world import World
 from tilefold.recipes.loading import quiet_libraries, register_entmax, supports_bf16
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import cut_texts
@@ -49,6 +52,9 @@ class TrainResult:
     #: ``{"texts", "count", "max_length"}`` for each length: texts that this call's steps read, repeated ones too, and
     #: how many of them were cut there
     truncated: tuple[dict[str, int | None], ...] = ()
+    ranks: int = 1  # processes that the last call trained with, each with its share of every step
+    pairs: int | None = None  # of a step, on all ranks together
+    negatives: int | None = None  # documents that a step compares each query with, beside its own; on all ranks too
 
     @property
     def exploded(self) -> bool:
@@ -79,6 +85,7 @@ class TrainingJob:
     result: TrainResult  # but for what the trainer tells
     progress: Progress | None
     verbose: bool
+    world: World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +102,11 @@ class Recipe(TrainingSettings):
     def preparation(self, data: str) -> list[str]:
         """Commands that make what :attr:`needs` has beside pairs of a collection, offline; the last writes the file."""
         return []
+
+    @property
+    def step_negatives(self) -> int:
+        """Documents that a step compares each query with, beside its own."""
+        return self.batch_size - 1
 
     def start(self, texts: list[str]) -> Model:
         """The untrained model; `texts` are the documents of the collection."""
@@ -126,45 +138,80 @@ def train(
     (recipe and data) goes on from the last complete checkpoint of an interrupted run, and returns a finished one
     unchanged. Equal recipes, data and machines give equal models; ``max_steps=0`` saves the model as it starts.
 
+    Under ``torchrun`` or ``accelerate launch``, every rank makes this call. The ranks share the pairs of each step:
+    batches, negatives and penalties are those of one process with the same recipe, but for the short last batch of an
+    epoch, which several ranks leave out. The first rank writes; another number of ranks may resume.
+
     Args:
         negatives: of the training queries, mined or with teacher scores (:mod:`tilefold.retrieval.training_rows`).
         resume: go on with, or return, an earlier run; False discards its checkpoints.
         overwrite: replace a finished model in `output_dir`.
-        progress: called as ``progress(step, steps, losses)`` after every step; the :class:`tilefold.recipes.Losses`
-            are ``None`` until they are known.
+        progress: called as ``progress(step, steps, losses)`` after every step, on the first rank; the
+            :class:`tilefold.recipes.Losses` are ``None`` until they are known.
         verbose: let the libraries log.
 
     Raises:
         ValueError: no training pairs, missing data (the message has the command that makes them), checkpoints of
-            another recipe or data, `negatives` for a recipe that reads none, or graphs without a GPU.
+            another recipe or data, `negatives` for a recipe that reads none, graphs without a GPU, or a batch
+            that the ranks cannot share.
         FileExistsError: `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: sentence-transformers or the packaged model is not installed.
-        RuntimeError: this is one of several processes of a launcher.
+        RankError: another rank failed or ended; its checkpoints are kept.
+        RuntimeError: the environment names several processes, and no launcher that is known started them.
     """
     if negatives is not None and not recipe.reads_negatives:
         raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
-    check_one_process()
+    check_launcher()
+    with joined(training=True):
+        world = World()
+        try:
+            if world.rank:
+                progress = None
+            call = {"resume": resume, "overwrite": overwrite, "progress": progress, "verbose": verbose}
+            return _train(recipe, collection, Path(output_dir), negatives, world, **call)
+        finally:
+            world.close()
+
+
+def _train(
+    recipe: Recipe,
+    collection: Collection,
+    output_dir: Path,
+    negatives: str | Path | None,
+    world: World,
+    *,
+    resume: bool,
+    overwrite: bool,
+    progress: Progress | None,
+    verbose: bool,
+) -> TrainResult:
     started = time.monotonic()
     untrained = recipe.max_steps == 0
     made = Examples({}, 0) if untrained else recipe.examples(collection, negatives)
+    if not untrained:
+        _check_share(recipe, made, world.size)
     read = _run.digest(zip(*made.columns.values(), strict=True)) + made.documents
     data = texts_digest(collection.contents()) if untrained else read
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
-    run = _run.TrainingRun(Path(output_dir), recipe.to_dict() | {"bf16": bf16}, data)
-    finished = run.finished(overwrite=overwrite, resume=resume)
+    run = _run.TrainingRun(output_dir, recipe.to_dict() | {"bf16": bf16}, data)
+    if any(settings != run.settings for settings in world.all(run.settings)):
+        raise ValueError("recipe and data must be the same on all ranks, got others; give each rank the same call.")
+    finished = world.first(lambda: run.finished(overwrite=overwrite, resume=resume))
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
         lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated")}
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
-    run.open(resume=resume)
+    run.checkpoint, run.resumed_from, run.whole_batches = world.first(lambda: run.open(resume=resume, ranks=world.size))
     with quiet_libraries(verbose):
         register_entmax()
         try:
-            model = recipe.start(list(collection.contents().values()))
+            with first_rank_first(), each_for_itself():  # what it fetches, the others find
+                model = recipe.start(list(collection.contents().values()))
             _use_attention(model, recipe)
         except Exception:
-            run.close()
+            if world.rank == 0:
+                run.close()
             raise
         result = TrainResult(
             model_dir=str(output_dir),
@@ -176,13 +223,27 @@ def train(
             bf16=bf16,
             fused=recipe.fused,
             warnings=tuple(filter(None, (made.note, _lowered(recipe, model)))),
+            ranks=world.size,
+            pairs=None if untrained else recipe.batch_size,
+            negatives=None if untrained else recipe.step_negatives,
         )
-        with naming_full_disk(run.work_dir):
+        with naming_full_disk(run.work_dir), world.telling():
             if not untrained:
-                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, verbose))
+                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, verbose, world))
             result = replace(result, seconds=time.monotonic() - started)
-            run.finish(model, asdict(result))
+            world.first(lambda: run.finish(model, asdict(result)))
     return result
+
+
+def _check_share(recipe: TrainingSettings, examples: Examples, ranks: int) -> None:
+    """Raise a ``ValueError`` for steps that so many ranks cannot share evenly."""
+    if recipe.batch_size % ranks:
+        remedy = f"take {ranks * max(1, recipe.batch_size // ranks)}, or another number of ranks."
+        raise ValueError(f"batch_size must be a multiple of the {ranks} ranks, got {recipe.batch_size}; {remedy}")
+    rows = len(next(iter(examples.columns.values()), ()))
+    if ranks > 1 and rows and rows < recipe.batch_size:
+        why = "and several ranks train on whole batches alone"
+        raise ValueError(f"batch_size must be at most the {rows} rows of the data, {why}, got {recipe.batch_size}.")
 
 
 def _use_attention(model: Model, recipe: TrainingSettings) -> None:
@@ -222,10 +283,10 @@ def run_trainer(
     from tilefold.recipes._watch import NAMES, Watcher
 
     say_unused_gpus()
-    recipe, read = job.recipe, job.examples.columns
+    recipe, read, world = job.recipe, job.examples.columns, job.world
     card = job.model.model_card_data
     card.widget = card.widget or [{"text": read["query"][0]}]  # else the card draws examples with a progress bar
-    watcher = Watcher(job.progress, job.run, recipe.save_minutes)
+    watcher = Watcher(job.progress, job.run, recipe.save_minutes, world)
     annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
     columns = {name: values if name == "label" else cut_texts(job.model, values) for name, values in read.items()}
     trainer = trainer_class(
@@ -235,6 +296,7 @@ def run_trainer(
         loss=loss,
         callbacks=[*callbacks, *annealed, watcher],
     )
+    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader)
     collate(trainer, recipe.graphs)
     if not job.verbose:
         trainer.remove_callback(PrinterCallback)
@@ -243,6 +305,7 @@ def run_trainer(
     logged = (row for row in trainer.state.log_history if "loss" in row)
     job.run.history = [{NAMES.get(name, name): value for name, value in row.items()} for row in logged]
     warnings = job.result.warnings
+    cuts = [found for rank in world.all(list(trainer.data_collator.cut.seen.values())) for found in rank]
     if recipe.graphs and trainer.model[0].forward.graphs.failed:
         warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
     return replace(
@@ -252,11 +315,25 @@ def run_trainer(
         ranking_loss=watcher.ranking_loss,
         penalties=None if watcher.losses is None else watcher.losses.penalties,
         warnings=warnings,
-        truncated=tuple(
-            {"texts": found.texts, "count": found.count, "max_length": found.max_length}
-            for found in trainer.data_collator.cut.seen.values()
-        ),
+        truncated=tuple(_summed(cuts)),
     )
+
+
+def _summed(cuts: list[Any]) -> Iterator[dict[str, int | None]]:
+    """The texts that the ranks read, and those that they cut, for each length."""
+    for length in dict.fromkeys(found.max_length for found in cuts):
+        same = [found for found in cuts if found.max_length == length]
+        texts, count = sum(found.texts for found in same), sum(found.count for found in same)
+        yield {"texts": texts, "count": count, "max_length": length}
+
+
+def _batches_by_epoch(make: Callable[[], Any]) -> Any:
+    """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
+    loader = make()
+    inner = getattr(loader.batch_sampler, "batch_sampler", None)
+    if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
+        loader.batch_sampler.set_epoch = inner.set_epoch
+    return loader
 
 
 def _settings(job: TrainingJob) -> dict[str, object]:
@@ -264,10 +341,13 @@ def _settings(job: TrainingJob) -> dict[str, object]:
     import torch
 
     recipe, steps, on_gpu = job.recipe, job.result.steps, torch.cuda.is_available()
+    shared = {"accelerator_config": {"split_batches": True}, "ddp_backend": None if on_gpu else "gloo"}
     return {
+        **(shared if job.world.size > 1 else {}),
+        "dataloader_drop_last": job.run.whole_batches,
         "output_dir": str(job.run.work_dir),
         "max_steps": steps,
-        "per_device_train_batch_size": recipe.batch_size,
+        "per_device_train_batch_size": recipe.batch_size,  # of all ranks, if there are several
         "learning_rate": recipe.learning_rate,
         "lr_scheduler_type": "linear",
         "warmup_steps": int(recipe.warmup_ratio * steps),
@@ -334,13 +414,14 @@ def collate(trainer: Trainer, graphs: bool) -> None:
         raise ValueError(f"graphs must be False for a model of several encoders, or of one {remedy}") from error
 
 
-def check_one_process() -> None:
-    """Raise a ``RuntimeError`` in one of several processes of a launcher, which would share a run and its folder."""
+def check_launcher() -> None:
+    """Raise a ``RuntimeError`` where the environment names several processes that cannot meet each other."""
+    import torch.distributed as dist
+
     processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if processes > 1:
-        remedy = "For several GPUs, write it with accelerate(model) and a stock trainer, as docs/scale-out.md shows."
-        got = f"WORLD_SIZE={processes}; start this without torchrun or accelerate launch"
-        raise RuntimeError(f"recipes train in one process, got {got}. {remedy}")
+    if processes > 1 and not several() and not (dist.is_available() and dist.is_initialized()):
+        remedy = "Start it with torchrun, accelerate launch or tilefold train --devices, or unset WORLD_SIZE."
+        raise RuntimeError(f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}")
 
 
 def say_unused_gpus() -> None:
@@ -348,11 +429,10 @@ def say_unused_gpus() -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    if gpus > 1:
+    if gpus > 1 and not several():
         _logger.warning(
-            "%d GPUs are visible and one is used, cuda:0: recipes train in one process. For all of them, write the "
-            "training with accelerate(model) and a trainer of sentence-transformers (docs/scale-out.md), and start it "
-            "with: torchrun --nproc-per-node %d SCRIPT",
+            "%d GPUs are visible and one is used, cuda:0. For all of them: tilefold train --devices all, or "
+            "torchrun --nproc-per-node %d SCRIPT",
             gpus,
             gpus,
         )

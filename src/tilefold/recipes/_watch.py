@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from tilefold._files import write_json
 from tilefold._typing import Module
 from tilefold.recipes._run import WHOLE, Losses, Progress, TrainingError, TrainingRun
+from tilefold.recipes._world import World
 
 if TYPE_CHECKING:
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
@@ -39,8 +40,8 @@ REMEDY = (
 class Watcher(TrainerCallback):
     """Reports steps, keeps losses, stops where one is not finite or after Ctrl-C, and asks for checkpoints by time."""
 
-    def __init__(self, progress: Progress | None, run: TrainingRun, save_minutes: float) -> None:
-        self.progress, self.run, self.save_minutes = progress, run, save_minutes
+    def __init__(self, progress: Progress | None, run: TrainingRun, save_minutes: float, world: World) -> None:
+        self.progress, self.run, self.save_minutes, self.world = progress, run, save_minutes, world
         self.losses: Losses | None = None
         self.first_ranking_loss: float | None = None  # without regularisers
         self.ranking_loss: float | None = None
@@ -68,12 +69,16 @@ class Watcher(TrainerCallback):
             raise KeyboardInterrupt
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
-        if time.monotonic() - self.saved >= 60 * self.save_minutes:
+        due = self.world.rank == 0 and time.monotonic() - self.saved >= 60 * self.save_minutes
+        if due:
+            self.saved = time.monotonic()
+        if self.world.raised(due):
             control.should_save = True
 
     def on_save(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         folder = self.run.work_dir / f"checkpoint-{state.global_step}"
-        if folder.is_dir():
+        self.world.all(None)  # every rank has left its part
+        if folder.is_dir() and self.world.rank == 0:
             write_json(folder / WHOLE, {"step": state.global_step})
         self.saved = time.monotonic()
 
@@ -120,11 +125,11 @@ class _Counting(nn.Module):
         value: Tensor = self.penalty.compute_loss_from_embeddings(embeddings)
         return value
 
-    def take(self) -> _Seen | None:
-        """The means since the last call."""
+    def take(self, world: World) -> _Seen | None:
+        """The means since the last call, over all ranks."""
         if not self.steps:
             return None
-        active, empty = torch.stack(self.steps).mean(dim=0).tolist()
+        active, empty = world.mean(torch.stack(self.steps).mean(dim=0).tolist())
         self.steps = []
         return _Seen(active, empty, self.width)
 
@@ -139,9 +144,11 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
     terms when it encodes, and may have any number while it trains.
     """
 
-    def __init__(self, loss: SpladeLoss, warmups: Mapping[str, float], bounded: bool = False) -> None:
+    def __init__(
+        self, loss: SpladeLoss, warmups: Mapping[str, float], bounded: bool = False, world: World | None = None
+    ) -> None:
         super().__init__(loss)
-        self.warmups, self.bounded = warmups, bounded
+        self.warmups, self.bounded, self.world = warmups, bounded, world or World()
         self.counters = {side: _Counting(getattr(loss, f"{side}_regularizer")) for side in SIDES}
         for side, counter in self.counters.items():
             setattr(loss, f"{side}_regularizer", counter)
@@ -163,7 +170,7 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         if not logs or "loss" not in logs:
             return
         for side, counter in self.counters.items():
-            seen = counter.take()
+            seen = counter.take(self.world)
             if seen is None:
                 continue
             self.first.setdefault(side, seen)

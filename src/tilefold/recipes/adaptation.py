@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from tilefold._typing import Model, Network, Tokenizer
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Settings, checked, whole
-from tilefold.recipes._training import Losses, Progress, check_one_process, say_unused_gpus
+from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.loading import supports_bf16
 
 __all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
@@ -100,8 +101,9 @@ def adapt(
         remedy = "adapt the model first and make it bidirectional afterwards."
         raise ValueError(f"network must be causal for next-token prediction, got config.is_causal=False; {remedy}")
     _check_head(network)
-    check_one_process()
-    say_unused_gpus()
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        remedy = "start this without torchrun or accelerate launch."
+        raise RuntimeError(f"adapt trains in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}; {remedy}")
     blocks = pack_texts(tokenizer, texts, recipe.length)
     seen: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:

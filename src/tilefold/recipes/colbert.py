@@ -75,8 +75,16 @@ class ColbertRecipe(Recipe):
         model = job.model
         length = model[0].document_length
         model[0].document_length = min(length, self.train_max_length or self.max_length)
-        loss = losses.MultiVectorMultipleNegativesRankingLoss(
-            model, scale=self.similarity_scale, similarity_fct=colbert_scores if self.fused else None
+        made, cached = losses.MultiVectorMultipleNegativesRankingLoss, {}
+        if self.mini_batch_size is not None:
+            made = losses.CachedMultiVectorMultipleNegativesRankingLoss
+            cached = {"mini_batch_size": self.mini_batch_size, "score_mini_batch_size": self.batch_size}
+        loss = made(
+            model,
+            scale=self.similarity_scale,
+            similarity_fct=colbert_scores if self.fused else None,
+            gather_across_devices=job.world.size > 1,
+            **cached,
         )
         with accelerate(model) if self.fused else nullcontext():
             last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)

@@ -115,6 +115,8 @@ class LsrRecipe(SparseRecipe):
         for name, weight in self.loss.items():
             POSITIVE(f"loss[{name!r}]", weight)
         compares = self.needs_scores or "pairwise_softmax" in self.loss
+        if self.mini_batch_size is not None and self.document.kind == "prosper":
+            raise ValueError("mini_batch_size must be None for kind 'prosper', whose penalties are on other vectors.")
         if compares and not self.negatives:
             of = "a loss that compares documents with a teacher" if self.needs_scores else "the loss pairwise_softmax"
             raise ValueError(f"negatives must be at least 1 for {of}, got 0.")
@@ -139,6 +141,11 @@ class LsrRecipe(SparseRecipe):
     def needs(self) -> tuple[str, ...]:
         """The data that training takes."""
         return ("pairs",) + ("negatives",) * bool(self.negatives) + ("scores",) * self.needs_scores
+
+    @property
+    def step_negatives(self) -> int:
+        """Documents that a step compares each query with, beside its own."""
+        return (1 + self.negatives) * self.batch_size - 1 if "infonce" in self.loss else self.negatives
 
     def preparation(self, data: str) -> list[str]:
         """Commands that make the negatives and scores that training needs, offline; the last writes the file."""
@@ -188,9 +195,9 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
-    loss = make_loss(model, recipe, stock=splade)
+    loss = make_loss(model, recipe, stock=splade, ranks=job.world.size)
     warmups = {"query": recipe.query_regularizer.warmup_ratio, "document": recipe.document_regularizer.warmup_ratio}
-    watcher = SparseWatch(loss, warmups, bounded=not splade and model.max_active_dims is not None)
+    watcher = SparseWatch(loss, warmups, bounded=not splade and model.max_active_dims is not None, world=job.world)
     sampler = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with fused_head(model, recipe.fused, needed=splade):
         last = run_trainer(
@@ -234,23 +241,33 @@ def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False
     return accelerate(model)
 
 
-def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Module:
-    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights."""
+def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: int = 1) -> Module:
+    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights.
+
+    Several `ranks` share negatives and penalties: documents are gathered as ``[B, V]``, their gradients scattered back.
+    """
     from sentence_transformers.sparse_encoder import losses
 
     from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
     from tilefold.losses.base_splade import BaseSpladeLoss
 
     made_by: dict[str, Callable[[], Module]] = {
-        "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(model, scale=recipe.similarity_scale),
+        "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(
+            model, scale=recipe.similarity_scale, gather_across_devices=ranks > 1
+        ),
         "kl": lambda: losses.SparseDistillKLDivLoss(model),
         "margin_mse": lambda: losses.SparseMarginMSELoss(model),
         "pairwise_softmax": PairwiseSoftmaxLoss,
         "term_recall": TermRecallLoss,
     }
     terms = [(made_by[name](), weight) for name, weight in recipe.loss.items()]
-    made = BaseSpladeLoss if recipe.document.kind == "prosper" else losses.SpladeLoss
+    made, cached = losses.SpladeLoss, {}
+    if recipe.mini_batch_size is not None:
+        made, cached = losses.CachedSpladeLoss, {"mini_batch_size": recipe.mini_batch_size}
+    if recipe.document.kind == "prosper":
+        made = BaseSpladeLoss
     query, document = recipe.query_regularizer, recipe.document_regularizer
+    stock = stock and ranks == 1  # stock penalties are of the rows of one rank
     return made(
         model,
         loss=terms[0][0] if len(terms) == 1 and terms[0][1] == 1 else WeightedLosses(terms),
@@ -258,6 +275,7 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False) -> Module
         query_regularizer_weight=query.weight,
         document_regularizer=None if stock else make_regularizer(document, positions=1 + recipe.negatives),
         query_regularizer=None if stock else make_regularizer(query),
+        **cached,
     )
 
 
@@ -375,7 +393,7 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> An
 
     lengths = [len(text) for text in dataset["document" if "document" in dataset.column_names else "positive"]]
     # pools without a text twice: sorted by the length of documents, cut into batches, and these are shuffled
-    pools = NoDuplicatesBatchSampler(dataset, batch_size=POOL * batch_size, **settings)
+    pools = NoDuplicatesBatchSampler(dataset, batch_size=POOL * batch_size, **settings | {"drop_last": False})
 
     class LengthGrouped(DefaultBatchSampler):
         def __iter__(self) -> Iterator[list[int]]:
@@ -385,9 +403,9 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> An
                 ordered = sorted(pool, key=lambda row: lengths[row])
                 batches = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
                 shuffle(batches)
-                yield from batches
+                yield from (batch for batch in batches if not self.drop_last or len(batch) == batch_size)
 
         def __len__(self) -> int:
-            return math.ceil(len(lengths) / batch_size)
+            return len(lengths) // batch_size if self.drop_last else math.ceil(len(lengths) / batch_size)
 
     return LengthGrouped(dataset, batch_size=batch_size, **settings)
