@@ -139,7 +139,8 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
             note(f"{whole:,} documents in {len(collection.documents):,} passages of at most {cuts.length} words")
     _common.kept.append(lambda: newest_step(output) is not None)
     before = [newest_step(output) or 0] if asked["resume"] else [0]  # reported once, with the first step
-    with nullcontext() if rank else _common.progress_bar("training", resumes=_common.FRESH) as update:
+    bar: Any = nullcontext() if rank else _common.progress_bar("training", resumes=_common.FRESH)
+    with bar as update:
 
         def progress(step: int, steps: int, losses: Losses | None) -> None:
             if before:

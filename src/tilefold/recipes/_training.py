@@ -167,7 +167,7 @@ def train(
         try:
             if world.rank:
                 progress = None
-            call = {"resume": resume, "overwrite": overwrite, "progress": progress, "verbose": verbose}
+            call: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "progress": progress, "verbose": verbose}
             return _train(recipe, collection, Path(output_dir), negatives, world, **call)
         finally:
             world.close()
@@ -330,7 +330,7 @@ def _summed(cuts: list[Any]) -> Iterator[dict[str, int | None]]:
 def _batches_by_epoch(make: Callable[[], Any]) -> Any:
     """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
     loader = make()
-    inner = getattr(loader.batch_sampler, "batch_sampler", None)
+    inner: Any = getattr(loader.batch_sampler, "batch_sampler", None)
     if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
         loader.batch_sampler.set_epoch = inner.set_epoch
     return loader

@@ -33,7 +33,7 @@ class World:
             dist.destroy_process_group(self._group)
 
     def first(self, make: Callable[[], T]) -> T:
-        """What the first rank makes, on every rank; if it cannot, an error on every rank."""
+        """Have the first rank call `make`; its result on every rank, or an error on every rank."""
         if self._group is None:
             return make()
         import torch.distributed as dist
