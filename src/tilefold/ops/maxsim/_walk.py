@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.internals import has_int8_products, int8_products
 from tilefold.ops.maxsim import tiles
 from tilefold.ops.maxsim._problem import Problem
 from tilefold.ops.maxsim.tiles import Side, pairs
@@ -40,6 +41,14 @@ class Part:
     def tokens(self) -> Tensor:
         """``[C, D]`` in fp32 (fp64), scaled."""
         return self.side.kept(self.start, self.stop) if self.held is None else self.held
+
+    def integers(self, documents: Side, start: int, stop: int) -> Tensor:
+        """Similarities ``[stop - start, C]`` to some documents' tokens, products of int8 summed exactly."""
+        product = int8_products(documents.rows[start:stop], self.side.rows[self.columns]).float()
+        for side, place in ((documents, (slice(start, stop), None)), (self.side, (self.columns,))):
+            if side.scale is not None:
+                product *= side.scale[:, 0][place]
+        return product
 
     def add_sums(self, values: Tensor, out: Tensor, items: Index) -> None:
         """Add the sums of ``[n, C]`` values over each query's columns to ``out[query, items]``."""
@@ -188,14 +197,22 @@ def _all_pairs(queries: list[Part], documents: Side) -> Iterator[Meeting]:
                 made = partial(_gathered_tiles, documents, which, stop - start, budget, None, tokens)
                 yield Meeting(which, which, part.columns, None, tokens, part, True, made)
         elif start < stop:
-            tokens = documents.kept(start, stop)
+            integers = _in_integers(queries[0].side, documents)
+            tokens = None if integers else documents.kept(start, stop)
             found = list(groups(documents, first, last, tiles.GROUP_ELEMENTS // columns))
             several = [group.items for group in found if isinstance(group.items, Tensor)]
             items = torch.cat(several) if len(found) > 1 else found[0].items
             for part in queries:
                 vectors = part.tokens()
-                made = partial(_shared_tiles, documents, found, tokens @ vectors.T, start)
+                product = part.integers(documents, start, stop) if tokens is None else tokens @ vectors.T
+                made = partial(_shared_tiles, documents, found, product, start)
                 yield Meeting(items, items, part.columns, None, vectors, part, False, made)
+
+
+def _in_integers(queries: Side, documents: Side) -> bool:
+    """Whether both sides are of int8, the documents whole, and this CPU is fast at their products."""
+    both = queries.rows.dtype == documents.rows.dtype == torch.int8 and documents.index is None
+    return both and documents.rows.device.type == "cpu" and has_int8_products()
 
 
 def _shared_tiles(documents: Side, found: list[Group], product: Tensor, start: int) -> Iterator[Tile]:
