@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PACKAGED = "minilm"
 KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}  # of vectors, and of the models that make them
+VECTORS = {"sparse": "sparse vectors", "multi-vector": "token vectors", "dense": "dense vectors"}
 FUSED = ("sparse", "multi-vector")  # kinds of models that encode faster than stock ones
 SHOWN = 5  # models of the cache
 HUB_TIMEOUT = 5.0  # seconds for the first word from the hub

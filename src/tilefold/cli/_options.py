@@ -32,7 +32,7 @@ INPUTS = frozenset(
 # A row has the options that are refused (parameters of the command), where they are, and what is said behind them.
 # Where: NAME is given, !NAME is not, NAME=VALUE or NAME!=VALUE; of several all must hold, and of a|b one.
 _Rules = tuple[tuple[str, str, str], ...]
-_INDEX = "query_top_k query_cut heap_factor other_model"
+_INDEX = "query_top_k query_cut heap_factor candidates other_model"
 _MIX = "prf_place prf_weight prf_normalization"
 _ROCCHIO = "prf_alpha prf_beta prf_gamma prf_bottom"
 _RERANK: _Rules = (
@@ -50,11 +50,12 @@ _TRAINING = (
 )
 _NEW = "url collection weights overwrite"
 _BUILDS = "language k1 b identifiers n_postings centroid_fraction min_cluster_size summary_energy doc_cut "
-_BUILDS += "passages stride cut"
+_BUILDS += "passages stride cut storage pool_factor queries"
 OF_BACKEND = {
     "bm25": "language k1 b identifiers",
     "seismic": "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor num_threads",
     "qdrant": _NEW,
+    "late": "storage pool_factor queries",
 }
 _USELESS = "does nothing {}: leave it out"
 _CUTS: _Rules = (("stride cut", "!passages", "goes together with --passages"),)
@@ -125,10 +126,12 @@ RULES: dict[str, _Rules] = {
         (f"{_NEW} {_BUILDS}", "update|delete|merge", "is for a new index; {output} says how this one was made"),
         *((options, f"backend!={name}", f"goes with --backend {name}") for name, options in OF_BACKEND.items()),
         ("collection overwrite", "!url", "goes with --url, the address of a server"),
-        ("data vectors", "delete|merge !update", "goes with --update, to put them into the index"),
+        ("data vectors tokens", "delete|merge !update", "goes with --update, to put them into the index"),
         ("passages", "backend!=bm25", "goes with --backend bm25; vectors are cut by tilefold encode --passages"),
         *_CUTS,
         ("vectors", "backend=bm25", "goes with the backends exact, seismic and qdrant; bm25 reads --data"),
+        ("vectors", "backend=late", "goes with the backends exact, seismic and qdrant; late reads --tokens"),
+        ("tokens", "backend!=late !update", "goes with --backend late; {backend} reads --vectors or --data"),
     ),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import flag, option, preset
-from tilefold.retrieval.index import DENSE
+from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.index.dense import DenseIndex
+    from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.metadata import Filter
     from tilefold.retrieval.passages import Passages
     from tilefold.retrieval.reranking import Reranking
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.tokens import TokenStore
 
 Texts = Callable[[], Mapping[str, str]]
-AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex"
+AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex | LateIndex"
 PASSAGES = option("Cut texts into passages of at most so many words; documents are then found by their best one.")
 STRIDE = option("Words from the beginning of a passage to that of the next; by default --passages, without overlap.")
 CUT = option("Where passages begin and end; by default sentences.", metavar="sentences|words")
@@ -39,6 +40,7 @@ DENSE_LENGTH = option("Dense: tokens read of a text; by default the model's.")
 QUERY_TOP_K = option("Sparse: keep only this many terms of a query.")
 QUERY_CUT = option("seismic: heaviest terms of a query that choose the clusters to look into; by default the index's.")
 HEAP_FACTOR = option("seismic: lower looks into more clusters, slower and closer to exact; by default the index's.")
+CANDIDATES = option("late, on a CPU: documents that are scored for a query; 0 for all of them. By default the index's.")
 OTHER_MODEL = flag(
     "Search with another model than the one that made the vectors, such as a query encoder of its own.",
     "--other-model",
@@ -56,7 +58,9 @@ WHERE = option(
     "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, or lang=null "
     "(without the field); may be repeated."
 )
-DEVICE = option("exact, dense: device that searches, such as cuda; by default the CPU, of dense vectors a GPU if any.")
+DEVICE = option(
+    "exact, dense, late: device that searches, such as cuda; by default the CPU for exact, else a GPU if any."
+)
 PRF = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio")
 PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
 PRF_TERMS = option("Sparse: heaviest terms kept of a query after --prf.")
@@ -108,9 +112,10 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
         index = open_index(path)
     path = path or asked["vectors"]
     index = _on(index, asked.get("device"), path)
-    options = _common.known({name: asked[name] for name in ("query_cut", "heap_factor")})
-    if index.backend != "seismic":
-        _options.refuse(options, f"is for seismic indexes, and {path} is searched as {index.backend}")
+    options = _common.known({name: asked.get(name) for name in ("query_cut", "heap_factor", "candidates")})
+    of = {"query_cut": "seismic", "heap_factor": "seismic", "candidates": LATE}
+    for name in (name for name, backend in of.items() if backend != index.backend):
+        _options.refuse([name], f"is for {of[name]} indexes, and {path} is searched as {index.backend}")
     if index.backend == "bm25":
         useless = [name for name in ("model", "query_top_k", "other_model") if asked[name]]
         _options.refuse(useless, f"does nothing here: {path} is a BM25 index, which reads words")
@@ -119,9 +124,11 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
     if model is None:
         raise UsageError(f"--index: {path} holds vectors; name the model that made them with --model.")
     encoder: Model
-    if index.backend == DENSE:
-        _options.refuse(["query_top_k", "prf_terms"], f"is for sparse queries, and {path} holds dense vectors")
-        encoder = _models.load_model(model, kinds=("dense",))[0]
+    others = {DENSE: (["query_top_k", "prf_terms"], "dense"), LATE: (["query_top_k", "prf", "vectors"], "multi-vector")}
+    if index.backend in others:
+        useless, kind = others[index.backend]
+        _options.refuse(useless, f"is for sparse queries, and {path} holds {_models.VECTORS[kind]}")
+        encoder = _models.load_model(model, kinds=(kind,))[0]
     elif model == _models.PACKAGED:
         if made_by.texts_sha256 is None:
             missing = f"{path} does not say which those are: give the folder of the model that made it."
@@ -143,8 +150,8 @@ def _on(index: Any, device: str | None, path: Path) -> Any:
     """The index on a device, or where it is without one."""
     if device is None:
         return index
-    if index.backend not in ("exact", DENSE):
-        raise UsageError(f"--device goes with exact and dense indexes; {path} is searched as {index.backend}.")
+    if index.backend not in ("exact", DENSE, LATE):
+        raise UsageError(f"--device goes with exact, dense and late indexes; {path} is searched as {index.backend}.")
     try:
         return index.on(device)
     except (RuntimeError, AssertionError) as error:  # of torch: no such device, or no space there

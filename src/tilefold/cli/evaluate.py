@@ -34,6 +34,7 @@ def evaluate(
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
+    candidates: Count = _retrievers.CANDIDATES,
     max_length: Count = _retrievers.DENSE_LENGTH,
     other_model: bool = _retrievers.OTHER_MODEL,
     rerank: Text = _retrievers.RERANK,

@@ -19,11 +19,11 @@ from tilefold.retrieval.provenance import Provenance, owned, texts_digest
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
 LONG_VECTOR = 256
-BM25, QDRANT = "bm25", "qdrant"
+BM25, QDRANT, LATE = "bm25", "qdrant", "late"
 _BACKEND_HELP = (
     "exact (fastest and smallest up to 100,000 documents at least), bm25 (words, no model: give --data), seismic "
-    "(approximate, for much larger collections; encode with --top-k 128 or so), or qdrant (exact; to add to "
-    "and delete from; in the folder, or on the server at --url)."
+    "(approximate, for much larger collections; encode with --top-k 128 or so), qdrant (exact; to add to "
+    "and delete from; in the folder, or on the server at --url), or late (late interaction: give --tokens)."
 )
 
 
@@ -32,10 +32,13 @@ def index(
     vectors: Place = option(
         "exact, seismic, qdrant: folder that tilefold encode wrote; exact takes dense vectors, too."
     ),
-    data: Text = option(
-        "bm25: the documents; others: those of --vectors, to keep their metadata. " + _common.DOCUMENTS_HELP
+    tokens: Place = option(
+        "late: token vectors of the documents, a folder of tilefold encode, or a .safetensors or .npz file."
     ),
-    backend: str = preset("exact", _BACKEND_HELP, metavar="exact | seismic | qdrant | bm25"),
+    data: Text = option(
+        "bm25: the documents; others: those of --vectors or --tokens, to keep their metadata. " + _common.DOCUMENTS_HELP
+    ),
+    backend: str = preset("exact", _BACKEND_HELP, metavar="exact | seismic | qdrant | bm25 | late"),
     language: Text = option("bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
     k1: Number = option("bm25: saturation of term frequencies; by default 1.5."),
     b: Number = option("bm25: normalisation of document length, 0 to 1; by default 0.75."),
@@ -57,22 +60,27 @@ def index(
         "seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on)."
     ),
     num_threads: Count = option("seismic: threads, 0 for one per core (0).", "--threads"),
+    storage: Text = option("late: by default int8; int4 takes half as much.", metavar="int8|fp16|int4"),
+    pool_factor: Count = option("late: keep a vector for so many tokens of a document, the mean of a cluster (1)."),
+    queries: Place = option("late: token vectors of queries, to measure the recall of candidates on them."),
     url: Text = option("qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY."),
     collection: Text = option("qdrant: name of the collection on the server; by default that of --output."),
     weights: Text = option("qdrant: of what is searched; by default float32.", metavar="float32|float16"),
     overwrite: bool = flag("qdrant: replace other vectors in the collection of the server.", "--overwrite"),
     update: bool = flag(
-        "Put --vectors (bm25: --data) into the index at --output, replacing documents of the same id.", "--update"
+        "Put --vectors (bm25: --data, late: --tokens) into the index at --output, replacing documents of the same id.",
+        "--update",
     ),
     delete: Place = option("Remove documents, an id per line of this file, from the index at --output."),
     merge: bool = flag(
-        "exact, dense, seismic: make one index of that at --output and what was added to it.", "--merge"
+        "exact, dense, seismic, late: make one index of that at --output and what was added to it.", "--merge"
     ),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
-    """Build an index: of encoded documents (exact, seismic, qdrant), or of the words of a collection (bm25).
+    """Build an index: of encoded documents (exact, seismic, qdrant, late), or of the words of a collection (bm25).
 
-    Of dense vectors, exact searches all of them on a GPU if there is one.
+    late scores all documents on a GPU; on a CPU it scores candidates, whose recall is printed. Of dense vectors, exact
+    searches all of them on a GPU if there is one.
 
     With --update and --delete, the index at --output is changed, whatever its backend; it stays whole if that is
     interrupted.
@@ -90,7 +98,10 @@ def index(
         options = ({"collection": output.resolve().name} if "url" in options else {"folder": output}) | options
     with hold_path(output), _common.heartbeat(f"indexing ({backend})"):
         words, of_words = backend == BM25, _retrievers.passages(asked)
-        built = _words(data, options, of_words) if words else _vectors(vectors, data, backend, options)
+        if backend == LATE:
+            built: Any = _late(tokens, data, output, options)
+        else:
+            built = _words(data, options, of_words) if words else _vectors(vectors, data, backend, options)
         built.save(output)
         documents = built.n_documents
         if backend == QDRANT:
@@ -101,6 +112,14 @@ def index(
         result["passages"] = cuts
     what = "passages" if cuts else "documents"
     said = f"{documents} {what} indexed ({backend}) in {seconds:.1f} s: {output}"
+    if backend == LATE:
+        result |= built.options
+        found = (
+            f"; on a CPU it scores {built.n_candidates} candidates, of the ten best {built.recall:.1%}"
+            if built.recall
+            else ""
+        )
+        said += f" ({built.files.nbytes / 2**20:.0f} MiB of {built.options['storage']}{found})"
     if built.metadata is not None:
         result["metadata"] = built.metadata.kinds
         kept = ", ".join(f"{name} ({' or '.join(kinds)})" for name, kinds in built.metadata.kinds.items())
@@ -167,6 +186,29 @@ def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str,
     return found
 
 
+def _read_tokens(tokens: Path | None) -> Any:
+    """The token vectors that --tokens names."""
+    if tokens is None:
+        raise UsageError("--backend late indexes token vectors: give them with --tokens.")
+    if tokens.is_file():
+        from tilefold.retrieval.given_tokens import read_token_file
+
+        return read_token_file(tokens)
+    return retrieval.open_tokens(tokens)
+
+
+def _late(tokens: Path | None, data: str | None, output: Path, options: Values) -> Any:
+    queries = options.pop("queries", None)
+    if queries is not None:
+        store = retrieval.open_tokens(queries)
+        if store.manifest.kind != "query" or store.manifest.storage == "int8":
+            raise UsageError(f"--queries: expected vectors in fp16 of encode --queries, got others in {queries}.")
+        options["queries"] = store.read(list(store.ids)[:64])
+    with _options.as_options("storage", "pool_factor", "queries", vectors="--tokens"):
+        read = _read_tokens(tokens)
+        return retrieval.LateIndex.build(read, output, metadata=_metadata(data, tokens, read), **options)
+
+
 def _build_qdrant(read: Any, options: Values) -> Any:
     """A Qdrant index of vectors."""
     done = 0
@@ -193,18 +235,24 @@ def _change(asked: Asked) -> Values:
     if "backend" in _options.given and there not in (asked["backend"], {"exact": "dense"}.get(asked["backend"])):
         raise UsageError(f"--backend: {output} is an index of backend {there}, got {asked['backend']}.")
     if asked["merge"] and there in (QDRANT, BM25):
-        raise UsageError(f"--merge goes with exact, dense and seismic indexes; {output} ({there}) is of one part.")
+        raise UsageError(
+            f"--merge goes with exact, dense, seismic and late indexes; {output} ({there}) is of one part."
+        )
     listed = "" if asked["delete"] is None else _options.read_text(asked["delete"], "--delete", "utf-8-sig")
     names = [line for line in listed.splitlines() if line.strip()]
     changed: Values = {"written": 0, "deleted": 0}
     if there == BM25:
         _options.refuse(["vectors"], f"does nothing here: {output} is a BM25 index, which reads --data")
         return {"output": str(output)} | _change_words(output, names, asked["data"] if update else None)
-    read = _read(asked["vectors"], there) if update else None
-    metadata = _metadata(asked["data"], asked["vectors"], read)
+    late = there == LATE
+    _options.refuse(["vectors" if late else "tokens"], f"does nothing here: {output} is an index of backend {there}")
+    where, read = asked["tokens" if late else "vectors"], None
+    if update:
+        read = _read_tokens(where) if late else _read(where, there)
+    metadata = _metadata(asked["data"], where, read)
     if there == QDRANT:
         return _change_qdrant(output, read, names, metadata or {})
-    with _options.as_options(vectors="--vectors", index="--output", path="--output"):
+    with _options.as_options(vectors="--tokens" if late else "--vectors", index="--output", path="--output"):
         if update or names:
             changed = update_index(output, read, names, metadata=metadata)
         if asked["merge"]:

@@ -42,6 +42,7 @@ def search(
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
+    candidates: Count = _retrievers.CANDIDATES,
     other_model: bool = _retrievers.OTHER_MODEL,
     rerank: Text = _retrievers.RERANK,
     rerank_model: Text = _retrievers.RERANK_MODEL,

@@ -16,7 +16,7 @@ from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, Words, option, preset
-from tilefold.retrieval.index import DENSE
+from tilefold.retrieval.index import DENSE, LATE
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def serve(
     query_top_k: Count = _retrievers.QUERY_TOP_K,
     query_cut: Count = _retrievers.QUERY_CUT,
     heap_factor: Number = _retrievers.HEAP_FACTOR,
+    candidates: Count = _retrievers.CANDIDATES,
     other_model: bool = _retrievers.OTHER_MODEL,
     device: Text = _retrievers.DEVICE,
     host: str = preset("127.0.0.1", "Interface to listen on; 0.0.0.0 for all."),
@@ -176,7 +177,9 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
         _options.refuse(("vectors", "bm25"), f"does nothing here: {asked['index']} is a BM25 index")
     else:
         _limit(encoder, asked)
-        kind: Kind = "dense" if index.backend == DENSE else "sparse"
+        kind: Kind = {DENSE: "dense", LATE: "multi-vector"}.get(index.backend, "sparse")  # type: ignore[assignment]
+        if kind == "multi-vector":
+            _options.refuse(["tokens"], f"does nothing here: {asked['index']} is an index of token vectors")
         parts["encoder"] = Served(encoder, kind, str(asked["model"]))
         if kind == "dense":
             _options.refuse(["vectors"], f"does nothing here: {asked['index']} holds its own vectors")

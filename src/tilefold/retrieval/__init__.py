@@ -21,6 +21,7 @@ _NAMES = {
     "searcher": "Searcher SearchRequest",
     "index": "Hit SparseIndex build_index load_index hits_to_run",
     "index.dense": "DenseIndex",
+    "index.late": "LateIndex",
     "metadata": "Filter",
     "merging": "merge_segments merge_vectors update_index",
     "bm25": "BM25Index",

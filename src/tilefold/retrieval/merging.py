@@ -16,16 +16,16 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import Segments, listed_parts
 from tilefold.retrieval.metadata import Fields, Metadata
-from tilefold.retrieval.provenance import owned
+from tilefold.retrieval.provenance import Provenance, owned
 from tilefold.retrieval.searcher import open_index
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest, iter_shards, layout_of
 
 if TYPE_CHECKING:
-    from tilefold.retrieval.tokens import TokenStore
+    from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
 __all__ = ["merge_segments", "merge_vectors", "update_index"]
 
-GROWING = ("exact", "seismic", "dense")
+GROWING = ("exact", "seismic", "dense", "late")
 
 _OF_TEXTS = {"texts_sha256", "shard_size"}  # settings in which folders may differ
 
@@ -107,7 +107,7 @@ class _Source:
 
 def update_index(
     path: str | Path,
-    vectors: SparseVectors | TokenStore | None = None,
+    vectors: SparseVectors | TokenStore | TokenVectors | None = None,
     delete: Collection[str] = (),
     *,
     metadata: Mapping[str, Fields] | None = None,
@@ -125,21 +125,21 @@ def update_index(
     with hold_path(folder):
         index: Any = open_index(folder)
         held = index if isinstance(index, Segments) else Segments([index], [()])
-        added = None if vectors is None else _segment(held, vectors, metadata)
         listed, inside = listed_parts(folder), folder / SEGMENTS
+        number = int(listed["written"]) + (vectors is not None)
         names = [str(part["folder"]) for part in listed["parts"]] or [""]
         if inside.is_dir():
             for stale in inside.iterdir():  # of updates that were killed
                 if stale.is_dir() and stale.name not in names:
                     shutil.rmtree(stale)
+        inside.mkdir(exist_ok=True)
+        added = None if vectors is None else _segment(held, vectors, metadata, inside / f"{number:05d}")
         asked, new = set(delete), set() if added is None else set(added.ids)
         deleted = 0
         for part, gone in zip(held.parts, held.removed, strict=True):
             there = owned(part.ids, asked, new, held.provenance.passages) - gone
             deleted += len(owned(there, asked, (), held.provenance.passages))
             gone.update(there)
-        number = int(listed["written"]) + (added is not None)
-        inside.mkdir(exist_ok=True)
         if added is not None:
             names.append(f"{number:05d}")
             added.save(inside / names[-1])
@@ -156,29 +156,39 @@ def merge_segments(path: str | Path) -> int:
     with hold_path(folder):
         index: Any = open_index(folder)
         if isinstance(index, Segments):
-            index = index.merged()
+            index = index.merged(folder)
             index.save(folder)
     return int(index.n_documents)
 
 
-def _segment(held: Segments, vectors: SparseVectors | TokenStore, metadata: Mapping[str, Fields] | None) -> Any:
-    """A part of new documents for those of `held`."""
+def _segment(
+    held: Segments,
+    vectors: SparseVectors | TokenStore | TokenVectors,
+    metadata: Mapping[str, Fields] | None,
+    folder: Path,
+) -> Any:
+    """A part of new documents for those of `held`, to be saved in `folder`."""
     first, made_by = held.parts[0], held.provenance
-    if isinstance(vectors, SparseVectors) is (held.backend == "dense"):
+    if isinstance(vectors, SparseVectors) is (held.backend in ("dense", "late")):
         raise DataError(f"vectors: expected vectors for an index of backend {held.backend}, got others.")
+    manifest = getattr(vectors, "manifest", None)
+    theirs: Provenance = getattr(manifest or vectors, "provenance", Provenance())
+    if theirs.passages != made_by.passages:
+        raise DataError(f"vectors: expected passages {made_by.passages!r} as in the index, got {theirs.passages!r}.")
+    if "model_fingerprint" in made_by.differs(theirs):
+        raise DataError("vectors: were made by another model than the index. Encode documents with its own.")
     if isinstance(vectors, SparseVectors):
         check_same_vocabulary(held, vectors, "the index", "vectors")
         options = asdict(first.options) if held.backend == "seismic" else {}
         made = type(first).build(vectors, **options)
     else:
+        late = held.backend == "late"
+        there = vectors.dimension, getattr(manifest, "similarity", None)
+        if there != (ours := (held.dimension, None if late else held.similarity)):
+            raise DataError(f"vectors: expected (dimension, similarity) {ours} as in the index, got {there}.")
+        if late:
+            options = {name: first.options[name] for name in ("storage", "pool_factor")}
+            return type(first).build(vectors, folder, metadata=metadata, **options)
         made = type(first).build(vectors)
-        theirs, ours = (made.dimension, made.similarity), (held.dimension, held.similarity)
-        if theirs != ours:
-            raise DataError(f"vectors: expected (dimension, similarity) {ours} as in the index, got {theirs}.")
-    if made.provenance.passages != made_by.passages:
-        got = f"{made.provenance.passages!r}"
-        raise DataError(f"vectors: expected passages {made_by.passages!r} as in the index, got {got}.")
-    if "model_fingerprint" in made_by.differs(made.provenance):
-        raise DataError("vectors: were made by another model than the index. Encode documents with its own.")
     made.metadata = Metadata.of(metadata, made.ids, made_by.passages)
     return made

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     import torch
 
     from tilefold.retrieval.index.dense import DenseIndex
+    from tilefold.retrieval.index.late import LateIndex
+    from tilefold.retrieval.tokens import TokenVectors
 
-__all__ = ["DenseIndexRetriever", "DenseRetriever", "SparseRetriever", "WordsRetriever"]
+__all__ = ["DenseIndexRetriever", "DenseRetriever", "LateRetriever", "SparseRetriever", "WordsRetriever"]
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,33 @@ class DenseIndexRetriever:
         if self.index.similarity == "cosine":
             queries = queries / queries.norm(dim=1, keepdim=True).clamp_min(1e-12)
         return expand_dense(queries, names, self.index.vectors(found).to(queries.device), found, basis, feedback)
+
+
+@dataclass(frozen=True)
+class LateRetriever:
+    """An index of token vectors, and the ``MultiVectorEncoder`` that encodes queries for it."""
+
+    index: LateIndex
+    model: Model | None = None  # None where vectors of queries are given
+    options: Mapping[str, object] = field(default_factory=dict)  # of the search, such as ``candidates``
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.index.provenance
+
+    def encode(self, queries: Mapping[str, str]) -> TokenVectors:
+        if self.model is None:
+            raise ValueError("model: expected the MultiVectorEncoder that made the index, got None.")
+        from tilefold.retrieval.token_encoding import encode_texts
+
+        return encode_texts(self.model, queries, kind="query")
+
+    def search(self, vectors: TokenVectors, names: Sequence[str], k: int, where: Where = None) -> Run:
+        mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
+        options: Any = {**self.options, "where": where}
+        hits = self.index.search(vectors, k, reduction="mean" if mean else "sum", **options)
+        found = {name: {hit.id: hit.score for hit in row} for name, row in zip(vectors.ids, hits, strict=True)}
+        return {name: found.get(name, {}) for name in names}
+
+    def expand(self, queries: TokenVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> TokenVectors:
+        raise ValueError("feedback: expected None, an index of token vectors has no feedback. Search without.")

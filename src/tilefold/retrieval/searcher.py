@@ -20,16 +20,23 @@ from tilefold.retrieval.feedback import (
     with_feedback,
 )
 from tilefold.retrieval.fusion import Fusion, Run
-from tilefold.retrieval.index import DENSE, SparseIndex, load_index
+from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index
 from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.index.segments import open_segments
 from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.retrievers import DenseIndexRetriever, DenseRetriever, SparseRetriever, WordsRetriever
+from tilefold.retrieval.retrievers import (
+    DenseIndexRetriever,
+    DenseRetriever,
+    LateRetriever,
+    SparseRetriever,
+    WordsRetriever,
+)
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
+    from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.reranking import Reranking
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
@@ -39,14 +46,19 @@ RERANK_DEPTH = 100  # candidates of a search that is reranked
 WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or whose last ones count
 
 
-def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex:
-    """The saved index of any backend, BM25 and dense ones included; errors as of ``load_index``."""
+def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
+    """The saved index of any backend, of words, dense and token vectors too; errors as of ``load_index``."""
     backend = read_description(path)["backend"]
     if backend == DENSE:
         from tilefold.retrieval.index.dense import DenseIndex  # needs torch
 
         dense: DenseIndex = open_segments(Path(path), DenseIndex.load(path), DenseIndex.load)
         return dense
+    if backend == LATE:
+        from tilefold.retrieval.index.late import LateIndex
+
+        late: LateIndex = open_segments(Path(path), LateIndex.load(path), LateIndex.load)
+        return late
     return BM25Index.load(path) if backend == BM25Index.backend else load_index(path)
 
 
@@ -56,7 +68,10 @@ def check_model(made_by: Provenance, model: Model, name: str = "this", index: st
 
     if made_by.model_fingerprint is None:
         return False
-    if made_by.differs(Provenance(model_fingerprint(model))):
+    fingerprint = model_fingerprint
+    if type(model).__name__ == "MultiVectorEncoder":
+        from tilefold.retrieval.token_encoding import token_model_fingerprint as fingerprint
+    if made_by.differs(Provenance(fingerprint(model))):
         remedy = f"Give that one, or make the index again: tilefold encode --model {name}, then tilefold index."
         raise DataError(f"model: {name} is not the model that made {index} (its weights or settings differ). {remedy}")
     return True
@@ -64,8 +79,9 @@ def check_model(made_by: Provenance, model: Model, name: str = "this", index: st
 
 _SECOND = "second"  # stage of the second ranking's passages
 _WITHOUT_VECTORS = {BM25Index.backend: "a BM25 index", DENSE: "a dense index", "model": "a dense model"}
+_WITHOUT_VECTORS[LATE] = "an index of token vectors"
 _STAGES: dict[type, str] = {SparseRetriever: "sparse", WordsRetriever: "words"}
-_STAGES |= {DenseRetriever: "dense", DenseIndexRetriever: "dense"}
+_STAGES |= {DenseRetriever: "dense", DenseIndexRetriever: "dense", LateRetriever: "tokens"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,9 @@ class Ranking:
     """Ranked documents of some queries, or passages (ids as of :class:`tilefold.retrieval.Passage`), and how."""
 
     run: Run  # best first
-    stages: dict[str, Run] = field(default_factory=dict)  # "sparse", "words", "dense", "fusion", "late" -> its ranking
+    stages: dict[str, Run] = field(
+        default_factory=dict
+    )  # "sparse", "words", "dense", "tokens", "fusion", "late" -> ranking
     before: Any = None  # vectors of the queries, as they were, and as they were searched with after feedback
     after: Any = None
     candidates: Run | None = None  # that were reranked
@@ -134,7 +152,7 @@ class Searcher:
     """Answers queries over one collection with what is loaded once.
 
     Args:
-        index: of sparse vectors, of dense ones, of words (BM25), or a dense model over texts.
+        index: of sparse vectors, of dense or token vectors, of words (BM25), or a dense model over texts.
         model: that made the vectors of the index; None for words and texts, or where vectors of queries are given.
         documents: id -> document, whose titles are shown, and whose texts are encoded to be reranked without `tokens`.
         vectors: of the documents, or their folder, which is read row by row: for feedback and matched terms.
@@ -142,7 +160,7 @@ class Searcher:
         late: a ``MultiVectorEncoder`` that reranks.
         tokens: token vectors of the documents by that model; without, it encodes the candidates.
         query_top_k: terms kept of a query; None keeps all.
-        options: of the index's search, such as Seismic's ``heap_factor``.
+        options: of the index's search, such as Seismic's ``heap_factor``, or ``candidates`` of token vectors.
         other_model: take a model that did not make the index, such as a query encoder of its own.
 
     Where the index or the token vectors are of passages, documents are ranked by their best one. `vectors` are of the
@@ -154,7 +172,7 @@ class Searcher:
 
     def __init__(
         self,
-        index: SparseIndex | BM25Index | DenseIndex | DenseRetriever,
+        index: SparseIndex | BM25Index | DenseIndex | LateIndex | DenseRetriever,
         model: Model | None = None,
         *,
         documents: Mapping[str, Document] | None = None,
@@ -173,10 +191,10 @@ class Searcher:
             raise TypeError(f"model: expected the encoder of the index, got {type(model).__name__}; load it first.")
         self.documents: Mapping[str, Document] = {} if documents is None else documents
         self.second = second
-        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | DenseIndexRetriever
+        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | DenseIndexRetriever | LateRetriever
         backend = "model" if isinstance(index, DenseRetriever) else index.backend
         if kind := _WITHOUT_VECTORS.get(backend):
-            for name, value in (("model", None if backend == DENSE else model), ("vectors", vectors)):
+            for name, value in (("model", None if backend in (DENSE, LATE) else model), ("vectors", vectors)):
                 if value is not None:
                     why = f"does nothing here, it goes with an index of sparse vectors, and this is {kind}"
                     raise ValueError(f"{name}: {why}, which has none: expected None, got {value}.")
@@ -186,6 +204,8 @@ class Searcher:
             self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
         elif backend == DENSE:
             self.retriever = DenseIndexRetriever(cast("DenseIndex", index), model)
+        elif backend == LATE:
+            self.retriever = LateRetriever(cast("LateIndex", index), model, options or {})
         else:
             rows = Path(vectors) if isinstance(vectors, str) else vectors
             self.retriever = SparseRetriever(cast("SparseIndex", index), model, rows, query_top_k, options or {})

@@ -16,10 +16,11 @@ from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.index import DENSE, SparseIndex
 from tilefold.retrieval.index.dense import DenseIndex
+from tilefold.retrieval.index.late import LateIndex
 from tilefold.retrieval.metadata import Where
 from tilefold.retrieval.passages import Passage
 from tilefold.retrieval.searcher import Ranking, Searcher, matched_terms
-from tilefold.retrieval.tokens import TokenStore
+from tilefold.retrieval.tokens import TokenStore, TokenVectors
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.bodies import strongest
 from tilefold.serve.models import Served, TextTokens
@@ -43,8 +44,8 @@ class Searchable:
     """
 
     name: str  # in the addresses
-    index: SparseIndex | BM25Index | DenseIndex
-    encoder: Served | None = None  # makes the queries' vectors, sparse or dense; none for an index of words
+    index: SparseIndex | BM25Index | DenseIndex | LateIndex
+    encoder: Served | None = None  # makes the queries' vectors; none for an index of words
     documents: Mapping[str, Document] = field(default_factory=dict)  # by id; empty where none are shown
     vectors: SparseVectors | None = None  # of the documents, for explanations and feedback
     words: BM25Index | None = None  # to fuse with
@@ -90,12 +91,14 @@ class Searchable:
         """Document id -> row of its vector."""
         return {} if self.vectors is None else {name: row for row, name in enumerate(self.vectors.ids)}
 
-    def query_vector(self, row: Any) -> SparseVectors | torch.Tensor:
+    def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
         """The vector of a query, of a sparse one its heaviest terms alone if the index is searched so."""
         if self.encoder is None:
             raise ValueError("encoder: expected a model, got None; an index of words reads texts.")
         if self.encoder.kind == "dense":
             return torch.from_numpy(row[None])
+        if self.encoder.kind == "multi-vector":
+            return TokenVectors([QUERY], torch.tensor([0, len(row)]), torch.from_numpy(row))
         indices, weights = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
         size = self.index.vocab_size

@@ -217,7 +217,9 @@ class _SearchRoutes:
         service.metrics.observe("tilefold_search_duration", times["search"])
         return Response(content, media_type=JSON)
 
-    async def _rank(self, text: str, vector: SparseVectors | torch.Tensor | None, request: SearchRequest) -> Ranking:
+    async def _rank(
+        self, text: str, vector: SparseVectors | TokenVectors | torch.Tensor | None, request: SearchRequest
+    ) -> Ranking:
         try:
             return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
         except MissingDocumentError:
@@ -265,7 +267,7 @@ class _SearchRoutes:
         return await service.on_device(service.model("multi-vector"), work)
 
     async def _columns(
-        self, body: SearchBody, request: SearchRequest, vector: SparseVectors | torch.Tensor | None
+        self, body: SearchBody, request: SearchRequest, vector: SparseVectors | TokenVectors | torch.Tensor | None
     ) -> dict[str, Run]:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)

@@ -198,13 +198,13 @@ def _all_pairs(queries: list[Part], documents: Side) -> Iterator[Meeting]:
                 yield Meeting(which, which, part.columns, None, tokens, part, True, made)
         elif start < stop:
             integers = _in_integers(queries[0].side, documents)
-            tokens = None if integers else documents.kept(start, stop)
+            wide = None if integers else documents.kept(start, stop)
             found = list(groups(documents, first, last, tiles.GROUP_ELEMENTS // columns))
             several = [group.items for group in found if isinstance(group.items, Tensor)]
             items = torch.cat(several) if len(found) > 1 else found[0].items
             for part in queries:
                 vectors = part.tokens()
-                product = part.integers(documents, start, stop) if tokens is None else tokens @ vectors.T
+                product = part.integers(documents, start, stop) if wide is None else wide @ vectors.T
                 made = partial(_shared_tiles, documents, found, product, start)
                 yield Meeting(items, items, part.columns, None, vectors, part, False, made)
 

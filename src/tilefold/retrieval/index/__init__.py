@@ -14,11 +14,11 @@ from tilefold.retrieval.index.segments import open_segments
 from tilefold.retrieval.metadata import Metadata
 from tilefold.retrieval.vectors import SparseVectors
 
-__all__ = ["BACKENDS", "DENSE", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
+__all__ = ["BACKENDS", "DENSE", "LATE", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
 
 _CLASSES = {"exact": "ExactIndex", "seismic": "SeismicIndex", "qdrant": "QdrantIndex"}
 BACKENDS = tuple(_CLASSES)
-DENSE = "dense"  # the backend of an exact index of dense vectors
+DENSE, LATE = "dense", "late"  # backends of indexes of dense vectors, and of token vectors
 
 
 def _backend(name: str, where: str) -> type[SparseIndex]:
@@ -51,7 +51,8 @@ def build_index(
 def load_index(path: str | Path) -> SparseIndex:
     """Read a saved index of sparse vectors; a damaged one, or one of a newer schema, is a ``DataError``."""
     name = read_description(path)["backend"]
-    if other := {"bm25": "BM25. Use BM25Index", DENSE: "dense vectors. Use DenseIndex"}.get(name):
+    others = {"bm25": "BM25. Use BM25Index", DENSE: "dense vectors. Use DenseIndex", LATE: "tokens. Use LateIndex"}
+    if other := others.get(name):
         raise DataError(f"{path}: expected an index of sparse vectors, got one of {other}.load.")
     load = _backend(name, f"{path}: backend").load
     return cast("SparseIndex", open_segments(Path(path), load(path), load))

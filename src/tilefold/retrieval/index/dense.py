@@ -141,9 +141,9 @@ class DenseIndex:
             if allowed is not None:
                 left_out = torch.from_numpy(~allowed[low : low + _BLOCK]).to(asked.device)
                 scores = scores.masked_fill(left_out, -float("inf"))
-            top, at = _top(scores, k)
+            top, at = top_columns(scores, k)
             both, places = torch.cat([best, top], 1), torch.cat([rows, at + low], 1)
-            best, at = _top(both, k)
+            best, at = top_columns(both, k)
             rows = places.gather(1, at)
         return best, rows
 
@@ -214,7 +214,7 @@ class DenseIndex:
         return index
 
 
-def _top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest of each row and their columns, largest first, equal ones by column."""
     values, columns = scores.topk(min(k, scores.size(1)), dim=1)
     tied = (scores >= values[:, -1:]).sum(1) > values.size(1)

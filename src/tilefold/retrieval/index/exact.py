@@ -321,6 +321,13 @@ class ExactIndex:
         self._postings.check(np.arange(self.vocab_size, dtype=np.int32))
         return self._postings
 
+    def documents_of(self, terms: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+        """Positions of the documents of each term, rising; a ``DataError`` for damaged ones."""
+        self._postings.check(terms)
+        offsets = self._postings.offsets
+        spans = map(slice, offsets[terms].tolist(), offsets[terms + 1].tolist())
+        return [self._postings.documents[span] for span in spans]
+
     def on(self, device: str = "cuda") -> DeviceIndex:
         """Check all of the index and copy it to a GPU, for :meth:`DeviceIndex.search` there."""
         from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch

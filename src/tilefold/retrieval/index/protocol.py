@@ -116,7 +116,11 @@ def write_manifest(
         **index.provenance.to_dict(),
         "versions": {"tilefold": __version__, package: version_of(package)},
         "options": options,
-        "files": {file.name: sha256_file(file) for file in sorted(folder.iterdir()) if file.name not in changing},
+        "files": {
+            file.name: sha256_file(file)
+            for file in sorted(folder.iterdir())
+            if file.is_file() and file.name not in changing
+        },
     }
     write_json_object(folder / MANIFEST_NAME, manifest)
 

@@ -103,8 +103,8 @@ class Segments:
         return torch.cat(rows)
 
     def on(self, device: str = "cuda") -> Any:
-        """The index on a device: exact parts joined there as one, dense ones each."""
-        if self.backend == "dense":
+        """The index on a device: exact parts joined there as one, others each."""
+        if self.backend in ("dense", "late"):
             return Segments([part.on(device) for part in self.parts], self.removed)
         from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
 
@@ -112,12 +112,16 @@ class Segments:
         ids, postings = [name for part in self.parts for name in part.ids], [part.postings() for part in self.parts]
         return DeviceIndex(ids, Postings.joined(postings), described, device, self._there)
 
-    def merged(self) -> Any:
-        """One index of all the documents, with the options of the first part."""
+    def merged(self, folder: Path) -> Any:
+        """One index of all the documents, with the options of the first part, to be saved in `folder`."""
         chosen = [
             [row for row, name in enumerate(part.ids) if name not in gone]
             for part, gone in zip(self.parts, self.removed, strict=True)
         ]
+        metadata = [part.metadata and part.metadata.take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
+        fields = Metadata.concatenate(metadata, [len(rows) for rows in chosen])
+        if self.backend == "late":
+            return type(self.parts[0]).merged(self.parts, chosen, folder, self.provenance, fields)
         kept: list[Any] = [part.stored().take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
         first, vectors = self.parts[0], type(kept[0]).concatenate(kept)
         if self.backend == "dense":
@@ -125,9 +129,7 @@ class Segments:
         else:
             built = type(first).build(vectors, **(asdict(first.options) if self.backend == "seismic" else {}))
         built.provenance = self.provenance
-        sizes = [len(rows) for rows in chosen]
-        kept = [part.metadata and part.metadata.take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
-        built.metadata = Metadata.concatenate(kept, sizes)
+        built.metadata = fields
         return built
 
 

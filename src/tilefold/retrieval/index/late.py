@@ -1,0 +1,420 @@
+"""Late interaction over a whole collection: packed token vectors, searched exactly, or through candidates on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tilefold._files import atomic_directory
+from tilefold.ops import QuantizedTokens, maxsim, maxsim_topk
+from tilefold.retrieval._checks import check_choice, check_count, check_k
+from tilefold.retrieval._files import Json
+from tilefold.retrieval._sparse import check_ids
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index import centroids, token_blocks
+from tilefold.retrieval.index.centroids import Centroids
+from tilefold.retrieval.index.dense import top_columns
+from tilefold.retrieval.index.exact import ID_FILES, StoredIds, save_ids
+from tilefold.retrieval.index.protocol import MANIFEST_NAME, REMEDY, SEGMENTS, Hit, read_manifest, write_manifest
+from tilefold.retrieval.index.token_blocks import STORAGES, STREAMED, Packed, Share, TokenFiles, packed
+from tilefold.retrieval.metadata import FILE, Fields, Mask, Metadata, Where, allowed_by
+from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.tokens import TokenManifest, TokenStore, TokenVectors
+
+__all__ = ["LateIndex"]
+
+_FILES = (*token_blocks.FILES, *ID_FILES, *centroids.FILES, FILE)
+_BLOCK = 1 << 17  # tokens of a block on a CPU
+_QUERIES = 64  # that share the pass over the documents
+_ROOM = 0.75  # of a GPU's free memory
+_SCORES = 1 << 29  # of queries and documents that are held at a time
+_CANDIDATES = (250, 500, 1000, 2000, 4000)
+_RECALL, _ASKED, _WORDS = 0.985, 32, 16  # of the ten best; queries that it is measured on, and tokens of each
+Chunk = tuple[list[str], npt.NDArray[np.int64], Packed]  # ids, tokens of each, and these
+
+
+class LateIndex:
+    """Search by MaxSim over the token vectors of a collection, in a folder that is memory-mapped.
+
+    ``score(q, d) = sum over query tokens i of max over document tokens j of q_i . d_j``, in fp32 of what is stored, as
+    :func:`tilefold.ops.maxsim` computes it: the same on a CPU and a GPU within rounding. A GPU scores every document.
+    So does a CPU without candidates; with them, it scores those that :class:`Centroids` estimates to be the best.
+    Documents without tokens are never found, and a query without tokens finds nothing.
+
+    Attributes:
+        n_candidates: documents that a CPU scores for a query, chosen when the index was built so that .985 of the ten
+            best are among them; 0 for a small collection, which has no centroids.
+        recall: share of the ten best that was then found, on queries that were held out; None without centroids.
+    """
+
+    backend: ClassVar[str] = "late"
+    fingerprint: ClassVar[str | None] = None  # no vocabulary
+    metadata: Metadata | None = None  # of the documents, for `where`
+    device: torch.device | None = None  # that searches; None for a GPU if there is one
+
+    def __init__(
+        self,
+        ids: list[str] | StoredIds,
+        files: TokenFiles,
+        nearest: Centroids | None,
+        options: Json,
+        provenance: Provenance,
+    ) -> None:
+        self.ids, self.files, self.options, self.provenance = ids, files, options, provenance
+        self._nearest = nearest
+        self._without = files.lengths == 0
+        self._shares: dict[tuple[str, ...], list[Share]] = {}
+
+    @classmethod
+    def build(
+        cls,
+        vectors: TokenStore | TokenVectors,
+        folder: str | Path,
+        *,
+        storage: str = "int8",
+        pool_factor: int = 1,
+        queries: TokenVectors | None = None,
+        metadata: Mapping[str, Fields] | None = None,
+    ) -> LateIndex:
+        """Write an index of token vectors into `folder`, shard by shard, and open it.
+
+        Args:
+            vectors: of documents, of :func:`tilefold.retrieval.open_tokens` or in memory.
+            storage: ``"int8"``; ``"fp16"``, twice as large; or ``"int4"``, half as large (see ``packed``).
+            pool_factor: keep one vector for so many tokens of a document, the mean of a cluster of them (Ward's
+                method, as ``HierarchicalTokenPooling`` of sentence-transformers, arXiv 2409.14683).
+            queries: on which candidates are chosen and recall is measured; by default pieces of the documents, which
+                do not count as found themselves.
+            metadata: as in :func:`tilefold.retrieval.build_index`.
+
+        ``ValueError`` for vectors of queries, none at all, another storage or factor; ``DataError`` for damaged ones.
+        """
+        check_choice("storage", storage, STORAGES)
+        check_count("pool_factor", pool_factor)
+        made_by, shards = Provenance(), iter([vectors] if isinstance(vectors, TokenVectors) else [])
+        if isinstance(vectors, TokenStore):
+            manifest = vectors.manifest
+            if manifest.layout != TokenManifest.LAYOUT or manifest.kind != "document":
+                got = f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}"
+                raise ValueError(f"vectors: expected token vectors of documents, got {got}.")
+            made_by, store = manifest.provenance, vectors
+            shards = (store.shard(number) for number in range(len(manifest.shards)))
+        if storage == "int4" and vectors.dimension % 2:
+            raise ValueError(f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.")
+        options: Json = {"storage": storage, "pool_factor": pool_factor, "dimension": vectors.dimension}
+        return cls._write(Path(folder), _chunks(shards, storage, pool_factor), options, made_by, metadata, queries)
+
+    @classmethod
+    def _write(
+        cls,
+        folder: Path,
+        chunks: Iterable[Chunk],
+        options: Json,
+        made_by: Provenance,
+        metadata: Mapping[str, Fields] | Metadata | None,
+        queries: TokenVectors | None = None,
+    ) -> LateIndex:
+        with atomic_directory(folder, own_names=[MANIFEST_NAME, SEGMENTS, *_FILES]) as made:
+            ids, lengths, sums = list[str](), list[npt.NDArray[np.int64]](), list[int]()
+            with (made / token_blocks.VALUES).open("wb") as values, (made / token_blocks.SCALES).open("wb") as scales:
+                for names, counts, found in chunks:
+                    ids += names
+                    lengths.append(counts)
+                    arrays = token_blocks.arrays(found)
+                    for stream, array in zip((values, scales), arrays, strict=False):
+                        stream.write(array.data)
+                    ends = np.cumsum(counts).tolist()
+                    for low, high in zip([0, *ends], ends, strict=False):
+                        sums.append(token_blocks.checksum(*(array[low:high] for array in arrays)))
+            check_ids(ids)
+            offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
+            if not offsets[-1]:
+                raise ValueError(f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.")
+            np.save(made / token_blocks.OFFSETS, offsets)
+            np.save(made / token_blocks.SUMS, np.array(sums, np.uint32))
+            save_ids(ids, made)
+            files = TokenFiles(made, len(ids), options["dimension"], options["storage"])
+            nearest = None
+            if files.n_tokens >= centroids.FEWEST_TOKENS:
+                nearest = Centroids.of(lambda: files.blocks(_BLOCK), len(ids), files.n_tokens)
+                nearest.save(made)
+            index = cls(ids, files, nearest, options | {"n_candidates": 0, "recall": None}, made_by)
+            if nearest is not None:
+                index.options |= index._measured(nearest, queries)
+            made_of = made_by.passages
+            index.metadata = metadata if isinstance(metadata, Metadata) else Metadata.of(metadata, ids, made_of)
+            if index.metadata is not None:
+                index.metadata.save(made)
+            write_manifest(made, index, "torch", index.options)
+        return cls.load(folder)
+
+    @classmethod
+    def load(cls, path: str | Path) -> LateIndex:
+        """Open an index that :meth:`build` wrote; a ``DataError`` for a damaged one, at the latest when it is read."""
+        folder = Path(path)
+        manifest = read_manifest(folder, cls.backend, unread=token_blocks.FILES[:2])
+        options, count = manifest["options"], manifest["n_documents"]
+        if options.get("storage") not in STORAGES or options.get("dimension") != manifest["vocab_size"]:
+            raise DataError(
+                f"{folder}: expected a storage of {', '.join(STORAGES)} and a dimension, got {options}. {REMEDY}"
+            )
+        files = TokenFiles(folder, count, options["dimension"], options["storage"])
+        nearest = Centroids.load(folder, files.dimension)
+        index = cls(StoredIds.load(folder, count), files, nearest, options, Provenance.from_dict(manifest))
+        index.metadata = Metadata.load(folder, count)
+        return index
+
+    def save(self, path: str | Path) -> None:
+        """Copy the index to another folder; only an earlier index of its kind is replaced."""
+        if Path(path).resolve() == self.files.folder.resolve():
+            return
+        with atomic_directory(Path(path), own_names=[MANIFEST_NAME, SEGMENTS, *_FILES]) as made:
+            without_segments = shutil.ignore_patterns(SEGMENTS, ".*")
+            shutil.copytree(self.files.folder, made, dirs_exist_ok=True, ignore=without_segments)
+
+    @classmethod
+    def merged(
+        cls,
+        parts: Sequence[LateIndex],
+        chosen: Sequence[Sequence[int]],
+        folder: Path,
+        made_by: Provenance,
+        metadata: Metadata | None,
+    ) -> LateIndex:
+        """One index, in `folder`, of the chosen documents of several."""
+
+        def chunks() -> Iterator[Chunk]:
+            for part, rows in zip(parts, chosen, strict=True):
+                for low in range(0, len(rows), 1024):
+                    at = np.array(rows[low : low + 1024], np.int64)
+                    yield [part.ids[row] for row in at.tolist()], part.files.lengths[at], part.files.take(at)[0]
+
+        options = {name: parts[0].options[name] for name in ("storage", "pool_factor", "dimension")}
+        return cls._write(folder, chunks(), options, made_by, metadata)
+
+    def on(self, device: str = "cuda") -> LateIndex:
+        """The index, searched on a device."""
+        placed = copy.copy(self)
+        placed.device = torch.device(device)
+        torch.empty(1, device=placed.device)  # an error where there is none
+        return placed
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dimension(self) -> int:
+        """D, the length of a vector."""
+        return self.files.dimension
+
+    @property
+    def vocab_size(self) -> int:
+        return self.dimension
+
+    @property
+    def n_candidates(self) -> int:
+        return int(self.options.get("n_candidates") or 0)
+
+    @property
+    def recall(self) -> float | None:
+        return self.options.get("recall")
+
+    def search(
+        self,
+        queries: TokenVectors,
+        k: int,
+        *,
+        device: str | torch.device | Sequence[str] | None = None,
+        candidates: int | None = None,
+        where: Where = None,
+        allowed: Mask | None = None,
+        reduction: str = "sum",
+    ) -> list[list[Hit]]:
+        """The `k` best documents of each query, best first; all that have tokens, where there are fewer.
+
+        Args:
+            queries: token vectors in fp16 or fp32, of the index's dimension.
+            k: how many.
+            device: by default a GPU if there is one. What does not fit into its free memory is spread over the GPUs of
+                the machine, or else copied there block by block behind the computation. A list names several.
+            candidates: on a CPU, documents that are scored for each query, at least ten times `k`; 0 scores all. By
+                default :attr:`n_candidates`.
+            where: finds those documents alone whose metadata match.
+            allowed: bool ``[N]``, leaves documents out.
+            reduction: ``"mean"`` divides by the query's tokens.
+
+        Equal scores are in document order; of those equal to the last, a GPU may give any. ``ValueError`` for vectors
+        of another dimension, or with NaN or infinity; ``DataError`` where those read are damaged.
+        """
+        check_k(k)
+        if queries.dimension != self.dimension or queries.scales is not None or not queries.values.isfinite().all():
+            finite = "" if queries.scales is not None or queries.values.isfinite().all() else " with NaN or infinity"
+            got = f"{queries.values.dtype} of dimension {queries.dimension}{finite}"
+            raise ValueError(f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, got {got}.")
+        allowed = allowed_by(self, where, allowed)
+        usable = ~self._without if allowed is None else allowed & ~self._without
+        places = self._places(device or self.device)
+        asked = [row for row, length in enumerate(queries.offsets.diff().tolist()) if length]
+        found: list[list[Hit]] = [[] for _ in range(len(queries))]
+        count = self.n_candidates if candidates is None else candidates
+        scored = max(count, 10 * k) if count else 0
+        if places[0].type == "cpu" and self._nearest is not None and 0 < scored < int(usable.sum()) // 2:
+            for row in asked:
+                near = self._nearest.candidates(queries.rows(row), scored, usable)
+                scores = _scores(_Asked.of([queries.rows(row)], places[0]), *self.files.take(near), reduction)
+                best, columns = top_columns(scores, k)
+                found[row] = self._hits(best[0], columns[0], near)
+            return found
+        most = max(1, min(_QUERIES, _SCORES // max(1, self.n_documents)))
+        for low in range(0, len(asked), most):
+            part = asked[low : low + most]
+            tops = self._best([queries.rows(row) for row in part], k, places, usable, reduction)
+            for row, values, at in zip(part, *tops, strict=True):
+                found[row] = self._hits(values, at)
+        return found
+
+    def _hits(self, scores: Tensor, at: Tensor, documents: npt.NDArray[np.int64] | None = None) -> list[Hit]:
+        pairs = zip(scores.tolist(), at.tolist(), strict=True)
+        kept = [(score, place) for score, place in pairs if score > -float("inf")]
+        return [Hit(self.ids[place if documents is None else int(documents[place])], score) for score, place in kept]
+
+    def _best(
+        self,
+        queries: list[Tensor],
+        k: int,
+        places: Sequence[torch.device],
+        usable: Mask,
+        reduction: str = "sum",
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and positions ``[Nq, k]`` of the best of all documents, found in one pass for all queries."""
+        passes = [self._pass(share, queries, k, usable, reduction) for share in self._on(places)]
+        latest: list[Any] = [None] * len(passes)
+        for found in itertools.zip_longest(*passes):  # in turns, so that the devices work at the same time
+            latest = [new or old for new, old in zip(found, latest, strict=True)]
+        scores, at = (torch.cat([found[part].cpu() for found in latest], 1) for part in (0, 1))
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        return scores[:, :k], at.gather(1, order)[:, :k]
+
+    def _pass(
+        self, share: Share, queries: list[Tensor], k: int, usable: Mask, reduction: str
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The best documents of a share, after each of its blocks; a GPU is not waited for."""
+        asked, on_cpu = _Asked.of(queries, share.device), share.device.type == "cpu"
+        best, where = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
+        best, where = best.to(share.device), where.to(share.device)
+        for low, high, vectors, offsets in share.blocks(_BLOCK if on_cpu else STREAMED):
+            there = usable[low:high]
+            if there.all() and not on_cpu:
+                options: Json = {"query_mask": asked.mask, "cu_seqlens_d": offsets, "reduction": reduction}
+                scores, at = maxsim_topk(asked.vectors, vectors.decoded(), k, **options)
+            else:
+                scores = _scores(asked, vectors, offsets, reduction)
+                scores = scores.masked_fill_(torch.from_numpy(~there).to(share.device), -float("inf"))
+                scores, at = top_columns(scores, k) if on_cpu else scores.topk(min(k, high - low), dim=1)
+            both, rows = torch.cat([best, scores], 1), torch.cat([where, at + low], 1)
+            order = both.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            best, where = both.gather(1, order), rows.gather(1, order)
+            yield best, where
+
+    def _places(self, device: str | torch.device | Sequence[str] | None) -> list[torch.device]:
+        if device is not None and not isinstance(device, str | torch.device):
+            return [torch.device(name) for name in device]
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        several = str(place) == "cuda" and torch.cuda.device_count() > 1
+        if several and not self._fits(place, self.files.nbytes):
+            return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        return [place]
+
+    def _on(self, places: Sequence[torch.device]) -> list[Share]:
+        """The documents in as many shares, of about as many tokens."""
+        key = tuple(map(str, places))
+        if key not in self._shares:
+            ends = np.searchsorted(self.files.offsets, np.linspace(0, self.files.n_tokens, len(places) + 1)[1:-1])
+            bounds = [0, *ends.tolist(), self.n_documents]
+            each = self.files.nbytes // len(places)
+            self._shares[key] = [
+                Share(self.files, place, low, high, self._fits(place, each))
+                for place, low, high in zip(places, bounds, bounds[1:], strict=False)
+                if low < high
+            ]
+        return self._shares[key]
+
+    def _fits(self, place: torch.device, size: int) -> bool:
+        return place.type == "cuda" and size < torch.cuda.mem_get_info(place)[0] * _ROOM
+
+    def _measured(self, nearest: Centroids, queries: TokenVectors | None) -> Json:
+        """How many candidates hold enough of the ten best, and the share that they hold."""
+        lengths, chooser = self.files.lengths, np.random.default_rng(0)
+        if queries is not None:
+            asked, own = (
+                [queries.rows(row) for row in range(min(len(queries), _ASKED)) if queries.rows(row).numel()],
+                [],
+            )
+        else:
+            own = chooser.choice(np.flatnonzero(lengths), min(_ASKED, int((lengths > 0).sum())), replace=False).tolist()
+            starts = [int(chooser.integers(max(1, int(lengths[row]) - _WORDS))) for row in own]
+            rows = [self.files.between(row, row + 1).floats() for row in own]
+            asked = [row[start : start + _WORDS] for row, start in zip(rows, starts, strict=True)]
+        found = self._best(asked, 11 if own else 10, [torch.device("cpu")], ~self._without)[1].tolist()
+        best = [
+            [at for at in row if at != mine][:10] for row, mine in zip(found, own or [-1] * len(found), strict=True)
+        ]
+        count, share = 0, 0.0
+        for count in _CANDIDATES:
+            near = [set(nearest.candidates(query, count, ~self._without).tolist()) for query in asked]
+            share = float(
+                np.mean(
+                    [len(near_it.intersection(row)) / len(row) for near_it, row in zip(near, best, strict=True) if row]
+                )
+            )
+            if share >= _RECALL:
+                break
+        return {"n_candidates": count, "recall": round(share, 4)}
+
+
+class _Asked(NamedTuple):
+    """Queries of one pass: padded, ``[Nq, L, D]`` with a mask where they differ in length."""
+
+    vectors: Tensor
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, queries: Sequence[Tensor], device: torch.device) -> _Asked:
+        lengths = torch.tensor([len(rows) for rows in queries])
+        vectors = pad_sequence([rows.float() for rows in queries], batch_first=True).to(device)
+        ragged = int(lengths.min()) < int(lengths.max())
+        mask = torch.arange(vectors.size(1)) < lengths[:, None] if ragged else None
+        return cls(vectors, None if mask is None else mask.to(device))
+
+
+def _scores(asked: _Asked, vectors: Packed, offsets: Tensor, reduction: str) -> Tensor:
+    """Scores ``[Nq, Nd]`` of packed documents."""
+    documents = vectors.decoded()
+    queries = asked.vectors if isinstance(documents, QuantizedTokens) else asked.vectors.to(documents.dtype)
+    with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+        return maxsim(queries, documents, query_mask=asked.mask, cu_seqlens_d=offsets, reduction=reduction)
+
+
+def _chunks(shards: Iterable[TokenVectors], storage: str, pool_factor: int) -> Iterator[Chunk]:
+    """The vectors of all shards, pooled and as they are stored."""
+    for shard in shards:
+        vectors = shard.packed()
+        lengths = shard.offsets.diff().numpy()
+        if pool_factor > 1:
+            from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+            pooled = HierarchicalTokenPooling(pool_factor).pool([shard.rows(row) for row in range(len(shard))])
+            lengths = np.array([len(rows) for rows in pooled], np.int64)
+            vectors = torch.cat(pooled) if pooled else torch.zeros(0, shard.dimension)
+        yield shard.ids, lengths, packed(vectors, storage)

@@ -1,0 +1,271 @@
+"""Packed token vectors in files, one document after the other: storage, checks, and blocks of them on a device."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tilefold.ops import QuantizedTokens, quantize_tokens
+from tilefold.retrieval._checks import check_offsets
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.protocol import REMEDY
+
+STORAGES = ("int8", "fp16", "int4")
+VALUES, SCALES, OFFSETS, SUMS = "values.bin", "scales.bin", "offsets.npy", "checksums.npy"
+FILES = (VALUES, SCALES, OFFSETS, SUMS)
+_DTYPES: dict[str, tuple[type, type | None]] = {  # of values, and of scales: int4 has bfloat16
+    "int8": (np.int8, np.float32),
+    "fp16": (np.float16, None),
+    "int4": (np.uint8, np.uint16),
+}
+STREAMED = 1 << 21  # tokens of a block that is copied to a GPU
+_DECODED = 1 << 24  # and of one that is unpacked there
+
+Places = npt.NDArray[np.int64]
+
+
+class Packed(NamedTuple):
+    """Token vectors as they are stored."""
+
+    values: Tensor  # [T, D] int8 or fp16, or [T, D / 2] uint8
+    scales: Tensor | None  # [T] fp32, or bfloat16 of int4
+
+    def decoded(self) -> Tensor | QuantizedTokens:
+        """The document argument of :func:`tilefold.ops.maxsim`."""
+        if self.scales is None:
+            return self.values
+        if self.values.dtype == torch.uint8:
+            pair = torch.cat([self.values & 15, self.values >> 4], dim=1).to(torch.int8)
+            return QuantizedTokens(pair * 2 - 15, self.scales.float())
+        return QuantizedTokens(self.values, self.scales)
+
+    def floats(self) -> Tensor:
+        """The vectors ``[T, D]`` in fp32."""
+        found = self.decoded()
+        return found.dequantize() if isinstance(found, QuantizedTokens) else found.float()
+
+    def to(self, device: torch.device) -> Packed:
+        """The vectors on a device."""
+        return Packed(self.values.to(device), None if self.scales is None else self.scales.to(device))
+
+    def part(self, low: int, high: int) -> Packed:
+        """Tokens number `low` to `high`."""
+        return Packed(self.values[low:high], None if self.scales is None else self.scales[low:high])
+
+
+def packed(vectors: Tensor | QuantizedTokens, storage: str) -> Packed:
+    """Token vectors in a storage.
+
+    In 4 bits, an entry is one of the 16 odd integers from -15 to 15, times 1/15 of the largest entry of its token in
+    bfloat16: off by at most that 15th, 66 bytes for 128 entries.
+    """
+    if storage == "int8" and isinstance(vectors, QuantizedTokens):
+        return Packed(vectors.values, vectors.scales)
+    rows = vectors.dequantize() if isinstance(vectors, QuantizedTokens) else vectors.float()
+    if storage == "fp16":
+        return Packed(rows.half(), None)
+    if storage == "int8":
+        made = quantize_tokens(rows, "int8")
+        return Packed(made.values, made.scales)
+    scales = (rows.abs().amax(dim=1) / 15).bfloat16()
+    steps = rows / scales.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    numbers = ((steps + 15) / 2).round_().clamp_(0, 15).to(torch.uint8)
+    half = rows.size(1) // 2
+    return Packed(numbers[:, :half] | (numbers[:, half:] << 4), scales)
+
+
+class TokenFiles:
+    """Token vectors of N documents, memory-mapped, in the files of an index; ``DataError`` for what does not fit.
+
+    Each document has a checksum, which is compared when it is first read.
+    """
+
+    def __init__(self, folder: Path, count: int, dimension: int, storage: str) -> None:
+        self.folder, self.dimension, self.storage = folder, dimension, storage
+        self.offsets = self._array(OFFSETS, np.int64, count + 1)
+        self._sums = self._array(SUMS, np.uint32, count)
+        try:
+            check_offsets(self.offsets, max(0, int(self.offsets[-1])), "offsets")
+        except DataError as error:
+            raise DataError(f"{folder / OFFSETS}: {error} {REMEDY}") from error
+        kind, factors = _DTYPES[storage]
+        self.values = self._mapped(VALUES, kind, (self.n_tokens, dimension // 2 if storage == "int4" else dimension))
+        self.scales = None if factors is None else self._mapped(SCALES, factors, (self.n_tokens,))
+        self._trusted = np.zeros(count, bool)
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all vectors."""
+        return sum(array.nbytes for array in self._arrays())
+
+    @property
+    def lengths(self) -> Places:
+        """Tokens of each document, ``[N]``."""
+        return np.diff(self.offsets)
+
+    def _array(self, name: str, dtype: type, size: int) -> npt.NDArray[Any]:
+        try:
+            found = np.load(self.folder / name, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(
+                f"{self.folder / name}: expected an array of token vectors, got ({error}). {REMEDY}"
+            ) from error
+        if found.dtype != dtype or found.shape != (size,):
+            got = f"{found.dtype} {found.shape}"
+            raise DataError(f"{self.folder / name}: expected {size} numbers of {np.dtype(dtype)}, got {got}. {REMEDY}")
+        read: npt.NDArray[Any] = found
+        return read
+
+    def _mapped(self, name: str, dtype: type, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        path, wanted = self.folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if (got := path.stat().st_size) != wanted:
+            raise DataError(f"{path}: expected {wanted} bytes, got {got}. {REMEDY}")
+        return np.memmap(path, dtype, mode="c", shape=shape) if wanted else np.empty(shape, dtype)
+
+    def check(self, documents: Places) -> None:
+        """Raise ``DataError`` for documents whose vectors are not those that were saved."""
+        for at in documents[~self._trusted[documents]].tolist():
+            span = slice(self.offsets[at], self.offsets[at + 1])
+            if checksum(self.values[span], None if self.scales is None else self.scales[span]) != self._sums[at]:
+                said = f"damaged; the token vectors of document {at} are not those that were saved"
+                raise DataError(f"{self.folder / VALUES}: {said}. {REMEDY}")
+            self._trusted[at] = True
+
+    def take(self, documents: Places) -> tuple[Packed, Tensor]:
+        """Vectors of some documents, copied, and their offsets in int32."""
+        self.check(documents)
+        spans = [
+            slice(*span)
+            for span in zip(self.offsets[documents].tolist(), self.offsets[documents + 1].tolist(), strict=True)
+        ]
+        parts = [array if not spans else np.concatenate([array[span] for span in spans]) for array in self._arrays()]
+        offsets = torch.nn.functional.pad(torch.from_numpy(self.lengths[documents]).cumsum(0), (1, 0))
+        return self._tensors(parts), offsets.int()
+
+    def between(self, low: int, high: int) -> Packed:
+        """Vectors of documents number `low` to `high`, as they lie in the files."""
+        self.check(np.arange(low, high))
+        span = slice(int(self.offsets[low]), int(self.offsets[high]))
+        return self._tensors([array[span] for array in self._arrays()])
+
+    def _arrays(self) -> list[npt.NDArray[Any]]:
+        return [self.values] if self.scales is None else [self.values, self.scales]
+
+    def _tensors(self, parts: Sequence[npt.NDArray[Any]]) -> Packed:
+        values, *scales = map(torch.from_numpy, parts)
+        if self.storage == "int4":
+            scales = [scales[0].view(torch.bfloat16)]
+        return Packed(values, scales[0] if scales else None)
+
+    def ranges(self, tokens: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
+        """Consecutive documents of up to so many tokens, at least one."""
+        end = len(self._sums) if high is None else high
+        while low < end:
+            reach = int(np.searchsorted(self.offsets, self.offsets[low] + tokens, side="right")) - 1
+            stop = max(low + 1, min(reach, end))
+            yield low, stop
+            low = stop
+
+    def blocks(self, tokens: int) -> Iterator[tuple[Places, Tensor]]:
+        """Lengths of documents, and the vectors of all their tokens in fp32."""
+        for low, high in self.ranges(tokens):
+            yield self.lengths[low:high], self.between(low, high).floats()
+
+
+def arrays(found: Packed) -> list[npt.NDArray[Any]]:
+    """Values, and scales if there are some, as they are written."""
+    parts = [
+        found.values,
+        *(part.view(torch.int16) if part.dtype == torch.bfloat16 else part for part in found[1:] if part is not None),
+    ]
+    return [np.ascontiguousarray(part.numpy()) for part in parts]
+
+
+def checksum(values: npt.NDArray[Any], scales: npt.NDArray[Any] | None = None) -> int:
+    """CRC-32 of the vectors of a document."""
+    found = zlib.crc32(np.ascontiguousarray(values).data) if values.size else 0
+    return found if scales is None or not scales.size else zlib.crc32(np.ascontiguousarray(scales).data, found)
+
+
+class Share:
+    """Documents `low` to `high` of a collection on one device: all in its memory if they fit, else block by block.
+
+    A GPU computes with one block while the next is copied: from the files to one of two pinned buffers, and from there
+    by a stream of its own.
+    """
+
+    def __init__(self, files: TokenFiles, device: torch.device, low: int, high: int, fits: bool) -> None:
+        self.files, self.device, self.low, self.high = files, device, low, high
+        self.held: Packed | None = None
+        if fits and device.type != "cpu":
+            self.held = files.between(low, high).to(device)
+
+    def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor]]:
+        """First and last document (excluded), their vectors on the device, and int32 offsets there."""
+        first = int(self.files.offsets[self.low])
+        if self.held is not None:
+            size = _DECODED if self.files.storage == "int4" else 1 << 30
+            for low, high in self.files.ranges(size, self.low, self.high):
+                span = (int(self.files.offsets[at]) - first for at in (low, high))
+                yield low, high, self.held.part(*span), self._offsets(low, high)
+            return
+        ranges = self.files.ranges(tokens, self.low, self.high)
+        yield from self._streamed(ranges) if self.device.type == "cuda" else map(self._mapped, ranges)
+
+    def _mapped(self, span: tuple[int, int]) -> tuple[int, int, Packed, Tensor]:
+        return *span, self.files.between(*span).to(self.device), self._offsets(*span)
+
+    def _offsets(self, low: int, high: int) -> Tensor:
+        found = self.files.offsets[low : high + 1] - self.files.offsets[low]
+        return torch.from_numpy(found.astype(np.int32)).to(self.device, non_blocking=True)
+
+    def _streamed(self, ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int, Packed, Tensor]]:
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        main = torch.cuda.current_stream(self.device)
+        buffers: list[list[Tensor]] = [[], []]
+        sent: list[Any] = [None, None]
+        ahead: tuple[int, int, Packed, Tensor, Any] | None = None
+        for number, (low, high) in enumerate(ranges):
+            slot = number % 2
+            if sent[slot] is not None:
+                sent[slot].synchronize()
+            parts = [part for part in self.files.between(low, high) if part is not None]
+            for place, part in enumerate(parts):
+                if len(buffers[slot]) <= place or len(buffers[slot][place]) < len(part):
+                    buffers[slot][place:] = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True)]
+                buffers[slot][place][: len(part)].copy_(part)
+            with torch.cuda.stream(stream):
+                copied = [
+                    buffers[slot][at][: len(part)].to(self.device, non_blocking=True) for at, part in enumerate(parts)
+                ]
+                sent[slot] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                sent[slot].record(stream)
+            for part in copied:
+                part.record_stream(main)
+            following = (
+                low,
+                high,
+                Packed(copied[0], copied[1] if copied[1:] else None),
+                self._offsets(low, high),
+                sent[slot],
+            )
+            if ahead is not None:
+                yield self._awaited(ahead, main)
+            ahead = following
+        if ahead is not None:
+            yield self._awaited(ahead, main)
+
+    def _awaited(self, block: tuple[int, int, Packed, Tensor, Any], main: Any) -> tuple[int, int, Packed, Tensor]:
+        main.wait_event(block[4])
+        return block[:4]
