@@ -113,6 +113,61 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
     done(call("search", "queues", *places, "--rerank", broken, "--rerank-model", shared / "late"))
 
 
+def test_a_collection_is_searched_by_late_interaction(call: Call, shared: Path, tmp_path: Path) -> None:
+    """The index finds what exact reranking of everything that BM25 and more could find, and grows."""
+    place, model = tmp_path / "late-index", ("--model", shared / "late")
+    index = ("index", "--backend", "late", "--output", place)
+    made = measured(call(*index, "--tokens", shared / "tokens", "--queries", shared / "asked", "--json"))
+    assert (made["n_documents"], made["storage"], made["n_candidates"], made["recall"]) == (16, "int8", 0, None)
+    assert " MiB of int8" in done(call(*index, "--tokens", shared / "tokens")).out
+    asked = ("how do I work with csv files", "--index", place, *model, "--data", shared / "data", "--json")
+    hits = measured(call("search", *asked))["hits"]
+    assert len(hits) == 10 and hits[0]["title"]
+    run = tmp_path / "all.trec"
+    scored = measured(
+        call("evaluate", "--data", shared / "data", "--index", place, *model, "--k", "16", "--save-run", run, "--json")
+    )
+    reranked = call("evaluate", "--data", shared / "data", "--run", run, "--rerank", shared / "tokens", "--json")
+    assert measured(reranked)["measures"] == scored["measures"], "fp16 and int8 rank these alike"
+    half = done(
+        call(
+            "index",
+            "--backend",
+            "late",
+            "--tokens",
+            shared / "tokens",
+            "--storage",
+            "int4",
+            "--pool-factor",
+            "2",
+            "--output",
+            tmp_path / "small",
+        )
+    )
+    assert "int4" in half.out
+    (tmp_path / "gone.txt").write_text(hits[0]["id"])
+    change = ("index", "--output", place)
+    assert measured(call(*change, "--delete", tmp_path / "gone.txt", "--json"))["deleted"] == 1
+    left = measured(call("search", *asked))["hits"]
+    assert left[0]["id"] == hits[1]["id"]
+    assert measured(call(*change, "--update", "--tokens", shared / "tokens", "--json"))["written"] == 16
+    assert measured(call(*change, "--merge", "--json"))["n_documents"] == 16
+    assert measured(call("search", *asked))["hits"] == hits
+    fails(call("index", "--backend", "late", "--output", tmp_path / "x"), 2, "give them with --tokens")
+    fails(call(*index, "--vectors", shared / "vectors"), 2, "late reads --tokens")
+    fails(call(*index, "--tokens", shared / "asked"), 2, "--tokens: expected token vectors of documents")
+    fails(call(*index, "--tokens", shared / "tokens", "--queries", shared / "tokens"), 2, "encode --queries")
+    fails(
+        call("index", "--vectors", shared / "vectors", "--storage", "int8", "--output", place),
+        2,
+        "goes with --backend late",
+    )
+    fails(call(*change, "--update", "--vectors", shared / "vectors"), 2, "is an index of backend late")
+    fails(call("search", *asked, "--prf", "rocchio"), 2, "holds token vectors")
+    fails(call("search", "x", "--index", place, "--model", "minilm"), 1, "is not the model that made")
+    fails(call("search", "x", "--index", shared / "bm25", "--candidates", "5"), 2, "is for late indexes")
+
+
 def test_qdrant_has_exact_figures(call: Call, shared: Path, masked_lm: str, tmp_path: Path, monkeypatch: Any) -> None:
     http = OverHttp()
     http.key = "sesame-77-open"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -355,6 +356,16 @@ def test_a_document_of_the_index_alone_is_named(sparse: Any, late: Any, collecti
             assert (reply.status, reply.json["error_type"]) == (424, "Backend")
             assert "'added'" in reply.json["error"] and option in reply.json["error"]
         assert client.post("/v1/papers/search", {"query": "csv files", "explain": True}).status == 200
+
+
+def test_an_index_of_token_vectors_is_served(late: Any, collection: Collection, tmp_path: Path) -> None:
+    r.encode_tokens(late, collection.contents(), tmp_path / "tokens")
+    index = r.LateIndex.build(r.open_tokens(tmp_path / "tokens"), tmp_path / "index", storage="fp16")
+    found = Searchable("papers", index, Served(late, "multi-vector", "tiny"), documents=collection.documents)
+    with serving(Service([found.encoder] if found.encoder else [], searchable=found)) as client:
+        answer = client.post("/v1/papers/search", {"query": "csv files", "hits": 3}).json
+    expected = r.Searcher(index, late).rank({"q": "csv files"}, r.SearchRequest(3)).run["q"]
+    assert {each["docid"]: each["score"] for each in answer["candidates"]} == pytest.approx(expected, abs=1e-2)
 
 
 def test_dense_vectors_of_a_collection_are_a_column(sparse: Any, collection: Collection, vectors: Any) -> None:

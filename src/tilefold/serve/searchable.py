@@ -98,7 +98,7 @@ class Searchable:
         if self.encoder.kind == "dense":
             return torch.from_numpy(row[None])
         if self.encoder.kind == "multi-vector":
-            return TokenVectors([QUERY], torch.tensor([0, len(row)]), torch.from_numpy(row))
+            return TokenVectors([QUERY], torch.tensor([0, len(row)]), row.float())
         indices, weights = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
         size = self.index.vocab_size
