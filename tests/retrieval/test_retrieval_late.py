@@ -123,6 +123,18 @@ def test_candidates_have_exact_scores_and_the_recall_that_is_told(tmp_path: Path
     assert r.LateIndex.build(documents, tmp_path / "other", queries=asked).recall is not None
 
 
+def test_metadata_choose_documents_also_of_an_index_that_grew(tmp_path: Path, centred: None) -> None:
+    place, queries = tmp_path / "index", made(["q"], 1)
+    fields = {f"d{at}": {"even": at % 2 == 0} for at in range(600)}
+    r.LateIndex.build(made(names(range(500))), place, metadata=fields)
+    r.update_index(place, made(names(range(500, 600)), 2), metadata=fields)
+    for index in (open_index(place), r.merge_segments(place) and open_index(place)):
+        hits: Any = index.search(queries, 40, where={"even": True})  # type: ignore[arg-type, call-arg]
+        assert len(hits[0]) == 40 and all(int(hit.id[1:]) % 2 == 0 for hit in hits[0])
+    with pytest.raises(ValueError, match="where: expected a field of the index"):
+        r.LateIndex.load(place).search(queries, 3, where={"odd": True})
+
+
 def test_pooled_documents_are_those_of_sentence_transformers(tmp_path: Path) -> None:
     pooling = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules")
     documents = made(names(range(20)))
