@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,17 @@ from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import held
 from tilefold.integrations.transformers import runs_entmax, unregister
 from tilefold.losses import NoPenalty
-from tilefold.recipes import ColbertRecipe, Losses, SpladeRecipe, TrainingError, _training, get_recipe, train
+from tilefold.recipes import (
+    ColbertRecipe,
+    Losses,
+    OutOfTimeError,
+    SpladeRecipe,
+    TrainingError,
+    _trainer,
+    _training,
+    get_recipe,
+    train,
+)
 from tilefold.recipes._watch import SparseWatch
 from tilefold.recipes.loading import load_saved, newest_step
 from tilefold.retrieval.collection import Collection
@@ -205,6 +216,39 @@ def test_frozen_layers_and_embeddings_keep_their_weights(recipe: SpladeRecipe, c
     assert {name for name in before if ".layer.1." in name and name.endswith("dense.weight")} & kept == set()
 
 
+def test_a_run_stops_when_its_hours_are_over_and_its_card_has_the_command(
+    recipe: Any, collection: Any, trained: Any, tmp_path: Path, capsys: Any
+) -> None:
+    told = "the 1e-09 hours are over, at step 1 of 4; run the same again"
+    refused(OutOfTimeError, told, train, recipe, collection, tmp_path / "m", hours=1e-9)
+    refused(ValueError, "hours must be above 0 or None, got 0", train, recipe, collection, tmp_path / "m", hours=0)
+    assert newest_step(tmp_path / "m") == 1
+    assert train(recipe, collection, tmp_path / "m", hours=9.0, command="tilefold train|x").resumed_from == 1
+    assert_equal(tmp_path / "m", trained("splade"))
+    card = (tmp_path / "m/README.md").read_text()
+    for row in (
+        r"command | `tilefold train\|x` |",
+        "data | small, 12 pairs |",
+        "4 steps of 4 pairs |",
+        "a query | 3 |",
+    ):
+        assert f"{row}\n" in card.replace("negatives of a query", "a query")
+    assert '"learning_rate"' not in card and "terms of a vector | query " in card and "- loss:FlopsLoss\n" in card
+    assert card.index("## Made with tilefold") < card.index("## Training Details")
+    assert "MultiVectorEncoder(" in (trained("colbert") / "README.md").read_text()
+    collection.save_beir(tmp_path / "data")
+    command = ("train", "--model", recipe.base_model, "--data", tmp_path / "data", "--output", tmp_path / "c")
+    assert run_cli(*command, "--steps", "2", "--fp32", "--hours", "1e-9") == 1
+    assert "hours are over, at step 1 of 2" in capsys.readouterr().err
+    assert run_cli(*command, "--steps", "2", "--fp32", "--report-to", "nothing") != 0
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
+def test_what_the_trainer_reports_outlives_the_checkpoints(recipe: Any, collection: Any, tmp_path: Path) -> None:
+    train(recipe, collection, tmp_path / "m", report_to="tensorboard")
+    assert list((tmp_path / "m.logs").rglob("events*"))
+
+
 def test_checkpoints_come_by_time_and_settings_may_change(recipe: Any, collection: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(replace(recipe, save_steps=100, save_minutes=0.0), collection, tmp_path / "m", progress=stop_at(3))
@@ -373,8 +417,8 @@ def test_one_of_two_gpus_is_used(
     recipe: SpladeRecipe, fused: bool, collection: Collection, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """On the CPU, where the Trainer takes as many devices as torch counts GPUs, unless it is told to use the CPU."""
-    settings = _training._settings
-    monkeypatch.setattr(_training, "_settings", lambda job: settings(job) | {"use_cpu": False})
+    settings = _trainer._settings
+    monkeypatch.setattr(_trainer, "_settings", lambda job: settings(job) | {"use_cpu": False})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     class Wrapped(nn.DataParallel[Any]):

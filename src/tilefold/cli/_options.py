@@ -46,7 +46,7 @@ _PRF: _Rules = (
 )
 _TRAINING = (
     "epochs negatives batch_size mini_batch_size learning_rate regularizer group_by_length train_max_length "
-    "anneal_alpha bf16 fused graphs save_steps save_minutes devices"
+    "anneal_alpha bf16 fused graphs save_steps save_minutes devices hours report_to"
 )
 _NEW = "url collection weights overwrite"
 _BUILDS = "language k1 b identifiers n_postings centroid_fraction min_cluster_size summary_energy doc_cut "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import textwrap
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -71,6 +72,8 @@ def train(
     seed: int = preset(0, "Equal seeds give equal models."),
     save_steps: int = preset(25, "A checkpoint after so many steps."),
     save_minutes: float = preset(5.0, "A checkpoint after this time at the latest.", min=0),
+    hours: Number = option("Stop after this time, with a checkpoint; the same command goes on."),
+    report_to: str = preset("none", "tensorboard (in OUTPUT.logs), wandb, or another name that the trainer knows."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
     resume: bool = preset(True, "Resume an interrupted run.", "--resume/--fresh"),
     overwrite: bool = flag("Replace a finished model in --output.", "--overwrite"),
@@ -147,7 +150,8 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
                 update(before.pop(), steps, "")
             update(step, steps, "" if losses is None else str(losses))
 
-        options = {name: asked[name] for name in ("negatives", "resume", "overwrite", "verbose")}
+        options = {name: asked[name] for name in ("negatives", "resume", "overwrite", "verbose", "hours", "report_to")}
+        options["command"] = shlex.join(["tilefold", *_options.arguments])
         return catalogue.train(config, collection, output, progress=progress, **options)
 
 

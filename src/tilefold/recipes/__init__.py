@@ -10,6 +10,7 @@ _HOME = {
     "EncoderSpec": "encoders",
     "build_encoder": "encoders",
     "Losses": "_run",
+    "OutOfTimeError": "_run",
     "LsrRecipe": "lsr",
     "RegularizerSpec": "lsr",
     "SparseRecipe": "lsr",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tilefold._figures import new_figure, save_figure
 from tilefold._files import LOCK, hold_folder, read_json, release_folder, swap_directory, write_json
 from tilefold._typing import Model
+from tilefold.recipes._card import extend_card
 
 RECORD = "tilefold_training.json"
 WHOLE = "tilefold_whole.json"
@@ -92,12 +93,13 @@ class TrainingRun:
             write_json(self.work_dir / RECORD, {"settings": self.settings, "whole_batches": self.whole_batches})
         return self.checkpoint, self.resumed_from, self.whole_batches
 
-    def finish(self, model: Model, result: Record) -> None:
-        """Save `model`, log and plot in a temporary folder, move it into place, and delete the checkpoints."""
+    def finish(self, model: Model, result: Record, told: str = "") -> None:
+        """Save `model`, a card with what is `told`, log and plot in a temporary folder, and move that into place."""
         made = self.work_dir / "model"
         if made.exists():
             shutil.rmtree(made)
         model.save_pretrained(str(made))
+        extend_card(made / "README.md", told)
         if self.history:
             (made / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.history), encoding="utf-8")
             with suppress(ImportError):  # of matplotlib
@@ -163,6 +165,10 @@ def work_folder(output_dir: Path) -> Path:
 
 class TrainingError(RuntimeError):
     """The training cannot lead to a model."""
+
+
+class OutOfTimeError(TrainingError):
+    """The hours of a call are over; a checkpoint is kept."""
 
 
 def digest(rows: Iterable[tuple[object, ...]]) -> str:

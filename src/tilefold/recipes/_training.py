@@ -1,34 +1,28 @@
-"""The ``train`` of every recipe: pairs, one resumable run, a stock model."""
+"""The ``train`` of every recipe: pairs, one resumable run, a stock model, on one rank or on several."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._files import naming_full_disk
 from tilefold._ranks import each_for_itself, first_rank_first, joined, several
-from tilefold._typing import Model, Module
+from tilefold._typing import Model
 from tilefold.recipes import _run
+from tilefold.recipes._card import describe
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._world import World
 from tilefold.recipes.loading import quiet_libraries, register_entmax, supports_bf16
 from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
     from tilefold.retrieval.collection import Collection
 
 EXPLODED = 4.0
-_logger = logging.getLogger(__name__)
 Losses = _run.Losses
 Progress = _run.Progress
 
@@ -75,6 +69,18 @@ class Examples:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Arguments of :func:`train` that do not change the model."""
+
+    resume: bool = True
+    overwrite: bool = False
+    verbose: bool = False
+    hours: float | None = None
+    report_to: str = "none"
+    command: str = ""
+
+
+@dataclass(frozen=True)
 class TrainingJob:
     """The model, which is trained in place, its data, and where checkpoints go."""
 
@@ -84,8 +90,8 @@ class TrainingJob:
     run: _run.TrainingRun
     result: TrainResult  # but for what the trainer tells
     progress: Progress | None
-    verbose: bool
     world: World
+    call: Call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +137,9 @@ def train(
     overwrite: bool = False,
     progress: Progress | None = None,
     verbose: bool = False,
+    hours: float | None = None,
+    report_to: str = "none",
+    command: str = "",
 ) -> TrainResult:
     """Train any recipe on the pairs of the collection's ``"train"`` split, and save a stock model in `output_dir`.
 
@@ -149,6 +158,9 @@ def train(
         progress: called as ``progress(step, steps, losses)`` after every step, on the first rank; the
             :class:`tilefold.recipes.Losses` are ``None`` until they are known.
         verbose: let the libraries log.
+        hours: of this call's training, at most; then a checkpoint is kept, and :class:`OutOfTimeError` raised.
+        report_to: ``"tensorboard"`` (in ``<output_dir>.logs``), ``"wandb"`` or another name that the trainer knows.
+        command: for the card of the model, ``README.md``, that made it.
 
     Raises:
         ValueError: no training pairs, missing data (the message has the command that makes them), checkpoints of
@@ -156,19 +168,22 @@ def train(
             that the ranks cannot share.
         FileExistsError: `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: sentence-transformers or the packaged model is not installed.
+        OutOfTimeError: `hours` are over; the same call goes on.
         RankError: another rank failed or ended; its checkpoints are kept.
         RuntimeError: the environment names several processes, and no launcher that is known started them.
     """
     if negatives is not None and not recipe.reads_negatives:
         raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
+    if hours is not None and not hours > 0:
+        raise ValueError(f"hours must be above 0 or None, got {hours}.")
     check_launcher()
     with joined(training=True):
         world = World()
         try:
-            if world.rank:
-                progress = None
-            call: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "progress": progress, "verbose": verbose}
-            return _train(recipe, collection, Path(output_dir), negatives, world, **call)
+            call = Call(resume, overwrite, verbose, hours, report_to, command)
+            return _train(
+                recipe, collection, Path(output_dir), negatives, world, call, None if world.rank else progress
+            )
         finally:
             world.close()
 
@@ -179,11 +194,8 @@ def _train(
     output_dir: Path,
     negatives: str | Path | None,
     world: World,
-    *,
-    resume: bool,
-    overwrite: bool,
+    call: Call,
     progress: Progress | None,
-    verbose: bool,
 ) -> TrainResult:
     started = time.monotonic()
     untrained = recipe.max_steps == 0
@@ -196,14 +208,16 @@ def _train(
     run = _run.TrainingRun(output_dir, recipe.to_dict() | {"bf16": bf16}, data)
     if any(settings != run.settings for settings in world.all(run.settings)):
         raise ValueError("recipe and data must be the same on all ranks, got others; give each rank the same call.")
-    finished = world.first(lambda: run.finished(overwrite=overwrite, resume=resume))
+    finished = world.first(lambda: run.finished(overwrite=call.overwrite, resume=call.resume))
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
         lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated")}
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
-    run.checkpoint, run.resumed_from, run.whole_batches = world.first(lambda: run.open(resume=resume, ranks=world.size))
-    with quiet_libraries(verbose):
+    run.checkpoint, run.resumed_from, run.whole_batches = world.first(
+        lambda: run.open(resume=call.resume, ranks=world.size)
+    )
+    with quiet_libraries(call.verbose):
         register_entmax()
         try:
             with first_rank_first(), each_for_itself():  # what it fetches, the others find
@@ -229,9 +243,10 @@ def _train(
         )
         with naming_full_disk(run.work_dir), world.telling():
             if not untrained:
-                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, verbose, world))
+                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, world, call))
             result = replace(result, seconds=time.monotonic() - started)
-            world.first(lambda: run.finish(model, asdict(result)))
+            told = describe(recipe, result, collection.name, made.pairs, run.history, call.command)
+            world.first(lambda: run.finish(model, asdict(result), told))
     return result
 
 
@@ -264,107 +279,6 @@ def _lowered(recipe: TrainingSettings, model: Model) -> str:
     if not isinstance(limit, int) or limit >= recipe.max_length:
         return ""
     return f"the model reads at most {limit} tokens of a text, fewer than max_length ({recipe.max_length})."
-
-
-def run_trainer(
-    job: TrainingJob,
-    trainer_class: Callable[..., Trainer],
-    arguments_class: Callable[..., TrainingArguments],
-    loss: Module,
-    callbacks: Sequence[TrainerCallback] = (),
-    batch_sampler: object = "no_duplicates",
-    **settings: object,
-) -> TrainResult:
-    """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
-    from datasets import Dataset
-    from transformers.trainer_callback import PrinterCallback
-
-    from tilefold.integrations.transformers import AlphaSchedule, one_gpu
-    from tilefold.recipes._watch import NAMES, Watcher
-
-    say_unused_gpus()
-    recipe, read, world = job.recipe, job.examples.columns, job.world
-    card = job.model.model_card_data
-    card.widget = card.widget or [{"text": read["query"][0]}]  # else the card draws examples with a progress bar
-    watcher = Watcher(job.progress, job.run, recipe.save_minutes, world)
-    annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
-    columns = {name: values if name == "label" else cut_texts(job.model, values) for name, values in read.items()}
-    trainer = trainer_class(
-        model=job.model,
-        args=one_gpu(arguments_class)(**_settings(job), batch_sampler=batch_sampler, **settings),
-        train_dataset=Dataset.from_dict(columns),
-        loss=loss,
-        callbacks=[*callbacks, *annealed, watcher],
-    )
-    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader)
-    collate(trainer, recipe.graphs)
-    if not job.verbose:
-        trainer.remove_callback(PrinterCallback)
-    with watcher.heeding_interrupts():
-        trainer.train(resume_from_checkpoint=str(job.run.checkpoint) if job.run.checkpoint else None)
-    logged = (row for row in trainer.state.log_history if "loss" in row)
-    job.run.history = [{NAMES.get(name, name): value for name, value in row.items()} for row in logged]
-    warnings = job.result.warnings
-    cuts = [found for rank in world.all(list(trainer.data_collator.cut.seen.values())) for found in rank]
-    if recipe.graphs and trainer.model[0].forward.graphs.failed:
-        warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
-    return replace(
-        job.result,
-        loss=None if watcher.losses is None else watcher.losses.loss,
-        first_ranking_loss=watcher.first_ranking_loss,
-        ranking_loss=watcher.ranking_loss,
-        penalties=None if watcher.losses is None else watcher.losses.penalties,
-        warnings=warnings,
-        truncated=tuple(_summed(cuts)),
-    )
-
-
-def _summed(cuts: list[Any]) -> Iterator[dict[str, int | None]]:
-    """The texts that the ranks read, and those that they cut, for each length."""
-    for length in dict.fromkeys(found.max_length for found in cuts):
-        same = [found for found in cuts if found.max_length == length]
-        texts, count = sum(found.texts for found in same), sum(found.count for found in same)
-        yield {"texts": texts, "count": count, "max_length": length}
-
-
-def _batches_by_epoch(make: Callable[[], Any]) -> Any:
-    """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
-    loader = make()
-    inner: Any = getattr(loader.batch_sampler, "batch_sampler", None)
-    if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
-        loader.batch_sampler.set_epoch = inner.set_epoch
-    return loader
-
-
-def _settings(job: TrainingJob) -> dict[str, object]:
-    """The trainer's arguments, without the sampler."""
-    import torch
-
-    recipe, steps, on_gpu = job.recipe, job.result.steps, torch.cuda.is_available()
-    shared = {"accelerator_config": {"split_batches": True}, "ddp_backend": None if on_gpu else "gloo"}
-    return {
-        **(shared if job.world.size > 1 else {}),
-        "dataloader_drop_last": job.run.whole_batches,
-        "output_dir": str(job.run.work_dir),
-        "max_steps": steps,
-        "per_device_train_batch_size": recipe.batch_size,  # of all ranks, if there are several
-        "learning_rate": recipe.learning_rate,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": int(recipe.warmup_ratio * steps),
-        "weight_decay": 0.0,
-        "bf16": job.result.bf16,
-        "use_cpu": not on_gpu,
-        "dataloader_pin_memory": on_gpu,
-        "save_strategy": "steps",
-        "save_steps": recipe.save_steps,
-        "save_total_limit": 2,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,
-        "logging_steps": max(1, min(10, steps)),
-        "report_to": "none",
-        "disable_tqdm": not job.verbose,
-        "seed": recipe.seed,
-    }
 
 
 def training_pairs(collection: Collection) -> list[tuple[str, str]]:
@@ -401,19 +315,6 @@ def check_graphs(graphs: bool) -> None:
         raise ValueError("graphs must be False without a GPU of CUDA, got True; leave --graphs out on this machine.")
 
 
-def collate(trainer: Trainer, graphs: bool) -> None:
-    """Make the trainer's batches ahead, and with `graphs` repeat the launches of its encoder."""
-    from tilefold.integrations.sentence_transformers import collate_ahead
-
-    try:
-        collate_ahead(trainer, graphs=graphs)
-    except ValueError as error:
-        if not graphs:
-            raise
-        remedy = "whose batches stay padded, got True; leave --graphs out."
-        raise ValueError(f"graphs must be False for a model of several encoders, or of one {remedy}") from error
-
-
 def check_launcher() -> None:
     """Raise a ``RuntimeError`` where the environment names several processes that cannot meet each other."""
     import torch.distributed as dist
@@ -422,17 +323,3 @@ def check_launcher() -> None:
     if processes > 1 and not several() and not (dist.is_available() and dist.is_initialized()):
         remedy = "Start it with torchrun, accelerate launch or tilefold train --devices, or unset WORLD_SIZE."
         raise RuntimeError(f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}")
-
-
-def say_unused_gpus() -> None:
-    """Log one line if more GPUs are visible than the one that a recipe uses."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus > 1 and not several():
-        _logger.warning(
-            "%d GPUs are visible and one is used, cuda:0. For all of them: tilefold train --devices all, or "
-            "torchrun --nproc-per-node %d SCRIPT",
-            gpus,
-            gpus,
-        )

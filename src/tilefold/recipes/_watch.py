@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback
 
 from tilefold._files import write_json
 from tilefold._typing import Module
-from tilefold.recipes._run import WHOLE, Losses, Progress, TrainingError, TrainingRun
+from tilefold.recipes._run import WHOLE, Losses, OutOfTimeError, Progress, TrainingError, TrainingRun
 from tilefold.recipes._world import World
 
 if TYPE_CHECKING:
@@ -40,13 +40,16 @@ REMEDY = (
 class Watcher(TrainerCallback):
     """Reports steps, keeps losses, stops where one is not finite or after Ctrl-C, and asks for checkpoints by time."""
 
-    def __init__(self, progress: Progress | None, run: TrainingRun, save_minutes: float, world: World) -> None:
+    def __init__(
+        self, progress: Progress | None, run: TrainingRun, save_minutes: float, world: World, hours: float | None = None
+    ) -> None:
         self.progress, self.run, self.save_minutes, self.world = progress, run, save_minutes, world
         self.losses: Losses | None = None
         self.first_ranking_loss: float | None = None  # without regularisers
         self.ranking_loss: float | None = None
         self.interrupted = False
-        self.saved = time.monotonic()
+        self.saved = self.began = time.monotonic()
+        self.hours, self.over = hours, False
 
     def on_log(
         self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
@@ -69,11 +72,14 @@ class Watcher(TrainerCallback):
             raise KeyboardInterrupt
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
-        due = self.world.rank == 0 and time.monotonic() - self.saved >= 60 * self.save_minutes
-        if due:
-            self.saved = time.monotonic()
-        if self.world.raised(due):
-            control.should_save = True
+        now, asked = time.monotonic(), 0
+        if self.world.rank == 0 and now - self.saved >= 60 * self.save_minutes:
+            self.saved, asked = now, 1
+        if self.world.rank == 0 and self.hours is not None and now - self.began >= 3600 * self.hours:
+            asked = 2
+        found = self.world.highest(asked)
+        control.should_save = control.should_save or found > 0
+        self.over = self.over or (found == 2 and state.global_step < state.max_steps)
 
     def on_save(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         folder = self.run.work_dir / f"checkpoint-{state.global_step}"
@@ -81,6 +87,9 @@ class Watcher(TrainerCallback):
         if folder.is_dir() and self.world.rank == 0:
             write_json(folder / WHOLE, {"step": state.global_step})
         self.saved = time.monotonic()
+        if self.over:
+            at = f"step {state.global_step} of {state.max_steps}"
+            raise OutOfTimeError(f"the {self.hours:g} hours are over, at {at}; run the same again to go on from there.")
 
     @contextmanager
     def heeding_interrupts(self) -> Iterator[None]:
@@ -108,21 +117,21 @@ class _Seen(NamedTuple):
     width: int  # of the vocabulary
 
 
-class _Counting(nn.Module):
-    """A penalty that also counts the terms of every row it sees; nothing waits for the device."""
+class _Counting:
+    """Counts the terms of every row that a penalty sees; nothing waits for the device."""
 
     def __init__(self, penalty: Module) -> None:
-        super().__init__()
-        self.penalty = penalty
+        self.penalty, self._stock = penalty, penalty.compute_loss_from_embeddings
         self.steps: list[Tensor] = []
         self.width = 0
+        penalty.compute_loss_from_embeddings = self  # of this object alone, which keeps its class for the card
 
-    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        if self.training and torch.is_grad_enabled():
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        if self.penalty.training and torch.is_grad_enabled():
             active = (embeddings.detach() != 0).sum(dim=1)
             self.steps.append(torch.stack([active.float().mean(), (active == 0).float().mean()]))
             self.width = embeddings.size(1)
-        value: Tensor = self.penalty.compute_loss_from_embeddings(embeddings)
+        value: Tensor = self._stock(embeddings)
         return value
 
     def take(self, world: World) -> _Seen | None:
@@ -132,9 +141,6 @@ class _Counting(nn.Module):
         active, empty = world.mean(torch.stack(self.steps).mean(dim=0).tolist())
         self.steps = []
         return _Seen(active, empty, self.width)
-
-    def get_config_dict(self) -> dict[str, object]:
-        return getattr(self.penalty, "get_config_dict", dict)()
 
 
 class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
@@ -150,8 +156,6 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         super().__init__(loss)
         self.warmups, self.bounded, self.world = warmups, bounded, world or World()
         self.counters = {side: _Counting(getattr(loss, f"{side}_regularizer")) for side in SIDES}
-        for side, counter in self.counters.items():
-            setattr(loss, f"{side}_regularizer", counter)
         self.first: dict[str, _Seen] = {}
         self.last: dict[str, _Seen] = {}
         self.dead = dict.fromkeys((*SIDES, "gradient"), 0)

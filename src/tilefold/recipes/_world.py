@@ -21,7 +21,7 @@ class World:
         import torch.distributed as dist
 
         self.rank, self.size, self._group = 0, 1, None
-        self._flags: list[Any] = []  # of the step before: their tensor, and the sum that is under way
+        self._numbers: list[Any] = []  # of the call before: a tensor, and the work that fills it
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo")
@@ -69,22 +69,22 @@ class World:
         """The mean over the ranks of each value."""
         return [sum(column) / self.size for column in zip(*self.all(list(values)), strict=True)]
 
-    def raised(self, flag: bool) -> bool:
-        """Whether a rank raised the flag: in this call if there is one rank, else one call ago; nothing waits for it.
+    def highest(self, number: int) -> int:
+        """The highest number of all ranks: of this call if there is one rank, else of the one before; nothing waits.
 
         Every rank calls this equally often.
         """
         if self._group is None:
-            return flag
+            return number
         import torch
         import torch.distributed as dist
 
-        before, flags = self._flags, torch.tensor([int(flag)])
+        before, mine = self._numbers, torch.tensor([number])
         with self.telling():
-            self._flags = [flags, dist.all_reduce(flags, group=self._group, async_op=True)]
+            self._numbers = [mine, dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)]
             if before:
                 before[1].wait()
-        return bool(before and before[0].item())
+        return int(before[0].item()) if before else 0
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from tilefold._typing import Tokenizer
 from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
-from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, run_trainer, train
+from tilefold.recipes._trainer import run_trainer
+from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 from tilefold.recipes.loading import (
     load_whole,

@@ -24,13 +24,13 @@ from tilefold.recipes._settings import (
     number,
     whole,
 )  # fmt: skip
+from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import (
     Examples,
     Recipe,
     TrainingJob,
     TrainResult,
     pair_examples,
-    run_trainer,
     train,
     training_pairs,
 )

@@ -1,0 +1,70 @@
+"""The part of a model's card that tells of its training, after what sentence-transformers writes of the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tilefold._version import __version__
+
+_BEFORE = "## Training Details"  # of the card that sentence-transformers writes
+_LOAD = """\
+```python
+from sentence_transformers import {0}
+
+model = {0}("FOLDER")  # this folder, or where it is on the Hugging Face hub
+queries = model.encode_query(["a question"])
+documents = model.encode_document(["a text", "another one"])
+print(model.similarity(queries, documents))
+```
+"""
+
+
+def describe(
+    recipe: Any, result: Any, data: str, pairs: int, history: Sequence[Mapping[str, float]], command: str
+) -> str:
+    """The section in Markdown: what was trained, on what, with which command, and what came of it."""
+    standard = {each.name: each.default for each in fields(recipe)}
+    settings = {name: value for name, value in recipe.to_dict().items() if value != standard.get(name)}
+    last = history[-1] if history else {}
+    rows = {
+        "recipe": f"`{getattr(recipe, 'name', type(recipe).__name__)}` of tilefold {__version__}",
+        "data": f"{data}, {pairs:,} pairs",
+        "command": f"`{command}`" if command else "",
+        "training": f"{result.steps:,} steps" + (f" of {result.pairs:,} pairs" if result.pairs else ""),
+        "negatives of a query": "" if result.negatives is None else f"{result.negatives:,}",
+        "processes": str(result.ranks),
+        "last losses": ", ".join(
+            f"{name.replace('_', ' ')} {value:.4g}"
+            for name, value in last.items()
+            if name.endswith(("loss", "penalty"))
+        ),
+        "terms of a vector": ", ".join(
+            f"{name.removesuffix('_active_terms')} {value:.0f}" for name, value in last.items() if "active" in name
+        ),
+    }
+    table = "".join(f"| {name} | {value.replace('|', chr(92) + '|')} |\n" for name, value in rows.items() if value)
+    warned = "".join(f"- {text}\n" for text in result.warnings)
+    load = _LOAD.format("MultiVectorEncoder" if type(recipe).__name__ == "ColbertRecipe" else "SparseEncoder")
+    parts = [
+        "## Made with tilefold\n",
+        f"| | |\n|---|---|\n{table}",
+        load,
+        f"Settings that differ from those of the recipe's class:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n",
+        f"Warnings of the training:\n\n{warned}" if warned else "",
+        "Losses and terms are means over the last logged steps of training; this card says nothing of search quality "
+        "(`tilefold evaluate` measures it).\n",
+    ]
+    return "\n".join(filter(None, parts))
+
+
+def extend_card(card: Path, section: str) -> None:
+    """Put a section into a card, before the details of training, or at its end."""
+    if not section:
+        return
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    before, mark, after = text.partition(_BEFORE)
+    card.write_text(f"{before.rstrip()}\n\n{section}\n{mark}{after}".lstrip(), encoding="utf-8")

@@ -1,0 +1,149 @@
+"""The stock trainer of a run: its arguments and batches, on this rank of several, and what it tells."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tilefold._ranks import several
+from tilefold._typing import Module
+from tilefold.recipes._training import TrainingJob, TrainResult
+from tilefold.retrieval.truncation import cut_texts
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+_logger = logging.getLogger(__name__)
+
+
+def run_trainer(
+    job: TrainingJob,
+    trainer_class: Callable[..., Trainer],
+    arguments_class: Callable[..., TrainingArguments],
+    loss: Module,
+    callbacks: Sequence[TrainerCallback] = (),
+    batch_sampler: object = "no_duplicates",
+    **settings: object,
+) -> TrainResult:
+    """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+
+    from tilefold.integrations.transformers import AlphaSchedule, one_gpu
+    from tilefold.recipes._watch import NAMES, Watcher
+
+    say_unused_gpus()
+    recipe, read, world = job.recipe, job.examples.columns, job.world
+    card = job.model.model_card_data
+    card.widget = card.widget or [{"text": read["query"][0]}]  # else the card draws examples with a progress bar
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{job.run.output_dir}.logs")  # outlives the checkpoints
+    watcher = Watcher(job.progress, job.run, recipe.save_minutes, world, job.call.hours)
+    annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
+    columns = {name: values if name == "label" else cut_texts(job.model, values) for name, values in read.items()}
+    trainer = trainer_class(
+        model=job.model,
+        args=one_gpu(arguments_class)(**_settings(job), batch_sampler=batch_sampler, **settings),
+        train_dataset=Dataset.from_dict(columns),
+        loss=loss,
+        callbacks=[*callbacks, *annealed, watcher],
+    )
+    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader)
+    collate(trainer, recipe.graphs)
+    if not job.call.verbose:
+        trainer.remove_callback(PrinterCallback)
+    with watcher.heeding_interrupts():
+        trainer.train(resume_from_checkpoint=str(job.run.checkpoint) if job.run.checkpoint else None)
+    logged = (row for row in trainer.state.log_history if "loss" in row)
+    job.run.history = [{NAMES.get(name, name): value for name, value in row.items()} for row in logged]
+    warnings = job.result.warnings
+    cuts = [found for rank in world.all(list(trainer.data_collator.cut.seen.values())) for found in rank]
+    if recipe.graphs and trainer.model[0].forward.graphs.failed:
+        warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
+    return replace(
+        job.result,
+        loss=None if watcher.losses is None else watcher.losses.loss,
+        first_ranking_loss=watcher.first_ranking_loss,
+        ranking_loss=watcher.ranking_loss,
+        penalties=None if watcher.losses is None else watcher.losses.penalties,
+        warnings=warnings,
+        truncated=tuple(_summed(cuts)),
+    )
+
+
+def _summed(cuts: list[Any]) -> Iterator[dict[str, int | None]]:
+    """The texts that the ranks read, and those that they cut, for each length."""
+    for length in dict.fromkeys(found.max_length for found in cuts):
+        same = [found for found in cuts if found.max_length == length]
+        texts, count = sum(found.texts for found in same), sum(found.count for found in same)
+        yield {"texts": texts, "count": count, "max_length": length}
+
+
+def _batches_by_epoch(make: Callable[[], Any]) -> Any:
+    """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
+    loader = make()
+    inner: Any = getattr(loader.batch_sampler, "batch_sampler", None)
+    if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
+        loader.batch_sampler.set_epoch = inner.set_epoch
+    return loader
+
+
+def _settings(job: TrainingJob) -> dict[str, object]:
+    """The trainer's arguments, without the sampler."""
+    import torch
+
+    recipe, steps, on_gpu = job.recipe, job.result.steps, torch.cuda.is_available()
+    shared = {"accelerator_config": {"split_batches": True}, "ddp_backend": None if on_gpu else "gloo"}
+    return {
+        **(shared if job.world.size > 1 else {}),
+        "dataloader_drop_last": job.run.whole_batches,
+        "output_dir": str(job.run.work_dir),
+        "max_steps": steps,
+        "per_device_train_batch_size": recipe.batch_size,  # of all ranks, if there are several
+        "learning_rate": recipe.learning_rate,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": int(recipe.warmup_ratio * steps),
+        "weight_decay": 0.0,
+        "bf16": job.result.bf16,
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "save_strategy": "steps",
+        "save_steps": recipe.save_steps,
+        "save_total_limit": 2,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "logging_steps": max(1, min(10, steps)),
+        "report_to": job.call.report_to,
+        "disable_tqdm": not job.call.verbose,
+        "seed": recipe.seed,
+    }
+
+
+def collate(trainer: Trainer, graphs: bool) -> None:
+    """Make the trainer's batches ahead, and with `graphs` repeat the launches of its encoder."""
+    from tilefold.integrations.sentence_transformers import collate_ahead
+
+    try:
+        collate_ahead(trainer, graphs=graphs)
+    except ValueError as error:
+        if not graphs:
+            raise
+        remedy = "whose batches stay padded, got True; leave --graphs out."
+        raise ValueError(f"graphs must be False for a model of several encoders, or of one {remedy}") from error
+
+
+def say_unused_gpus() -> None:
+    """Log one line if more GPUs are visible than the one that a recipe uses."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and not several():
+        _logger.warning(
+            "%d GPUs are visible and one is used, cuda:0. For all of them: tilefold train --devices all, or "
+            "torchrun --nproc-per-node %d SCRIPT",
+            gpus,
+            gpus,
+        )
