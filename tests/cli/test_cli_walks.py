@@ -129,6 +129,9 @@ def test_only_some_documents(call: Call, here: Path) -> None:
         ("index --vectors article-vectors --data new-articles.jsonl --output never", 1, "holds other texts"),
     ):
         fails(call(*shlex.split(refused)), code, said)
+    r.write_vectors(r.SparseVectors.from_rows({"k1": {1: 1.0}, "zz": {2: 1.0}}, 10), "foreign")
+    made = call("index", "--vectors", "foreign", "--data", "articles.jsonl", "--output", "foreign-index")
+    assert "1 of the 2 of foreign are not in articles.jsonl, and have no metadata" in done(made).err
 
 
 def test_a_search_on_a_device_finds_the_same(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:

@@ -180,7 +180,10 @@ def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str,
         return None
     collection, made = _common.load_data(data, documents_only=True), getattr(read, "manifest", read)
     _check_texts(data, vectors, collection.contents(), made.provenance)
-    found = collection.metadata()
+    found, cut = collection.metadata(), made.provenance.passages
+    lacking = sum((name if cut is None else document_of(name)) not in collection.documents for name in read.ids)
+    if lacking:
+        note(f"--data: {lacking} of the {len(read.ids)} of {vectors} are not in {data}, and have no metadata")
     if not found:
         note(f"--data: the documents of {data} have no metadata: no fields but an id, a title and a text")
     return found
