@@ -214,6 +214,17 @@ def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tenso
         assert matrix == again == Memory(torch.float32, 64) and mask == Memory(torch.uint8, 32)
 
 
+@compiles
+def test_descriptors_of_every_release_are_told_apart_by_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    x = Memory(torch.float32, 64)
+    described = [
+        TensorDescriptor(x, [rows, 48], [48, 1], [block, 32]) for rows, block in ((64, 32), (64, 64), (70, 64))
+    ]
+    keys = [Build(_described_kernel, (1, 1, 1), (each, x, 9), {"BLOCK": 64}).key for each in described]
+    assert keys[0] != keys[1] == keys[2]
+
+
 def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, launched = Driver(monkeypatch), list[Any]()
 

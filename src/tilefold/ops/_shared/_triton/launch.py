@@ -74,7 +74,8 @@ class Build(NamedTuple):
                 wide = argument.bit_length() > 31
                 kind.append((wide, argument == 1, argument % 16 == 0) if own else wide)
             elif hasattr(argument, "base"):
-                kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding)
+                padding = getattr(argument, "padding", None)  # from 3.5 on
+                kind += (type(argument), argument.base.dtype, tuple(argument.block_shape), padding)
             else:
                 kind += (argument.dtype, argument.data_ptr() % 16 == 0)
         return *known, *kind
