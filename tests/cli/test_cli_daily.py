@@ -77,7 +77,7 @@ def test_help_names_the_words_that_an_option_takes(call: Call) -> None:
     shown = {verb: call(verb, "--help").out for verb in ("index", "evaluate", "fuse", "export", "serve", "encode")}
     for verb, words in (("index", "exact | seismic |"), ("fuse", "rrf|interpolation"),
                         ("evaluate", "average|rocchio"), ("evaluate", "keep|drop"), ("serve", "query|document"),
-                        ("export", "opensearch|vespa"), ("encode", "fp16|int8")):  # fmt: skip
+                        ("export", "opensearch|vespa|onnx"), ("encode", "fp16|int8")):  # fmt: skip
         assert words in shown[verb], shown[verb]
 
 

@@ -126,7 +126,7 @@ def test_documents_are_exported_with_tokens_and_texts(call: Call, shared: Path, 
 def test_export_refuses_what_does_not_belong_together(call: Call, shared: Path, masked_lm: str, tmp_path: Path) -> None:
     here = ("--vectors", shared / "vectors", "--output", tmp_path / "out")
     wrong = {
-        ("--to", "lucene"): "--to: expected one of opensearch, vespa, got 'lucene'",
+        ("--to", "lucene"): "--to: expected one of opensearch, vespa, onnx, got 'lucene'",
         ("--to", "vespa"): "--model: give the model that made the vectors, or --names numbers",
         ("--to", "vespa", "--dots", "keep"): "--dots goes with --to opensearch",
         ("--to", "vespa", "--names", "words"): "--names: expected one of tokens, numbers, got 'words'",

@@ -121,6 +121,8 @@ RULES: dict[str, _Rules] = {
     "export": (
         ("field_type dots", "to!=opensearch", "goes with --to opensearch"),
         ("document namespace", "to!=vespa", "goes with --to vespa"),
+        ("quantize top_k", "to!=onnx", "goes with --to onnx"),
+        ("vectors names data", "to=onnx", "goes with --to opensearch and vespa; onnx reads --model"),
     ),
     "index": (
         (f"{_NEW} {_BUILDS}", "update|delete|merge", "is for a new index; {output} says how this one was made"),

@@ -323,10 +323,12 @@ def merge(
 
 
 def export(
-    to: str = required("Bulk files and a mapping, or a feed and a schema.", "--to", metavar="opensearch|vespa"),
-    vectors: Path = required("Folder of documents that tilefold encode wrote."),
+    to: str = required(
+        "Bulk files and a mapping, a feed and a schema, or a model as a graph.", "--to", metavar="opensearch|vespa|onnx"
+    ),
+    vectors: Place = option("Folder of documents that tilefold encode wrote."),
     output: Path = required("Folder for the files."),
-    model: Text = option("The SparseEncoder that made the vectors, for the names of its terms."),
+    model: Text = option("The SparseEncoder that made the vectors, for the names of its terms; onnx: to export."),
     names: Text = option(
         "What terms are called: by default tokens, with --model; numbers never collide.", metavar="tokens|numbers"
     ),
@@ -339,9 +341,20 @@ def export(
     dots: Text = option("opensearch: tokens with a dot; keep is for neural_sparse queries.", metavar="refuse|keep"),
     document: Text = option("vespa: document type and schema (doc)."),
     namespace: Text = option("vespa: namespace of the document ids (tilefold)."),
+    quantize: Text = option("onnx: 8-bit products, several times as fast and less exact.", metavar="int8"),
+    top_k: Count = option("onnx: entries that the graph gives of a text; by default all."),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
-    """Write encoded documents as another engine reads them; a vocabulary whose terms would collide there is refused."""
+    """Write encoded documents as another engine reads them, or a model as an ONNX graph.
+
+    A vocabulary whose terms would collide in the engine is refused, as is a graph that does not compute what the model
+    does. Every command takes the folder of a graph as --model; it needs tilefold[onnx].
+    """
+    if to == "onnx":
+        _common.print_result(*_graph(model, output, quantize, top_k, as_json))
+        return
+    if vectors is None:
+        raise UsageError("--vectors: give the folder of documents that tilefold encode wrote.")
     # of one of the engines
     own = {"field_type": field_type, "dots": dots, "document": document, "namespace": namespace}
     options = {"field": field, **_common.known(own)}
@@ -358,6 +371,31 @@ def export(
     files = f"{first}, {others[0]}" if len(others) == 1 else f"{first} and {len(others)} bulk files"
     said = f"{exported.n_documents} documents written for {to} in {seconds:.1f} s: {output} ({files})"
     _common.print_result(result, as_json, said)
+
+
+def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | None, as_json: bool) -> Any:
+    """The result of an export to ONNX, and what is said of it."""
+    if model is None or model == _models.PACKAGED:
+        raise UsageError(f"--model: expected the folder or name of a sparse model to export, got {model or 'none'}.")
+    from tilefold.modules import load_encoder
+    from tilefold.recipes import export_onnx
+    from tilefold.recipes.loading import load_whole, quiet_libraries
+
+    _models.load_model(model, kinds=("sparse",), fast=())  # refuses what is none
+    started = time.monotonic()
+    try:
+        with _common.heartbeat("exporting (onnx)"), quiet_libraries():
+            made = export_onnx(load_whole(load_encoder, model), output, quantize=quantize, top_k=top_k)
+    except ImportError as error:
+        raise CommandError(f"--to onnx: {error}") from error
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        raise CommandError(f"--{name.replace('_', '-')}:{rest}") from error
+    seconds = round(time.monotonic() - started, 3)
+    (name, value), *_ = made.error.items()
+    checked = f"{name.replace('_', ' ')} {value:g} on random texts"
+    said = f"one graph of {made.bytes / 1e6:.0f} MB in {seconds:.1f} s ({checked}): {output}"
+    return {**made._asdict(), "seconds": seconds}, as_json, said, f"next: tilefold serve --model {output}"
 
 
 def _write(to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: Values) -> Any:

@@ -17,6 +17,7 @@ _HOME = {
     "FusedPooling": "fused_pooling",
     "HeadPooling": "head_pooling",
     "LexicalWindow": "window",
+    "OnnxGraph": "onnx_graph",
     "ProsperTransformer": "prosper",
     "SplateHead": "splate",
     "StaticQuery": "static_query",

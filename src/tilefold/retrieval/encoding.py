@@ -206,6 +206,9 @@ def model_fingerprint(model: Model) -> str:
     Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large model and any training
     step changes it; it does not detect deliberate forgery.
     """
+    settings = model_settings(model)
+    if (graph := next((each for each in model.modules() if hasattr(each, "made_of")), None)) is not None:
+        return _graph_fingerprint(graph, settings)
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
@@ -213,9 +216,22 @@ def model_fingerprint(model: Model) -> str:
         sample = flat[::step].cpu().double().numpy()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(sample.tobytes())
-    for name in ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims"):
-        digest.update(f"{name}={getattr(model, name, None)!r}\n".encode())
+    digest.update(settings.encode())
     return digest.hexdigest()
+
+
+def model_settings(model: Model) -> str:
+    """The prompts and limits of a model, as :func:`model_fingerprint` reads them."""
+    names = ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims")
+    return "".join(f"{name}={getattr(model, name, None)!r}\n" for name in names)
+
+
+def _graph_fingerprint(graph: Any, settings: str) -> str:
+    """That of the model which an ONNX graph was made of, while settings and vectors are the model's."""
+    made_of: dict[str, Any] = graph.made_of
+    if made_of["settings"] == settings and made_of["quantize"] is None:
+        return str(made_of["model"])
+    return hashlib.sha256(f"{made_of['model']} {graph.sha256} {settings}".encode()).hexdigest()
 
 
 def _vocab_size(model: Model, kind: Kind) -> int:
