@@ -66,7 +66,8 @@ def prepare(model: str, graphs: list[str]) -> Calls:
     calls["stock network alone"] = without_gradients(lambda: stock[0].model(**tensors))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.ao is to leave torch
-        made: Any = torch.ao.quantization.quantize_dynamic(quantized[0].model, {torch.nn.Linear}, torch.qint8)
+        quantize: Any = torch.ao.quantization.quantize_dynamic
+        made = quantize(quantized[0].model, {torch.nn.Linear}, torch.qint8)
     calls["torch.ao int8 network alone"] = without_gradients(lambda: made(**tensors))
     for graph in graphs:
         loaded = load_encoder(graph, device="cpu")

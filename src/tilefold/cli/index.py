@@ -377,15 +377,14 @@ def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | N
     """The result of an export to ONNX, and what is said of it."""
     if model is None or model == _models.PACKAGED:
         raise UsageError(f"--model: expected the folder or name of a sparse model to export, got {model or 'none'}.")
-    from tilefold.modules import load_encoder
     from tilefold.recipes import export_onnx
-    from tilefold.recipes.loading import load_whole, quiet_libraries
+    from tilefold.recipes.loading import quiet_libraries
 
     _models.load_model(model, kinds=("sparse",), fast=())  # refuses what is none
     started = time.monotonic()
     try:
         with _common.heartbeat("exporting (onnx)"), quiet_libraries():
-            made = export_onnx(load_whole(load_encoder, model), output, quantize=quantize, top_k=top_k)
+            made = export_onnx(model, output, quantize=quantize, top_k=top_k)
     except ImportError as error:
         raise CommandError(f"--to onnx: {error}") from error
     except ValueError as error:

@@ -17,8 +17,10 @@ from tilefold._files import atomic_directory, sha256_file
 from tilefold._typing import Model, Transformer
 from tilefold._version import __version__
 from tilefold._vocabulary import vocabulary_fingerprint
+from tilefold.modules import load_encoder
 from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS, activate
 from tilefold.modules.onnx_graph import GRAPH, OnnxGraph
+from tilefold.recipes.loading import load_whole
 from tilefold.retrieval.encoding import model_fingerprint, model_settings
 
 __all__ = ["ExportedGraph", "export_onnx"]
@@ -46,7 +48,7 @@ class ExportedGraph(NamedTuple):
 
 
 def export_onnx(
-    model: Model, output: str | Path, *, quantize: str | None = None, top_k: int | None = None
+    model: Model | str, output: str | Path, *, quantize: str | None = None, top_k: int | None = None
 ) -> ExportedGraph:
     """Write a ``SparseEncoder`` to a folder in which each Transformer with its SpladePooling is one ONNX graph.
 
@@ -61,7 +63,7 @@ def export_onnx(
     the largest score where that is more. Each vector of an 8-bit graph must have a cosine of at least 0.9.
 
     Args:
-        model: with stock modules; max or sum pooling.
+        model: with stock modules, max or sum pooling; or its folder or name.
         output: a new folder.
         quantize: ``"int8"`` multiplies by 8-bit weights (7 bits of each, by output, so that no CPU without VNNI
             saturates) and activations that are rounded by one scale for the whole batch.
@@ -81,6 +83,8 @@ def export_onnx(
 
     if quantize not in {None, "int8"}:
         raise ValueError(f"quantize: expected 'int8' or None, got {quantize!r}.")
+    if isinstance(model, str):
+        model = load_whole(load_encoder, model)
     if not isinstance(model, SparseEncoder):
         raise ValueError(f"model: expected a SparseEncoder, got a {type(model).__name__}.")
     if "encode_sparse_batch" in vars(model):
