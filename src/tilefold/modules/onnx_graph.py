@@ -32,13 +32,11 @@ class OnnxGraph(FusedPooling, InputModule):
     Args:
         tokenizer: of the model.
         path: of the graph.
-        vocab_size: V.
-        sha256: of the file of the graph, without weights that lie beside it.
-        max_seq_length, query_length, document_length: tokens read of a text, as of a stock ``Transformer``.
-        top_k: entries that the graph gives of a row, None for all.
-        pooling, activation: names of the model's ``SpladePooling``; ``quantize``: None or ``"int8"``.
-        made_of: fingerprints of the model (``model``, with its ``settings``) and of its ``vocabulary``, and versions.
-        error: the largest difference to the model, by part of the budget, or the smallest cosine of an 8-bit graph.
+        settings: V (``vocab_size``); the ``sha256`` of the graph; ``max_seq_length``, ``query_length`` and
+            ``document_length`` of the model's ``Transformer``; entries that the graph gives of a row (``top_k``, None
+            for all); the names of the ``SpladePooling`` (``pooling``, ``activation``); ``quantize``, None or
+            ``"int8"``; fingerprints of the model, its settings and vocabulary, and versions (``made_of``); and how
+            far it was from the model (``error``).
 
     Raises:
         ImportError: without onnxruntime, when it first encodes.
@@ -52,33 +50,14 @@ class OnnxGraph(FusedPooling, InputModule):
         *("activation", "quantize", "made_of", "error"),
     ]
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        path: str | Path,
-        *,
-        vocab_size: int,
-        sha256: str,
-        max_seq_length: int | None = None,
-        query_length: int | None = None,
-        document_length: int | None = None,
-        top_k: int | None = None,
-        pooling: str = "max",
-        activation: str = "relu",
-        quantize: str | None = None,
-        made_of: dict[str, Any] | None = None,
-        error: dict[str, float] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, path: str | Path, **settings: Any) -> None:
         super().__init__()
-        self.tokenizer, self.path = tokenizer, Path(path)
-        self.vocab_size, self.sha256, self.top_k = vocab_size, sha256, top_k
-        self.max_seq_length, self.query_length, self.document_length = max_seq_length, query_length, document_length
-        self.pooling, self.activation, self.quantize = pooling, activation, quantize
-        self.made_of, self.error = made_of or {}, error or {}
-        self._session: Any = None
-        if (found := sha256_file(self.path)) != sha256:
+        self.tokenizer, self.path, self._session = tokenizer, Path(path), None
+        for name in self.config_keys:
+            setattr(self, name, settings.get(name))
+        if (found := sha256_file(self.path)) != self.sha256:
             remedy = "Export the model again: tilefold export --to onnx."
-            raise ValueError(f"{self.path}: expected the graph with SHA-256 {sha256[:12]}, got {found[:12]}. {remedy}")
+            raise ValueError(f"{path}: expected the graph with SHA-256 {self.sha256[:12]}, got {found[:12]}. {remedy}")
 
     def preprocess(self, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Features:
         """``input_ids`` and ``attention_mask`` of texts, cut as the model cuts them."""
@@ -123,7 +102,7 @@ class OnnxGraph(FusedPooling, InputModule):
 
     def get_embedding_dimension(self) -> int:
         """V."""
-        return self.vocab_size
+        return int(self.vocab_size)
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
         """Write the tokenizer and the settings, and copy the graph."""

@@ -7,14 +7,19 @@ import logging
 import random
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 
 from tilefold._files import atomic_directory, sha256_file
-from tilefold._typing import Model, Transformer
+from tilefold._typing import Model
 from tilefold._version import __version__
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.modules import load_encoder
@@ -30,15 +35,10 @@ ALLOWED = 8.0  # times the error of the model's own fp32 against fp64
 LEAST_COSINE = 0.9  # of a vector of an 8-bit graph with the model's
 EPSILON = 2.0**-23
 LENGTHS = (1, 3, 12, 40, 200, 700)  # words of the random texts
-_RANDOM_TEXTS = 12
 
 
 class ExportedGraph(NamedTuple):
-    """Result of :func:`export_onnx`.
-
-    ``error`` has ``budget_used`` (the largest difference to the model in fp64 as a part of what is allowed), or
-    ``least_cosine`` of an 8-bit graph.
-    """
+    """Result of :func:`export_onnx`: ``error`` has the part of the budget that was used, or the least cosine."""
 
     output: str
     graphs: int
@@ -79,8 +79,6 @@ def export_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(f'an export to ONNX needs {error.name}: pip install "tilefold[onnx]".') from error
-    from sentence_transformers import SparseEncoder
-
     if quantize not in {None, "int8"}:
         raise ValueError(f"quantize: expected 'int8' or None, got {quantize!r}.")
     if isinstance(model, str):
@@ -94,13 +92,9 @@ def export_onnx(
     vocab_size = _encoded(stock, ["a"]).size(1)
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k: expected 1 to {vocab_size}, the vocabulary, got {top_k}.")
-    made_of: dict[str, Any] = {
-        "model": model_fingerprint(model),
-        "settings": model_settings(model),
-        "quantize": quantize,
-    }
-    made_of |= {"vocabulary": vocabulary_fingerprint(model.tokenizer), "opset": OPSET}
-    made_of |= {"tilefold": __version__, "torch": torch.__version__}
+    made_of: dict[str, Any] = {"model": model_fingerprint(model), "settings": model_settings(model)}
+    made_of |= {"vocabulary": vocabulary_fingerprint(model.tokenizer), "quantize": quantize}
+    made_of |= {"opset": OPSET, "tilefold": __version__, "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as scratch:
         maker = _Maker(Path(scratch), vocab_size, quantize, top_k, made_of)
         exported = _with_modules(model, maker.modules_of(stock))
@@ -110,7 +104,7 @@ def export_onnx(
         errors = _compared(stock, exported, quantize, top_k)
         for graph in maker.made:
             graph.error = errors
-        exported.max_active_dims = model.max_active_dims
+        exported.float().max_active_dims = model.max_active_dims  # whose other modules are those that were compared
         with atomic_directory(Path(output), own_names=()) as folder:
             exported.save_pretrained(str(folder), create_model_card=False)
     size = sum(file.stat().st_size for file in Path(output).rglob("*") if file.is_file())
@@ -124,12 +118,10 @@ def _with_modules(model: Model, modules: list[nn.Module]) -> Model:
 
 
 def _encoded(model: Model, texts: list[str]) -> Tensor:
-    """``[n, V]`` fp64, in the model's own precision."""
+    """Texts as queries and as documents, ``[2 n, V]`` fp64, in the model's own precision."""
+    how: dict[str, Any] = {"convert_to_tensor": True, "convert_to_sparse_tensor": False, "show_progress_bar": False}
     with torch.no_grad():
-        rows: Tensor = model.encode(
-            texts, convert_to_tensor=True, convert_to_sparse_tensor=False, show_progress_bar=False
-        )
-    return rows.double()
+        return torch.cat([encode(texts, **how).double() for encode in (model.encode_query, model.encode_document)])
 
 
 class _Maker:
@@ -142,26 +134,22 @@ class _Maker:
         self.made_of, self.made = made_of, list[OnnxGraph]()
 
     def modules_of(self, pipeline: nn.Module) -> list[nn.Module]:
-        from sentence_transformers.base.modules import Router
-        from sentence_transformers.sparse_encoder.modules import SpladePooling
-
         found: list[nn.Module] = []
         for module in pipeline.children():
             if isinstance(module, Router):
                 routes = {name: self.modules_of(route) for name, route in module.sub_modules.items()}
                 options = {name: getattr(module, name) for name in ("default_route", "allow_empty_key")}
                 found.append(Router(routes, route_mappings=module.route_mappings, **options))
-            elif type(module) is SpladePooling and found and _is_transformer(found[-1]):
+            elif type(module) is SpladePooling and found and isinstance(found[-1], Transformer):
                 found[-1] = self._graph(found[-1], module)
             else:
                 found.append(module)
-        left = next((module for module in found if _is_transformer(module)), None)
-        if left is not None:
+        if any(isinstance(module, Transformer) for module in found):
             names = " -> ".join(type(module).__name__ for module in pipeline.children())
             raise ValueError(f"model: expected a SpladePooling right after its Transformer, got {names}.")
         return found
 
-    def _graph(self, transformer: Transformer, pooling: Any) -> OnnxGraph:
+    def _graph(self, transformer: Any, pooling: Any) -> OnnxGraph:
         if getattr(transformer, "query_expansion", None) is not None:
             raise ValueError("model: expected texts as they are, got a Transformer that expands queries.")
         folder = self.scratch / str(len(self.made))
@@ -181,16 +169,10 @@ class _Maker:
         return graph
 
 
-def _is_transformer(module: object) -> bool:
-    from sentence_transformers.base.modules import Transformer
-
-    return isinstance(module, Transformer)
-
-
 class _Scorer(nn.Module):
     """A copy of a masked language model in fp32, with activation and pooling, as one function of token ids."""
 
-    def __init__(self, transformer: Transformer, pooling: Any, top_k: int | None, own_head: bool) -> None:
+    def __init__(self, transformer: Any, pooling: Any, top_k: int | None, own_head: bool) -> None:
         super().__init__()
         self.network: Any = copy.deepcopy(transformer.model).float().cpu().eval()
         head = self.network.get_output_embeddings()
@@ -220,40 +202,39 @@ def _write(scorer: _Scorer, path: Path) -> None:
     mask[1, 4:] = 0
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
     names = ["scores"] if scorer.top_k is None else ["indices", "weights"]
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), _quiet("torch.onnx"), torch.no_grad():
             warnings.simplefilter("ignore")
-            program = torch.onnx.export(
+            program: Any = torch.onnx.export(
                 scorer, (ids, mask), dynamo=True, opset_version=OPSET, dynamic_shapes=(sizes, sizes), verbose=False,
                 input_names=["input_ids", "attention_mask"], output_names=names,
             )  # fmt: skip
-            if program is None:
-                raise RuntimeError("torch gave no program")
             program.save(path)
     except Exception as error:
         kind, why = type(scorer.network).__name__, str(error).strip().partition("\n")[0]
         raise ValueError(f"model: torch cannot export a {kind} to ONNX ({type(error).__name__}: {why}).") from error
-    finally:
-        logger.setLevel(level)
 
 
 def _quantize(path: Path, to: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     large = path.with_name(path.name + ".data").exists()
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # it advises on preparations through the root logger
-    try:
+    with _quiet(None):  # it advises through the root logger
         quantize_dynamic(
             path, to, per_channel=True, reduce_range=True, weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm"], use_external_data_format=large,
         )  # fmt: skip
+
+
+@contextmanager
+def _quiet(name: str | None) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
     finally:
-        root.setLevel(level)
+        logger.setLevel(level)
 
 
 def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | None) -> dict[str, float]:
@@ -285,7 +266,6 @@ def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | 
 
 
 def _random_texts(tokenizer: Any) -> list[str]:
-    """Texts of 1 to 700 random tokens of the vocabulary."""
     drawn, special = random.Random(0), set(tokenizer.all_special_ids)  # noqa: S311 - no secret
     ids = [id_ for id_ in range(len(tokenizer)) if id_ not in special]
-    return [tokenizer.decode(drawn.choices(ids, k=LENGTHS[number % len(LENGTHS)])) for number in range(_RANDOM_TEXTS)]
+    return [tokenizer.decode(drawn.choices(ids, k=length)) for length in LENGTHS]
