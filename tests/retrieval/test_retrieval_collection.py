@@ -225,6 +225,27 @@ def test_saved_datasets_are_read_as_parts_and_alone(beir: Path, tmp_path: Path) 
     refused(DataError, "two: expected a dataset of one split, got a, b", r.load_collection, tmp_path / "two")
 
 
+def test_the_files_of_ms_marco_are_read_as_they_are(tmp_path: Path) -> None:
+    files = {
+        "collection.tsv": "0\tThe presence of communication.\n1\tAnother passage.\n",
+        "queries.train.tsv": "121352\tdefine extreme\n",
+        "queries.dev.tsv": "1048585\twhat is paula deen's brother\n2\tandroid\n",
+        "queries.dev.small.tsv": "1048585\twhat is paula deen's brother\n",
+        "qrels.train.tsv": "121352\t0\t1\t1\n",
+        "qrels.dev.small.tsv": "1048585\t0\t0\t1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = r.load_beir(tmp_path)
+    assert found.documents["1"].contents == "Another passage." and list(found.queries) == ["1048585", "2", "121352"]
+    assert found.qrels == {"dev.small": {"1048585": {"0": 1}}, "train": {"121352": {"1": 1}}}
+    assert found.pairs("train") == [("121352", "1")]
+    assert list(r.load_beir(tmp_path, splits=["train"]).qrels) == ["train"]
+    (tmp_path / "queries.dev.tsv").write_text("1048585\tanother\n")
+    with pytest.raises(ValueError, match="query '1048585' has another text in a file before"):
+        r.load_beir(tmp_path)
+
+
 def test_judgements_and_topics_of_trec_are_read(beir: Path) -> None:
     whole = r.load_beir(beir)
     (beir / "qrels" / "test.tsv").unlink()

@@ -237,12 +237,16 @@ def query_of_line(line: str, number: int) -> tuple[str, str]:
 def read_splits(
     folder: Path, known: tuple[Container[str], Container[str]], drop: bool, wanted: Sequence[str] | None
 ) -> dict[str, Qrels]:
-    """Split -> judgements in `folder` of `known` ids, others are errors or to `drop`: the `wanted` splits, or all."""
+    """Split -> judgements in `folder` of `known` ids, others are errors or to `drop`: the `wanted` splits, or all.
+
+    Without the folder ``qrels``, those of MS MARCO's files beside it, ``qrels.<split>.tsv``.
+    """
     splits: dict[str, list[Path]] = {}
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for file in sorted(folder.iterdir() if folder.is_dir() else folder.parent.glob(f"{folder.name}.*.tsv")):
         suffix = max((end for end in _SUFFIXES if file.name.endswith(end)), key=len, default=None)
         if suffix is not None and not file.name.startswith("."):
-            split = re.sub(r"-\d{5}-of-\d{5}$", "", file.name.removesuffix(suffix))
+            name = file.name if folder.is_dir() else file.name.removeprefix(f"{folder.name}.")
+            split = re.sub(r"-\d{5}-of-\d{5}$", "", name.removesuffix(suffix))
             splits.setdefault(split, []).append(file)
     chosen = wanted if wanted and all(split in splits for split in wanted) else splits
     return {split: _read_split(splits[split], *known, drop) for split in chosen}

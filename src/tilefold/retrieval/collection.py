@@ -30,7 +30,7 @@ _OWN = ("_id", "id", "title", "text")  # columns that are no metadata
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
     "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and qrels/<split>.tsv; .jsonl.gz, "
-    ".parquet and saved datasets are read, too."
+    ".parquet, saved datasets and MS MARCO's collection.tsv, queries.<split>.tsv and qrels.<split>.tsv are read, too."
 )
 
 
@@ -151,7 +151,8 @@ def load_beir(
     The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz`` or ``.parquet``, or in a folder
     ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in ``queries.tsv`` (id, tab, text) or
     ``queries.trec`` (TREC topics). Judgements are in ``qrels/<split>.tsv`` (three columns, or the four of TREC),
-    ``.jsonl`` or ``.parquet``.
+    ``.jsonl`` or ``.parquet``. MS MARCO's own files are read as they are: ``collection.tsv``, ``queries.<split>.tsv``
+    and ``qrels.<split>.tsv``; all documents are held in memory.
 
     `unknown` is ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as a sample, lacks;
     `documents_only` leaves queries and judgements unread, and `splits` those of other splits. Malformed rows, missing,
@@ -170,6 +171,8 @@ def load_beir(
     queries = find_table(folder, "queries", (*ROWS, ".tsv", TOPICS))
     if queries is not None:
         collection.queries = _texts(query_rows(queries), queries)
+    elif files := sorted(folder.glob("queries.*.tsv")):
+        collection.queries = _queries_of_splits(files)
     elif (folder / "qrels").exists():
         raise FileNotFoundError(f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}")
     known = collection.queries, collection.documents
@@ -181,7 +184,7 @@ def documents_table(folder: Path) -> Path:
     """Path of the rows of the documents: `folder` itself where it is a file or a saved dataset."""
     if folder.is_file() or is_saved_dataset(folder):
         return folder
-    corpus = find_table(folder, "corpus", ROWS)
+    corpus = find_table(folder, "corpus", ROWS) or find_table(folder, "collection", (".tsv", ".tsv.gz"))
     if corpus is None:
         raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
     return corpus
@@ -229,6 +232,18 @@ def _texts(rows: Iterable[Row], path: Path) -> dict[str, str]:
     for where, row in rows:
         texts[_id(row, where, texts)] = _string(row, "text", where)
     return _some(texts, path)
+
+
+def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
+    """Queries of MS MARCO's files, of which one may be a part of another."""
+    texts: dict[str, str] = {}
+    for file in files:
+        more = _texts(query_rows(file), file)
+        for name in texts.keys() & more.keys():
+            if texts[name] != more[name]:
+                raise DataError(f"{file}: query {name!r} has another text in a file before. Keep one of the two.")
+        texts |= more
+    return texts
 
 
 def _some(found: dict[str, T], path: Path) -> dict[str, T]:
