@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import typer.main
 
+from benchmarks import claims_table
 from tests.recipes.small import VOCABULARY, small_masked_lm
 from tilefold import cli
-from tilefold.bench.spec import operators
+from tilefold.bench import claims
+from tilefold.bench.spec import get_spec, operators
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tilefold"
@@ -94,7 +96,7 @@ def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(pat
         used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
         assert used <= known, f"{label(path)}: tilefold {verb} has no option {sorted(used - known)}"
         if verb == "bench" and rest and re.match(r"[a-z]", rest[0]):
-            assert rest[0] in operators(), f"{label(path)}: there is no benchmark {rest[0]}"
+            assert rest[0] in (*operators(), "claims"), f"{label(path)}: there is no benchmark {rest[0]}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
@@ -199,11 +201,39 @@ def test_the_tables_of_benchmarks_hold_the_committed_results(first: str) -> None
                 assert abs(min(values) - float(text)) <= half + 1e-9, shown
 
 
-def test_the_results_that_the_readme_names_are_in_the_tables_of_benchmarks() -> None:
+def test_each_result_that_the_readme_names_has_a_claim_with_committed_rows() -> None:
     first = (ROOT / "README.md").read_text(encoding="utf-8").partition("```sh")[0]
-    named = re.findall(r"\d[\d,.]*(?= (?:→|ms|MiB|to \d|pairs))", first)
-    measured = re.findall(r"\d[\d,.]*\d|\d", (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
-    assert len(named) >= 12 and not set(named) - set(measured)
+    named = set(re.findall(r"\d[\d,.]*(?= (?:→|ms|MiB|to \d|pairs))", first))
+    shown: set[str] = set()
+    for claim in (claim for claim in claims.CLAIMS if any(claim.shown)):
+        rows = claims.read_rows(claims_table.RESULTS / claim.device / f"{claim.file}.csv")
+        found = claims.judge(claim, rows)
+        for text, value in zip(claim.shown, (found.other, found.ours), strict=True):
+            half = 0.5 * 10 ** -len(text.partition(".")[2])
+            assert abs(float(text.replace(",", "")) - value) <= half + 1e-9, (claim, text, value)
+            assert text in first
+            shown.add(text)
+    assert len(shown) >= 12 and named <= shown
+    newer = re.search(r"3\.9 takes (\S+), (\S+) and (\S+) of these times", first.replace("\n", " "))
+    rows = claims.read_rows(claims_table.RESULTS / claims.H200 / "compare_triton_3_9.csv")
+    ratios = {
+        row["case"]: row["ratio"] for row in rows if row["phase"] == "forward_backward" and row["impl"] == "tilefold"
+    }
+    cases = ("16x512x768x250002-dense", "in-batch-64x1024-64x1024", "4x16384-correlated-causal")
+    assert newer is not None and newer.groups() == tuple(f"{float(ratios[case]):.2f}" for case in cases)
+
+
+def test_the_page_of_claims_has_the_table_of_the_committed_results() -> None:
+    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line.startswith("|")] == claims_table.table()
+
+
+def test_claims_name_shapes_and_implementations_that_benchmarks_have() -> None:
+    measured = claims.measured_by("cuda") | {f"{op} cpu": each for op, each in claims.measured_by("cpu").items()}
+    for op, (cases, impls) in measured.items():
+        spec = get_spec(op.removesuffix(" cpu"))
+        assert all(spec.case(name).device == ("cpu" if op.endswith("cpu") else "cuda") for name in cases)
+        assert {spec.implementation(name).name for name in impls} == impls
 
 
 def room(path: Path) -> Path:

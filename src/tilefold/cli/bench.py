@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from tilefold.cli._common import UsageError
 from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
+    from torch import device
+
     from tilefold.bench.runner import BenchRow, RunOptions
     from tilefold.bench.spec import BenchCase, BenchSpec
 
@@ -21,7 +24,9 @@ _QUICK_SECONDS = 0.15
 
 
 def bench(
-    op: Text = argument("Operator to time, for instance lsr_head."),
+    op: Text = argument(
+        "Operator to time, for instance lsr_head; claims: those of papers and the README, each beside its baseline."
+    ),
     every: bool = flag("Time every operator.", "--all"),
     listing: bool = flag("List shapes and implementations, run nothing.", "--list"),
     shape: Words = option("Named shape; repeat for several.", "--shape", "--only"),
@@ -48,10 +53,13 @@ def bench(
             raise UsageError(f"--all times every operator: leave it out, or {op}.")
         if quick and seconds > _QUICK_SECONDS:
             _options.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
+        if op == "claims":
+            claimed = _claims(choose_device(device), 0.15 if quick else seconds, minutes, output)
+            raise typer.Exit(int(not claimed))
         names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
         specs = [get_spec(name) for name in names]
         if not specs:
-            raise ValueError(f"op must be given, one of {', '.join(operators())}; or use --all.")
+            raise ValueError(f"op must be given, one of {', '.join(operators())}, claims; or use --all.")
         if listing:
             for spec in specs:
                 typer.echo(f"{spec.op}: shapes")
@@ -74,6 +82,35 @@ def bench(
         raise typer.Exit(2) from error
     if failed:
         raise typer.Exit(1)
+
+
+def _claims(target: device, seconds: float, minutes: float | None, output: Path | None) -> bool:
+    """Measure what claims need on this device, and print a row for each claim; False if a check failed."""
+    from tempfile import TemporaryDirectory
+
+    from tilefold.bench import claims
+    from tilefold.bench.results import collect, results_file
+    from tilefold.bench.runner import RunOptions
+    from tilefold.bench.spec import get_spec
+    from tilefold.bench.timing import TimeBudget
+
+    started, lines, right = time.monotonic(), [claims.HEAD, "|---|---|---|---|---:|---|---|---|"], True
+    committed = Path("benchmarks/results")
+    with TemporaryDirectory() as temporary:
+        folder, provenance = output or Path(temporary), collect(target)
+        for op, (cases, impls) in claims.measured_by(target.type).items():
+            spec, left = get_spec(op), 60 * (minutes or math.inf) - (time.monotonic() - started)
+            known = [each.name for each in spec.implementations if each.name in impls]
+            options = RunOptions(device=target, impls=known, budget=TimeBudget(seconds=seconds, min_reps=5), limit=left)
+            right &= not _run_all([(spec, [spec.case(name) for name in sorted(cases)])], options, folder)
+        for claim in claims.CLAIMS:
+            fresh = claim.side == "impl" and (claim.device == "cpu") == (target.type == "cpu")
+            if fresh or claim.device != "cpu":
+                path = committed / claim.device / f"{claim.file}.csv"
+                path = results_file(folder, claim.file, provenance) if fresh else path
+                lines.append(claims.line(claims.judge(claim, claims.read_rows(path), "" if fresh else " (committed)")))
+    typer.echo("\n".join(lines))
+    return right
 
 
 def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | None, quick: bool) -> list[BenchCase]:

@@ -1,0 +1,19 @@
+"""Print all claims with their committed rows, as docs/claims.md has them: ``python -m benchmarks.claims_table``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilefold.bench.claims import CLAIMS, HEAD, judge, line, read_rows
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def table() -> list[str]:
+    """The lines of the table: claims that have committed results."""
+    rows = {claim: read_rows(RESULTS / claim.device / f"{claim.file}.csv") for claim in CLAIMS if claim.device != "cpu"}
+    return [HEAD, "|---|---|---|---|---:|---|---|---|", *(line(judge(claim, found)) for claim, found in rows.items())]
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
