@@ -200,11 +200,11 @@ class SeismicIndex:
         """The vectors of the documents as they are stored, without zero weights, in memory."""
         if self._filled is None:
             raise DataError(f"index: expected one that says which of its documents are empty. {REMEDY}")
-        rows = [self._engine.get(at) for at in range(len(self._filled))]
+        found = (self._engine.get(at) for at in range(len(self._filled)))
+        rows = [(np.array(terms, np.int32), np.array(weights, np.float32)) for terms, weights in found]
         counts = np.zeros(self.n_documents, np.int64)
         counts[self._filled] = [len(terms) for terms, _ in rows]
-        terms = self._terms[np.fromiter((term for row, _ in rows for term in row), np.int64)]
-        weights = np.fromiter((weight for _, row in rows for weight in row), np.float32)
+        terms, weights = self._terms[np.concatenate([row for row, _ in rows])], np.concatenate([row for _, row in rows])
         made_of = self.vocab_size, self.fingerprint, self.provenance
         return SparseVectors(self.ids, offsets_of(counts), terms, weights, *made_of)
 
