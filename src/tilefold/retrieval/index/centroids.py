@@ -78,7 +78,7 @@ class Centroids:
 
     @classmethod
     def load(cls, folder: Path, dimension: int) -> Centroids | None:
-        """Open those of the folder of an index, if it has some; its lists are mapped, and checked when they are read."""
+        """Open those of the folder of an index, if it has some; its lists are mapped, and checked when read."""
         if not (folder / _VECTORS).exists():
             return None
         lists = ExactIndex.load(folder / _LISTS)
