@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interp
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 I32, I64 = torch.int32, torch.int64
 OTHER_RELEASES = 16  # bytes that others than 3.6 may put away, once for many rounds of a loop
-PRODUCTS = ("max_forward_kernel", "max_forward_hopper_kernel", "sum_forward_kernel", "dlogits_kernel")
+PRODUCTS = ("max_forward_kernel", "max_forward_hopper_kernel", "screen_hopper_kernel", "refine_kernel", "sum_forward_kernel", "dlogits_kernel")
 EVERYTHING = (True, True, True)
 Names = dict[str, torch.dtype | None]
 
@@ -42,6 +42,7 @@ def check_head(
     scale: float = 1.0,
     given_up: tuple[str, ...] = (configs.BY_ROLES,),
     only: str = "",
+    screen: bool = False,
 ) -> set[str]:
     """Compile the kernels of a call (``only`` that one), with those of the gradients it ``needs``, and name them."""
     (batch, length, vocab), dim = shape, 768
@@ -53,7 +54,7 @@ def check_head(
     tensors = _problem.HeadTensors(
         hidden, mask, cu_seqlens, meta(vocab, dim, dtype=dtype), row_scale, meta(vocab, dtype=given)
     )
-    options = _problem.HeadOptions(pooling, activation, scale, given, given, F32)
+    options = _problem.HeadOptions(pooling, activation, scale, given, given, F32, screen)
     setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset(given_up))
     results = _problem.outputs(tensors, options, needs is not None)
     made: Names = dict(zip(("scores", "winners"), (each.dtype for each in results), strict=True))
@@ -83,7 +84,7 @@ def check_plan(plan: Plan, names: Names, capability: int, only: str) -> set[str]
     """Compile its launches, each once; ``names`` are the dtypes of given tensors and results."""
     names = names | {name: each.dtype if isinstance(each, Buffer) else None for name, each in plan.buffers.items()}
     # gradients of sums are products in fp32; places are counts that were added up
-    names |= {each.makes: {"place": I64}.get(each.makes, F32) for each in plan.steps if isinstance(each, TorchStep)}
+    names |= {each.makes: {"place": I64, "state": I32, "kept": torch.int8}.get(each.makes, F32) for each in plan.steps if isinstance(each, TorchStep)}
     found = set()
     for launch in plan.steps:
         if not isinstance(launch, Launch) or only not in launch.kernel.__name__:
@@ -125,7 +126,7 @@ def described(launch: Launch, argument: str, dtype: torch.dtype) -> str:
         return f"tensordesc<{element}[{rows},{columns}]>"
     from triton.experimental.gluon import language as gl
 
-    kind = {BF16: gl.bfloat16, F16: gl.float16, FP8: gl.float8e4nv}[dtype]
+    kind = {BF16: gl.bfloat16, F16: gl.float16, FP8: gl.float8e4nv, torch.int8: gl.int8}[dtype]
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
     return f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
 
@@ -148,6 +149,15 @@ HOPPER = pytest.mark.skipif(why_no_warp_roles() is not None, reason=f"the portab
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_max_pooling_builds_without_spills(capability: int, dtype: torch.dtype, case: str) -> None:
     assert "max_forward_kernel" in check_head(capability, dtype, **MAX[case])
+
+
+@HOPPER
+@pytest.mark.parametrize("needs", [None, (False, False, True)], ids=["scores", "winners"])
+@pytest.mark.parametrize("layout", ["packed", "full"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=NAMES.get)
+def test_the_screen_builds_without_spills(dtype: torch.dtype, layout: str, needs: tuple[bool, ...] | None) -> None:
+    found = check_head(90, dtype, layout=layout, needs=needs, given_up=(), screen=True)
+    assert {"screen_hopper_kernel", "refine_kernel", "list_kernel", "round_rows_kernel"} <= found
 
 
 @HOPPER

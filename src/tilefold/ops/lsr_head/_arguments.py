@@ -29,18 +29,21 @@ def checked(
     activation: str,
     logit_scale: float,
     out_dtype: torch.dtype | None,
+    screen: bool = False,
     impl: str = "auto",
     wanted: tuple[bool, ...] = (),
     main_grad: Tensor | None = None,
 ) -> Checked:
-    """Check everything that can be checked without reading a value; after ``out_dtype``, for ``main_grad`` alone."""
+    """Check everything that can be checked without reading a value; after ``screen``, for ``main_grad`` alone."""
     compute_dtype, out_dtype = check_head(tensors, pooling, activation, logit_scale, out_dtype)
+    if not isinstance(screen, bool):
+        raise TypeError(f"screen must be True or False, got {screen!r}.")
     if tensors.weight_scale is not None:
         _check_inference(tensors, main_grad)
     elif main_grad is not None:
         _check_main_grad(main_grad, tensors.weight, pooling, impl)
     bias_dtype = None if tensors.bias is None else tensors.bias.dtype
-    return Checked(HeadOptions(pooling, activation, float(logit_scale), out_dtype, compute_dtype, bias_dtype))
+    return Checked(HeadOptions(pooling, activation, float(logit_scale), out_dtype, compute_dtype, bias_dtype, screen))
 
 
 def check_head(

@@ -82,6 +82,7 @@ class HeadOptions(NamedTuple):
     out_dtype: torch.dtype
     compute_dtype: torch.dtype
     bias_dtype: torch.dtype | None
+    screen: bool = False  # scores that an 8-bit product shows not to be positive need no other
 
 
 class HeadSaved(NamedTuple):

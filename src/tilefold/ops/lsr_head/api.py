@@ -33,7 +33,7 @@ SPARSE_BLOCK_V = 16384
 COMPACTION = "lsr_head's compaction of rows"
 ROWS_BLOCK_SCORES = 1 << 25  # scores of a block of the vocabulary that lsr_head_rows holds, for the whole batch
 ALIGNMENT = 1024  # columns, so that blocks of the weight begin at multiples of its tiles
-OPTIONS = ("pooling", "activation", "logit_scale", "out_dtype")
+OPTIONS = ("pooling", "activation", "logit_scale", "out_dtype", "screen")
 
 
 def _plans() -> ModuleType:
@@ -88,6 +88,7 @@ def lsr_head(
     logit_scale: float = 1.0,
     out_dtype: torch.dtype | None = None,
     weight_main_grad: Tensor | None = None,
+    screen: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """Score every vocabulary entry for every sequence, without the ``[B, S, V]`` logits (Sparton, arXiv 2603.25011).
@@ -123,6 +124,10 @@ def lsr_head(
         out_dtype: dtype of the scores; by default that of ``hidden``, or autocast's.
         weight_main_grad: ``[V, D]`` fp32, contiguous: backward adds the weight's gradient to it, in fp32, and leaves
             ``weight.grad`` alone (Megatron's ``main_grad``). For max pooling in eager mode.
+        screen: whether an 8-bit product with a proven bound first finds the scores that can be positive, so that only
+            their logits are computed: the same scores and winners. On compute capability 9.0, of fp16 and bf16,
+            for max pooling with an activation of the relu family; elsewhere, for little work, and where much
+            is positive (a model that is not trained) all logits are computed. It takes ``V D + 5 B V + T D`` bytes.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
 
     Returns:
@@ -133,7 +138,7 @@ def lsr_head(
         ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    asked = (pooling, activation, logit_scale, out_dtype)
+    asked = (pooling, activation, logit_scale, out_dtype, screen)
     if isinstance(weight, QuantizedWeight):
         tensors = HeadTensors(hidden, attention_mask, cu_seqlens, weight.values, weight.scale, bias)
     else:
@@ -182,7 +187,7 @@ def lsr_head_sparse(
         plain, whole tensor on every rank.
     """
     tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), (pooling, activation, logit_scale, out_dtype)
-    named: Options = {**dict(zip(OPTIONS, asked, strict=True)), "impl": impl}
+    named: Options = {**dict(zip(OPTIONS, (*asked, False), strict=True)), "impl": impl}
     values, scale = (weight.values, weight.scale) if isinstance(weight, QuantizedWeight) else (weight, None)
     if scale is None and _parallel.is_distributed(hidden, weight, bias):
         named |= {"top_k": top_k, "min_weight": min_weight}

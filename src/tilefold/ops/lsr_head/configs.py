@@ -12,6 +12,7 @@ from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.operator import setting_of
 from tilefold.ops._shared.plan import Instead, Setting, cdiv
 from tilefold.ops._shared.tuning import Between, Row, lookup
+from tilefold.ops.lsr_head._problem import HeadOptions
 
 Constants = dict[str, Any]  # of a kernel, by their names
 FP8 = torch.float8_e4m3fn
@@ -27,6 +28,7 @@ MAX_RAGGED_SPLITS = 8  # where sequences differ, each split looks for its first 
 RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)  # of valid rows, that a split of ragged rows is chosen for
 LONG_SEQUENCE_TILES = 16  # longer sequences are rather cut than kept in one split
 BY_ROLES = "lsr_head's kernel whose warps load or compute"
+BY_SCREEN = "lsr_head's screen of scores that cannot be positive"
 BY_TMA = "lsr_head's portable kernel with TMA"
 PORTABLE = "lsr_head's portable kernel"
 
@@ -47,6 +49,10 @@ MAX_FORWARD = (
     Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
                       "PRECISION": "ieee"}, SMALL),
 )  # fmt: skip
+# The screen, on 9.0: pays off where products of LEAST_SCREENED operations are many, unless more than MOST_KEPT stay.
+LEAST_SCREENED, MOST_KEPT, WIDEST_SCREENED = 2e11, 0.22, 1024
+SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6, "SAMPLE_TILES": 4}
+REFINE = {"BLOCK_V": 128, "BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4, "PROGRAMS": 1}
 # Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN looks at SPLIT_V.
 SCAN = (
     Row({}, {"BLOCK_R": 32, "SPLIT_V": 8192, "BLOCK": 1024, "num_warps": 4}, MEASURED),
@@ -122,6 +128,13 @@ def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) 
     return constants_of(MAX_FORWARD, dtype, setting, tma=tma, roles=roles)
 
 
+def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, dim: int) -> bool:
+    """Whether an 8-bit product first looks which scores can be positive."""
+    fits = dim % 16 == 0 and dim <= WIDEST_SCREENED and options.logit_scale > 0 and "relu" in options.activation
+    worth = 2.0 * rows * vocab * dim >= LEAST_SCREENED
+    return options.screen and fits and worth and BY_SCREEN not in setting.given_up
+
+
 @functools.lru_cache(maxsize=4096)
 def plan_splits(
     rows: int, vocab: int, uniform_length: int, block_v: int, block_t: int, programs: int
@@ -157,6 +170,8 @@ def kernel_name(constants: Constants) -> str:
 
 def instead_of(kernel: str) -> Instead | None:
     """Fallback of a family of forward kernels."""
+    if kernel == BY_SCREEN:
+        return Instead(kernel, "Every logit is computed instead: the same results, a slower forward pass.")
     behind = {BY_ROLES: BY_TMA, BY_TMA: PORTABLE}.get(kernel)
     sentence = f"Max pooling runs {behind} instead: the same results, a slower forward pass."
     return None if behind is None else Instead(kernel, sentence)

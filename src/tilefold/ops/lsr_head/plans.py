@@ -18,7 +18,7 @@ from tilefold.ops._shared.plan import Plan, Setting, Steps, cdiv, contiguous, po
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs
-from tilefold.ops.lsr_head._triton import max_backward, one_token, pack, quantize, sum_pooling
+from tilefold.ops.lsr_head._triton import max_backward, one_token, pack, quantize, screen, sum_pooling
 from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forward_kernel
 
 COMBINE_BLOCK = 1024
@@ -138,9 +138,58 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         described = {}
     tma = {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
     instead = None if setting.capability == (0, 0) else configs.instead_of(name)
+    steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
+    if config["WARP_ROLES"] and configs.may_screen(steps.options, setting, total, vocab, dim):
+        _screen(steps, total, length, training)
     steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, instead=instead)
     if cuts:
         steps.launch(combine_kernel, (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)), {"BLOCK": COMBINE_BLOCK})
+
+
+def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
+    """Launches that leave out scores which cannot be positive; the kernel after them runs where too many can."""
+    from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper, screen_hopper
+
+    batch, (vocab, dim) = steps.tokens.batch, steps.tensors.weight.shape
+    config, block_v = dict(configs.SCREEN), 2 * hopper.HALF_V.value
+    stride = max(1, cdiv(vocab, block_v) // config.pop("SAMPLE_TILES"))
+    sampled = cdiv(cdiv(vocab, block_v), stride) * block_v * batch
+    steps.values |= {
+        "SCREENED": True, "limit": int(configs.MOST_KEPT * batch * vocab), "BLOCK_D": power_of_two(dim),
+        "sample_limit": int(configs.MOST_KEPT * sampled),
+    }  # fmt: skip
+    steps.fills |= {"scores": 0.0} | ({"winners": no_winner(winner_dtype(steps.tokens.length_bound))} if training else {})
+    steps.buffer("rows8", (total, dim), torch.int8)
+    steps.buffer("weight8", (vocab, dim), torch.int8)
+    steps.buffer("terms", (3, vocab))
+    steps.buffer("list", (batch, vocab), torch.int32)
+    for name, shape, dtype in (
+        ("state", (screen.STATE.value + screen.PER_SEQUENCE * batch,), torch.int32), ("kept", (batch, vocab), torch.int8)
+    ):  # fmt: skip
+        steps.torch(steps.buffer(name, shape, dtype), Tensor.zero_, name)
+    groups, named = (cdiv(total, steps.values["GROUP"]),), {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
+    steps.launch(screen.largest_kernel, groups)
+    steps.launch(screen.round_rows_kernel, groups, {}, named)
+    own = {"BLOCK_ROWS": screen.BLOCK_WEIGHT}
+    steps.launch(screen.round_weight_kernel, (cdiv(vocab, screen.BLOCK_WEIGHT),), own, named)
+    block_t, block_k = config["BLOCK_T"], config["BLOCK_K"]
+    splits, multiple = configs.plan_splits(
+        total, vocab, length, block_v, block_t, steps.setting.multiprocessors
+    )
+    config |= {"splits": splits, "multiple": multiple}
+    places = {"weight_desc": "weight8", "rows_desc": "rows8"}
+    tma = {
+        name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))
+        for name, rows, block in (("weight8", vocab, hopper.HALF_V.value), ("rows8", total, block_t))
+    }
+    for every in (stride, 1) if stride > 1 else (1,):
+        steps.launch(
+            screen_hopper.screen_hopper_kernel, (steps.setting.multiprocessors,), config | {"v_stride": every}, places,
+            tma, configs.instead_of(configs.BY_SCREEN),
+        )  # fmt: skip
+    steps.launch(screen.list_kernel, (batch, cdiv(vocab, screen.BLOCK_LIST)), {"BLOCK": screen.BLOCK_LIST})
+    own = dict(configs.REFINE) | {"BLOCK_B": min(1024, power_of_two(batch))}
+    steps.launch(screen.refine_kernel, (steps.setting.multiprocessors * own.pop("PROGRAMS"),), own)
 
 
 def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., TensorDescriptor]:

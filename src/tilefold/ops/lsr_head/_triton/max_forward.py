@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops.lsr_head._triton.screen import runs_screened
 from tilefold.ops.lsr_head._triton.sequences import (
     LAST,
     column_terms,
@@ -182,12 +183,13 @@ def max_forward_kernel(
                 winner = tl.zeros((BLOCK_V,), tl.int32) + tl.maximum(start, split_row)
 
 
-@triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple"])
+@triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit"])
 def combine_kernel(
-    weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr,
-    B, V, T, uniform_length, splits, multiple,
+    weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr, part_ptr, part_winner_ptr, state_ptr,
+    B, V, T, uniform_length, splits, multiple, sample_limit, limit,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr, QUANTIZED: tl.constexpr,
+    SCREENED: tl.constexpr,
 ):  # fmt: skip
     """Finish the sequences that splits cut."""
     seq = tl.program_id(0)
@@ -198,7 +200,10 @@ def combine_kernel(
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     _, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
     split_rows = split_tiles * BLOCK_T
-    if (start < end) & (start // split_rows != (end - 1) // split_rows):
+    cut = (start < end) & (start // split_rows != (end - 1) // split_rows)
+    if SCREENED:
+        cut = cut & ~runs_screened(state_ptr, sample_limit, limit)
+    if cut:
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         winner = tl.zeros((BLOCK,), tl.int32) + start
         for split in range(start // split_rows, (end - 1) // split_rows + 1):

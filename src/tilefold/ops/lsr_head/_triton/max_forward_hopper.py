@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.releases import gluon_tma_load
+from tilefold.ops.lsr_head._triton.screen import runs_screened
 from tilefold.ops.lsr_head._triton.sequences import (
     column_terms,
     merge,
@@ -25,7 +26,9 @@ from tilefold.ops.lsr_head._triton.sequences import (
 HALF_V = gl.constexpr(64)
 LANES = gl.constexpr(4)  # lanes that share a row of an accumulator, two columns of every eight each
 _tma_load = gluon_tma_load()
-ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+ELEMENTS = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv, torch.int8: gl.int8
+}  # fmt: skip
 
 
 @gluon.jit
@@ -105,16 +108,16 @@ def _reduce_groups(
 @gluon.jit
 def _load_tiles(
     weight_desc, rows_desc, w_ring, h_ring, full, empty,
-    V, n_tiles, split_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    V, n_tiles, split_tiles, v_stride, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: fill the ring in the order in which the groups read it."""
+    """The loading warp: fill the ring in the order in which the groups read it, every ``v_stride``-th vocabulary tile."""
     n_splits = gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
+    n_items = gl.cdiv(gl.cdiv(V, 2 * HALF_V), v_stride) * n_splits
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
-        v0 = (item // n_splits) * 2 * HALF_V
+        v0 = (item // n_splits) * v_stride * 2 * HALF_V
         t0 = split * split_tiles
         t1 = gl.minimum(t0 + split_tiles, n_tiles)
         for t in range(t0, t1):
@@ -242,20 +245,25 @@ def _fold_tiles(
             store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
 
 
-@gluon.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "logit_scale"])
+@gluon.jit(
+    do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit", "logit_scale"]
+)
 def max_forward_hopper_kernel(
     weight_desc, rows_desc, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
-    part_ptr, part_winner_ptr,
-    B, V, T, uniform_length, splits, multiple, logit_scale,
+    part_ptr, part_winner_ptr, state_ptr,
+    B, V, T, uniform_length, splits, multiple, sample_limit, limit, logit_scale,
     D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
     WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
+    SCREENED: gl.constexpr,
 ):  # fmt: skip
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
     if not UNIFORM:
         n_rows = gl.load(offset_ptr + B)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
+    if SCREENED:
+        n_tiles = gl.where(runs_screened(state_ptr, sample_limit, limit), 0, n_tiles)
     w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
     h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -286,7 +294,7 @@ def max_forward_hopper_kernel(
             (
                 _load_tiles,
                 (
-                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, K_STEPS, BLOCK_T,
+                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, 1, K_STEPS, BLOCK_T,
                     BLOCK_K, STAGES,
                 ),
             ),

@@ -1,0 +1,201 @@
+"""An 8-bit screen of max pooling: which scores can be positive, by a bound, and those alone by the exact product.
+
+Numbers of a sequence share a scale ``s``, those of a row of the weight have one ``t``: ``h = s (q + e)`` with integers
+``q`` in [-127, 127] and an error ``|e_i| <= 1/2`` that is measured, ``w = t (p + f)`` alike. Then, for every token,
+``h·w <= s t (q·p + |e| |w/t| + |q| |f|)``, and ``q·p`` is exact in int32. README.md has the proof, rounding included.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops.lsr_head._triton.sequences import column_terms, merge, sequence_offset, store_scores
+
+LEVELS = tl.constexpr(127.0)
+ROUNDING = tl.constexpr(2.0**-15)  # of one quotient h / s, which is at most 127, and of its difference to an integer
+SLACK = tl.constexpr(2.0**-20)  # of a rounded sum of a few terms
+PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
+SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
+TOO_MANY = tl.constexpr(0)  # places of counters: entries of the sample that stay, and of all
+KEPT = tl.constexpr(1)
+BLOCK_WEIGHT = 8  # rows of the weight that a program rounds
+STATE = tl.constexpr(4)  # place of the first number of a sequence in the state, which begins with the counters
+PER_SEQUENCE = 4  # numbers, each for all sequences: largest entry, norm and error of rounded rows, entries listed
+BLOCK_LIST = 1024  # entries of a sequence that a program lists
+
+
+@triton.jit
+def runs_screened(state_ptr, sample_limit, limit):
+    """Whether few enough entries stay, in the sample and in all."""
+    return (tl.load(state_ptr + TOO_MANY) <= sample_limit) & (tl.load(state_ptr + KEPT) <= limit)
+
+
+@triton.jit
+def _sequence_of(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
+    if UNIFORM:
+        return row // uniform_length
+    else:
+        seq = row * 0
+        for b0 in range(0, B, 256):
+            b = b0 + tl.arange(0, 256)
+            end = tl.load(offset_ptr + 1 + b, mask=b < B, other=2147483647)
+            seq += tl.sum((end <= row).to(tl.int32))
+        return seq
+
+
+@triton.jit(do_not_specialize=["B", "T", "uniform_length"])
+def largest_kernel(
+    rows_ptr, offset_ptr, state_ptr, B, T, uniform_length,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Largest entry of each sequence, as the bits of a number that is not negative: NaN is above all."""
+    n_rows = T if UNIFORM else tl.load(offset_ptr + B)
+    row = tl.program_id(0) * GROUP
+    if row < n_rows:
+        seq = _sequence_of(offset_ptr, row, B, uniform_length, UNIFORM)
+        r = (row + tl.arange(0, GROUP)).to(tl.int64)
+        d = tl.arange(0, BLOCK_D)
+        x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(tl.float32)
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(state_ptr + STATE + seq, tl.max(bits), sem="relaxed")
+
+
+@triton.jit
+def _rounded(x, scale):
+    """Integers, and their norm and that of the error, by row, in units of the scale; both are bounds from above."""
+    quotient = x / scale[:, None]
+    near = tl.floor(quotient + 0.5)
+    near = tl.where(near > LEVELS, LEVELS, tl.where(near < -LEVELS, -LEVELS, near))
+    error = tl.abs(quotient - near) + ROUNDING
+    return near, tl.sqrt(tl.sum(near * near, axis=1)) * (1.0 + SLACK), tl.sqrt(tl.sum(error * error, axis=1)) * (1.0 + SLACK)
+
+
+@triton.jit(do_not_specialize=["B", "T", "uniform_length"])
+def round_rows_kernel(
+    rows_ptr, offset_ptr, state_ptr, values_ptr, B, T, uniform_length,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Integers of a group of rows; the largest norms of a sequence, as bits."""
+    n_rows = T if UNIFORM else tl.load(offset_ptr + B)
+    row = tl.program_id(0) * GROUP
+    if row < n_rows:
+        seq = _sequence_of(offset_ptr, row, B, uniform_length, UNIFORM)
+        scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
+        r = (row + tl.arange(0, GROUP)).to(tl.int64)
+        d = tl.arange(0, BLOCK_D)
+        offs, inside = r[:, None] * D + d[None, :], (d < D)[None, :]
+        x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+        near, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32))
+        tl.store(values_ptr + offs, near.to(tl.int8), mask=inside)
+        tl.atomic_max(state_ptr + STATE + B + seq, tl.max(norm.to(tl.int32, bitcast=True)), sem="relaxed")
+        tl.atomic_max(state_ptr + STATE + 2 * B + seq, tl.max(error.to(tl.int32, bitcast=True)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["V"])
+def round_weight_kernel(
+    weight_ptr, weight_values_ptr, terms_ptr, V, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``."""
+    v = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    d = tl.arange(0, BLOCK_D)
+    offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
+    x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    scale = bits.to(tl.float32, bitcast=True) / LEVELS
+    near, norm, error = _rounded(x, scale)
+    tl.store(weight_values_ptr + offs, near.to(tl.int8), mask=inside)
+    tl.store(terms_ptr + v, scale, mask=v < V)
+    tl.store(terms_ptr + V + v, norm, mask=v < V)
+    tl.store(terms_ptr + 2 * V + v, error, mask=v < V)
+
+
+@triton.jit
+def stays(
+    best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, B, V, logit_scale,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Whether a score may be positive, by the largest integer product of its sequence; NaN and infinities stay."""
+    s = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
+    norm = tl.load(state_ptr + STATE + B + seq).to(tl.float32, bitcast=True)
+    error = tl.load(state_ptr + STATE + 2 * B + seq).to(tl.float32, bitcast=True)
+    scale = s * tl.load(terms_ptr + offs_v, mask=mask_v, other=0.0) * logit_scale
+    weight_norm = tl.load(terms_ptr + V + offs_v, mask=mask_v, other=0.0)
+    weight_error = tl.load(terms_ptr + 2 * V + offs_v, mask=mask_v, other=0.0)
+    product = best.to(tl.float32)
+    bound = error * (weight_norm + weight_error) + norm * weight_error
+    bound += (norm + error) * (weight_norm + weight_error) * (D * PRODUCT_SLACK)
+    bound = product + bound * (1.0 + SLACK) + tl.abs(product) * SLACK
+    ordinary = (scale > SMALLEST) & (scale < LARGEST)
+    if HAS_BIAS:
+        bound = bound * scale
+        bound += tl.abs(bound) * SLACK + bias
+    return mask_v & ~((bound <= 0.0) & ordinary)
+
+
+@triton.jit(do_not_specialize=["B", "V", "sample_limit", "limit"])
+def list_kernel(kept_ptr, state_ptr, list_ptr, B, V, sample_limit, limit, BLOCK: tl.constexpr):
+    """Entries that stay, by sequence, in any order: none of them depends on another."""
+    b = tl.program_id(0).to(tl.int64)
+    if runs_screened(state_ptr, sample_limit, limit):
+        v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        kept = tl.load(kept_ptr + b * V + v, mask=v < V, other=0).to(tl.int32)
+        total = tl.sum(kept)
+        if total > 0:
+            base = tl.atomic_add(state_ptr + STATE + 3 * B + b, total, sem="relaxed")
+            tl.store(list_ptr + b * V + base + tl.cumsum(kept) - 1, v, mask=kept != 0)
+
+
+@triton.jit(do_not_specialize=["B", "V", "T", "uniform_length", "sample_limit", "limit", "logit_scale"])
+def refine_kernel(
+    weight_ptr, rows_ptr, bias_ptr, offset_ptr, position_ptr, state_ptr, list_ptr, out_ptr, winner_ptr,
+    B, V, T, uniform_length, sample_limit, limit, logit_scale,
+    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    WITH_WINNERS: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Exact scores of the entries that stay: tiles of them, gathered, with all tokens of their sequence."""
+    if runs_screened(state_ptr, sample_limit, limit):
+        first_tile = 0
+        for b0 in range(0, B, BLOCK_B):
+            each = b0 + tl.arange(0, BLOCK_B)
+            counts = tl.load(state_ptr + STATE + 3 * B + each, mask=each < B, other=0)
+            ends = tl.cumsum((counts + BLOCK_V - 1) // BLOCK_V)  # [BLOCK_B], tiles
+            n_tiles = tl.max(ends)
+            tile = (tl.program_id(0) - first_tile % tl.num_programs(0) + tl.num_programs(0)) % tl.num_programs(0)
+            while tile < n_tiles:
+                seq = b0 + tl.sum((ends <= tile).to(tl.int32))
+                i = tile - tl.max(tl.where(ends <= tile, ends, 0))
+                count = tl.load(state_ptr + STATE + 3 * B + seq)
+                place = i * BLOCK_V + tl.arange(0, BLOCK_V)
+                mask_v = place < count
+                offs_v = tl.load(list_ptr + seq.to(tl.int64) * V + place, mask=mask_v, other=0)
+                start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
+                end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+                winner = tl.zeros((BLOCK_V,), tl.int32) + start
+                column = tl.arange(0, BLOCK_T)
+                weights = weight_ptr + offs_v.to(tl.int64)[:, None] * D
+                for r0 in range(start, end, BLOCK_T):
+                    row = r0 + column
+                    rows = rows_ptr + row.to(tl.int64)[None, :] * D
+                    acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
+                    for k in range(0, D, BLOCK_K):
+                        d = k + tl.arange(0, BLOCK_K)
+                        w = tl.load(weights + d[None, :], mask=(d < D)[None, :], other=0.0)
+                        h = tl.load(rows + d[:, None], mask=(d < D)[:, None] & (row < end)[None, :], other=0.0)
+                        acc = tl.dot(w, h, acc)
+                    if HAS_SCALE:
+                        acc = acc * logit_scale
+                    acc = tl.where((row < end)[None, :], acc, float("-inf"))
+                    tile_best = tl.reduce(acc, 1, nan_max)
+                    tile_place = tl.min(tl.where(acc == tile_best[:, None], column[None, :], BLOCK_T), axis=1)
+                    best, winner = merge(best, winner, tile_best, r0 + tile_place, WITH_WINNERS)
+                scale, bias = column_terms(None, bias_ptr, offs_v, mask_v, HAS_BIAS, False)
+                store_scores(
+                    best, winner, seq, start, offs_v, mask_v, scale, bias, position_ptr, out_ptr, winner_ptr, V,
+                    ACTIVATION, HAS_BIAS, HAS_POSITIONS, WITH_WINNERS, False,
+                )  # fmt: skip
+                tile += tl.num_programs(0)
+            first_tile += n_tiles

@@ -1,0 +1,167 @@
+"""The screen's integer product, for compute capability 9.0: the walk of the Hopper forward, in int8; see screen.py."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from tilefold.ops.lsr_head._triton.max_forward_hopper import HALF_V, LANES, _first_sequence, _load_tiles
+from tilefold.ops.lsr_head._triton.screen import KEPT, TOO_MANY, stays
+from tilefold.ops.lsr_head._triton.sequences import column_terms, sequence_offset, split_tiles_of
+
+LOWEST = gl.constexpr(-2147483648)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _keep(
+    best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale,
+    D: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Mark the entries of a sequence that stay, and count them."""
+    stay = stays(
+        best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, B, V, logit_scale, D, HAS_BIAS
+    )
+    gl.store(kept_ptr + seq.to(gl.int64) * V + offs_v, gl.full([HALF_V], 1, gl.int8, layout=offs_v.type.layout), mask=stay)
+    return gl.sum(stay.to(gl.int32), axis=0)
+
+
+@gluon.jit
+def _fold_tiles(
+    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
+    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale,
+    HALF: gl.constexpr, D: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr,
+):  # fmt: skip
+    """One group of four warps: products and running maximum of its half of the vocabulary tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32])
+    column: gl.constexpr = gl.SliceLayout(1, layout)
+    N_GROUPS: gl.constexpr = BLOCK_T // GROUP
+    n_splits = gl.cdiv(n_tiles, split_tiles)
+    n_items = gl.cdiv(gl.cdiv(V, 2 * HALF_V), v_stride) * n_splits
+    step = 0
+    kept = 0
+    for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
+        split = item % n_splits
+        offs_v = (item // n_splits) * v_stride * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        mask_v = offs_v < V
+        _, bias = column_terms(None, bias_ptr, offs_v, mask_v, HAS_BIAS, False)
+        t0 = split * split_tiles
+        t1 = gl.minimum(t0 + split_tiles, n_tiles)
+        seq = _first_sequence(offset_ptr, t0 * BLOCK_T, B, uniform_length, UNIFORM)
+        start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
+        end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+        best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
+        for t in range(t0, t1):
+            acc = gl.zeros([HALF_V, BLOCK_T], gl.int32, layout=layout)
+            for k in range(K_STEPS):
+                slot = step % STAGES
+                mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+                acc = warpgroup_mma(
+                    w_ring.index(2 * slot + HALF), h_ring.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True
+                )
+                # the product before this one is done: its buffers may be filled again
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                if k > 0:
+                    mbarrier.arrive(empty.index((step - 1) % STAGES))
+                step += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((step - 1) % STAGES))
+            r0 = t * BLOCK_T
+            r1 = gl.minimum(r0 + BLOCK_T, n_rows)
+            more = True
+            if (start <= r0) & (end >= r0 + BLOCK_T):
+                best = gl.maximum(best, gl.reduce(acc, 1, _larger))
+                more = end == r1
+                if more:
+                    kept += _keep(
+                        best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale, D, HAS_BIAS,
+                    )  # fmt: skip
+                    seq += 1
+                    start = end
+                    end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                    best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
+            else:
+                grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
+                group_best = gl.reduce(gl.reduce(grouped, 4, _larger), 2, _larger)
+                row_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, group_best.type.layout))
+                groups = gl.arange(0, N_GROUPS, layout=row_groups) * GROUP
+                while more:
+                    inside = gl.expand_dims(gl.expand_dims((groups >= start - r0) & (groups < end - r0), 0), 2)
+                    seq_best = gl.reduce(gl.where(inside, group_best, LOWEST), 1, _larger)
+                    best = gl.maximum(best, gl.convert_layout(gl.reduce(seq_best, 1, _larger), column))
+                    more = end <= r1
+                    if more:
+                        if end > start:
+                            kept += _keep(
+                                best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale, D, HAS_BIAS,
+                            )  # fmt: skip
+                        seq += 1
+                        start = end
+                        end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
+                        best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
+                        more = seq < B
+        if (start < t1 * BLOCK_T) & (seq < B):  # the sequence goes on in the next split, which marks what it finds too
+            kept += _keep(
+                best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale,
+                D, HAS_BIAS,
+            )  # fmt: skip
+    gl.atomic_add(state_ptr + place, kept, sem="relaxed")
+
+
+@gluon.jit(do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "v_stride", "sample_limit", "logit_scale"])
+def screen_hopper_kernel(
+    weight_desc, rows_desc, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr,
+    B, V, T, uniform_length, splits, multiple, v_stride, sample_limit, logit_scale,
+    D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr,
+):  # fmt: skip
+    """With ``v_stride`` above 1, a sample of the vocabulary's tiles; all of them where few enough of the sample stay."""
+    K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    n_rows = T
+    if not UNIFORM:
+        n_rows = gl.load(offset_ptr + B)
+    place = gl.where(v_stride > 1, TOO_MANY, KEPT)
+    if (v_stride == 1) & (gl.load(state_ptr + TOO_MANY) > sample_limit):
+        n_rows = 0
+    n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
+    n_tiles = gl.where(n_rows > 0, n_tiles, 0)
+    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
+    h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _fold_tiles,
+                (
+                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length,
+                    logit_scale, 0, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
+                ),
+            ),
+            (
+                _fold_tiles,
+                (
+                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length,
+                    logit_scale, 1, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
+                ),
+            ),
+            (
+                _load_tiles,
+                (
+                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, v_stride, K_STEPS,
+                    BLOCK_T, BLOCK_K, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 24],
+    )  # fmt: skip
