@@ -152,7 +152,7 @@ def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
 
     batch, (vocab, dim) = steps.tokens.batch, steps.tensors.weight.shape
     config, block_v = dict(configs.SCREEN), 2 * hopper.HALF_V.value
-    stride = max(1, cdiv(vocab, block_v) // config.pop("SAMPLE_TILES"))
+    stride = max(2, cdiv(vocab, block_v) // config.pop("SAMPLE_TILES"))
     sampled = cdiv(cdiv(vocab, block_v), stride) * block_v * batch
     steps.values |= {
         "SCREENED": True, "limit": int(configs.MOST_KEPT * batch * vocab), "BLOCK_D": power_of_two(dim),
@@ -168,25 +168,25 @@ def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
     ):  # fmt: skip
         steps.torch(steps.buffer(name, shape, dtype), Tensor.zero_, name)
     groups, named = (cdiv(total, steps.values["GROUP"]),), {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
-    steps.launch(screen.largest_kernel, groups)
-    steps.launch(screen.round_rows_kernel, groups, {}, named)
-    own = {"BLOCK_ROWS": screen.BLOCK_WEIGHT}
-    steps.launch(screen.round_weight_kernel, (cdiv(vocab, screen.BLOCK_WEIGHT),), own, named)
-    block_t, block_k = config["BLOCK_T"], config["BLOCK_K"]
-    splits, multiple = configs.plan_splits(
-        total, vocab, length, block_v, block_t, steps.setting.multiprocessors
-    )
-    config |= {"splits": splits, "multiple": multiple}
+    steps.launch(screen.largest_kernel, groups, {"num_warps": 8})
+    steps.launch(screen.round_rows_kernel, groups, {"num_warps": 8}, named)
+    block_t, block_k, programs = config["BLOCK_T"], config["BLOCK_K"], steps.setting.multiprocessors
+    rounds = {"BLOCK_ROWS": screen.BLOCK_WEIGHT, "TILE_V": block_v}
+    splits = {"splits": cdiv(total, 2 * block_t), "multiple": 1}  # of a sample that keeps the device busy
     places = {"weight_desc": "weight8", "rows_desc": "rows8"}
     tma = {
         name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))
         for name, rows, block in (("weight8", vocab, hopper.HALF_V.value), ("rows8", total, block_t))
     }
-    for every in (stride, 1) if stride > 1 else (1,):
-        steps.launch(
-            screen_hopper.screen_hopper_kernel, (steps.setting.multiprocessors,), config | {"v_stride": every}, places,
-            tma, configs.instead_of(configs.BY_SCREEN),
-        )  # fmt: skip
+    for every in (stride, 1):
+        own = {**rounds, "v_stride": every}
+        tiles = cdiv(cdiv(vocab, block_v), every)
+        steps.launch(screen.round_weight_kernel, (tiles * block_v // screen.BLOCK_WEIGHT,), own, named)
+        if every == 1:
+            splits = dict(zip(splits, configs.plan_splits(total, vocab, length, block_v, block_t, programs), strict=True))
+        own = {**config, **splits, "v_stride": every, "IS_SAMPLE": every > 1}
+        instead = configs.instead_of(configs.BY_SCREEN)
+        steps.launch(screen_hopper.screen_hopper_kernel, (programs,), own, places, tma, instead)
     steps.launch(screen.list_kernel, (batch, cdiv(vocab, screen.BLOCK_LIST)), {"BLOCK": screen.BLOCK_LIST})
     own = dict(configs.REFINE) | {"BLOCK_B": min(1024, power_of_two(batch))}
     steps.launch(screen.refine_kernel, (steps.setting.multiprocessors * own.pop("PROGRAMS"),), own)

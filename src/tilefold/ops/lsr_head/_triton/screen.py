@@ -20,7 +20,7 @@ PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
 SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 TOO_MANY = tl.constexpr(0)  # places of counters: entries of the sample that stay, and of all
 KEPT = tl.constexpr(1)
-BLOCK_WEIGHT = 8  # rows of the weight that a program rounds
+BLOCK_WEIGHT = 4  # rows of the weight that a program rounds
 STATE = tl.constexpr(4)  # place of the first number of a sequence in the state, which begins with the counters
 PER_SEQUENCE = 4  # numbers, each for all sequences: largest entry, norm and error of rounded rows, entries listed
 BLOCK_LIST = 1024  # entries of a sequence that a program lists
@@ -93,12 +93,16 @@ def round_rows_kernel(
         tl.atomic_max(state_ptr + STATE + 2 * B + seq, tl.max(error.to(tl.int32, bitcast=True)), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit(do_not_specialize=["V", "v_stride", "sample_limit"])
 def round_weight_kernel(
-    weight_ptr, weight_values_ptr, terms_ptr, V, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    weight_ptr, weight_values_ptr, terms_ptr, state_ptr, V, v_stride, sample_limit,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
-    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``."""
-    v = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    """Integers of rows of every ``v_stride``-th tile of the weight; by row its scale, norm and error, ``[3, V]``."""
+    v0 = tl.program_id(0) * BLOCK_ROWS
+    v = v0 // TILE_V * v_stride * TILE_V + v0 % TILE_V + tl.arange(0, BLOCK_ROWS)
+    if tl.load(state_ptr + TOO_MANY) > sample_limit:
+        v += V
     d = tl.arange(0, BLOCK_D)
     offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
     x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)

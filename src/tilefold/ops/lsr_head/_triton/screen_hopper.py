@@ -119,18 +119,17 @@ def screen_hopper_kernel(
     weight_desc, rows_desc, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr,
     B, V, T, uniform_length, splits, multiple, v_stride, sample_limit, logit_scale,
     D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr, IS_SAMPLE: gl.constexpr,
 ):  # fmt: skip
-    """With ``v_stride`` above 1, a sample of the vocabulary's tiles; all of them where few enough of the sample stay."""
+    """A sample of the vocabulary's tiles, every ``v_stride``-th; or all of them, where few enough of the sample stay."""
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
     if not UNIFORM:
         n_rows = gl.load(offset_ptr + B)
     place = gl.where(v_stride > 1, TOO_MANY, KEPT)
-    if (v_stride == 1) & (gl.load(state_ptr + TOO_MANY) > sample_limit):
-        n_rows = 0
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
-    n_tiles = gl.where(n_rows > 0, n_tiles, 0)
+    if not IS_SAMPLE:
+        n_tiles = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_tiles)
     w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
     h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
