@@ -156,7 +156,7 @@ def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
     sampled = cdiv(cdiv(vocab, block_v), stride) * block_v * batch
     steps.values |= {
         "SCREENED": True, "limit": int(configs.MOST_KEPT * batch * vocab), "BLOCK_D": power_of_two(dim),
-        "sample_limit": int(configs.MOST_KEPT * sampled),
+        "sample_limit": int(configs.MOST_SAMPLED * sampled),
     }  # fmt: skip
     steps.fills |= {"scores": 0.0} | ({"winners": no_winner(winner_dtype(steps.tokens.length_bound))} if training else {})
     steps.buffer("rows8", (total, dim), torch.int8)
@@ -172,7 +172,7 @@ def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
     steps.launch(screen.round_rows_kernel, groups, {"num_warps": 8}, named)
     block_t, block_k, programs = config["BLOCK_T"], config["BLOCK_K"], steps.setting.multiprocessors
     rounds = {"BLOCK_ROWS": screen.BLOCK_WEIGHT, "TILE_V": block_v}
-    splits = {"splits": cdiv(total, 2 * block_t), "multiple": 1}  # of a sample that keeps the device busy
+    splits = {"splits": cdiv(total, 4 * block_t), "multiple": 1}  # of a sample that keeps the device busy
     places = {"weight_desc": "weight8", "rows_desc": "rows8"}
     tma = {
         name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))

@@ -14,7 +14,8 @@ from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops.lsr_head._triton.sequences import column_terms, merge, sequence_offset, store_scores
 
 LEVELS = tl.constexpr(127.0)
-ROUNDING = tl.constexpr(2.0**-15)  # of one quotient h / s, which is at most 127, and of its difference to an integer
+NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small number added to it is rounded to the nearest integer
+ROUNDING = tl.constexpr(2.0**-14)  # of one quotient h / s, which is at most 127
 SLACK = tl.constexpr(2.0**-20)  # of a rounded sum of a few terms
 PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
 SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
@@ -63,13 +64,16 @@ def largest_kernel(
 
 
 @triton.jit
-def _rounded(x, scale):
-    """Integers, and their norm and that of the error, by row, in units of the scale; both are bounds from above."""
-    quotient = x / scale[:, None]
-    near = tl.floor(quotient + 0.5)
-    near = tl.where(near > LEVELS, LEVELS, tl.where(near < -LEVELS, -LEVELS, near))
-    error = tl.abs(quotient - near) + ROUNDING
-    return near, tl.sqrt(tl.sum(near * near, axis=1)) * (1.0 + SLACK), tl.sqrt(tl.sum(error * error, axis=1)) * (1.0 + SLACK)
+def _rounded(x, scale, D: tl.constexpr):
+    """Integers, and bounds from above of their norm and of the error's, by row, in units of the scale."""
+    quotient = x * (1.0 / scale)[:, None]
+    shifted = quotient + NEAREST
+    error = quotient - (shifted - NEAREST)
+    near = (shifted.to(tl.int32, bitcast=True) & 255).to(tl.int8)
+    norm = tl.sqrt(tl.sum(quotient * quotient, axis=1))
+    error = tl.sqrt(tl.sum(error * error, axis=1)) * (1.0 + SLACK)
+    off = error + ROUNDING * tl.sqrt(D * 1.0)
+    return near, norm * (1.0 + SLACK) + off, off
 
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length"])
@@ -87,8 +91,8 @@ def round_rows_kernel(
         d = tl.arange(0, BLOCK_D)
         offs, inside = r[:, None] * D + d[None, :], (d < D)[None, :]
         x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-        near, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32))
-        tl.store(values_ptr + offs, near.to(tl.int8), mask=inside)
+        near, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32), D)
+        tl.store(values_ptr + offs, near, mask=inside)
         tl.atomic_max(state_ptr + STATE + B + seq, tl.max(norm.to(tl.int32, bitcast=True)), sem="relaxed")
         tl.atomic_max(state_ptr + STATE + 2 * B + seq, tl.max(error.to(tl.int32, bitcast=True)), sem="relaxed")
 
@@ -101,18 +105,17 @@ def round_weight_kernel(
     """Integers of rows of every ``v_stride``-th tile of the weight; by row its scale, norm and error, ``[3, V]``."""
     v0 = tl.program_id(0) * BLOCK_ROWS
     v = v0 // TILE_V * v_stride * TILE_V + v0 % TILE_V + tl.arange(0, BLOCK_ROWS)
-    if tl.load(state_ptr + TOO_MANY) > sample_limit:
-        v += V
-    d = tl.arange(0, BLOCK_D)
-    offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
-    x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    scale = bits.to(tl.float32, bitcast=True) / LEVELS
-    near, norm, error = _rounded(x, scale)
-    tl.store(weight_values_ptr + offs, near.to(tl.int8), mask=inside)
-    tl.store(terms_ptr + v, scale, mask=v < V)
-    tl.store(terms_ptr + V + v, norm, mask=v < V)
-    tl.store(terms_ptr + 2 * V + v, error, mask=v < V)
+    if tl.load(state_ptr + TOO_MANY) <= sample_limit:
+        d = tl.arange(0, BLOCK_D)
+        offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
+        x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        scale = bits.to(tl.float32, bitcast=True) / LEVELS
+        near, norm, error = _rounded(x, scale, D)
+        tl.store(weight_values_ptr + offs, near, mask=inside)
+        tl.store(terms_ptr + v, scale, mask=v < V)
+        tl.store(terms_ptr + V + v, norm, mask=v < V)
+        tl.store(terms_ptr + 2 * V + v, error, mask=v < V)
 
 
 @triton.jit
