@@ -20,7 +20,14 @@ pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interp
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 I32, I64 = torch.int32, torch.int64
 OTHER_RELEASES = 16  # bytes that others than 3.6 may put away, once for many rounds of a loop
-PRODUCTS = ("max_forward_kernel", "max_forward_hopper_kernel", "screen_hopper_kernel", "refine_kernel", "sum_forward_kernel", "dlogits_kernel")
+PRODUCTS = (
+    "max_forward_kernel",
+    "max_forward_hopper_kernel",
+    "screen_hopper_kernel",
+    "refine_kernel",
+    "sum_forward_kernel",
+    "dlogits_kernel",
+)
 EVERYTHING = (True, True, True)
 Names = dict[str, torch.dtype | None]
 
@@ -84,7 +91,11 @@ def check_plan(plan: Plan, names: Names, capability: int, only: str) -> set[str]
     """Compile its launches, each once; ``names`` are the dtypes of given tensors and results."""
     names = names | {name: each.dtype if isinstance(each, Buffer) else None for name, each in plan.buffers.items()}
     # gradients of sums are products in fp32; places are counts that were added up
-    names |= {each.makes: {"place": I64, "state": I32, "kept": torch.int8}.get(each.makes, F32) for each in plan.steps if isinstance(each, TorchStep)}
+    names |= {
+        each.makes: {"place": I64, "state": I32, "kept": torch.int8}.get(each.makes, F32)
+        for each in plan.steps
+        if isinstance(each, TorchStep)
+    }
     found = set()
     for launch in plan.steps:
         if not isinstance(launch, Launch) or only not in launch.kernel.__name__:

@@ -148,7 +148,8 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
 
 def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
     """Launches that leave out scores which cannot be positive; the kernel after them runs where too many can."""
-    from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper, screen_hopper
+    from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
+    from tilefold.ops.lsr_head._triton import screen_hopper
 
     batch, (vocab, dim) = steps.tokens.batch, steps.tensors.weight.shape
     config, block_v = dict(configs.SCREEN), 2 * hopper.HALF_V.value
@@ -158,15 +159,17 @@ def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
         "SCREENED": True, "limit": int(configs.MOST_KEPT * batch * vocab), "BLOCK_D": power_of_two(dim),
         "sample_limit": int(configs.MOST_SAMPLED * sampled),
     }  # fmt: skip
-    steps.fills |= {"scores": 0.0} | ({"winners": no_winner(winner_dtype(steps.tokens.length_bound))} if training else {})
+    steps.fills |= {"scores": 0.0} | (
+        {"winners": no_winner(winner_dtype(steps.tokens.length_bound))} if training else {}
+    )
     steps.buffer("rows8", (total, dim), torch.int8)
     steps.buffer("weight8", (vocab, dim), torch.int8)
     steps.buffer("terms", (3, vocab))
     steps.buffer("list", (batch, vocab), torch.int32)
-    for name, shape, dtype in (
-        ("state", (screen.STATE.value + screen.PER_SEQUENCE * batch,), torch.int32), ("kept", (batch, vocab), torch.int8)
-    ):  # fmt: skip
-        steps.torch(steps.buffer(name, shape, dtype), Tensor.zero_, name)
+    steps.buffer("state", (screen.STATE.value + screen.PER_SEQUENCE * batch,), torch.int32)
+    steps.buffer("kept", (batch, vocab), torch.int8)
+    for name in ("state", "kept"):
+        steps.torch(name, Tensor.zero_, name)
     groups, named = (cdiv(total, steps.values["GROUP"]),), {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
     steps.launch(screen.largest_kernel, groups, {"num_warps": 8})
     steps.launch(screen.round_rows_kernel, groups, {"num_warps": 8}, named)
@@ -183,7 +186,9 @@ def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
         tiles = cdiv(cdiv(vocab, block_v), every)
         steps.launch(screen.round_weight_kernel, (tiles * block_v // screen.BLOCK_WEIGHT,), own, named)
         if every == 1:
-            splits = dict(zip(splits, configs.plan_splits(total, vocab, length, block_v, block_t, programs), strict=True))
+            splits = dict(
+                zip(splits, configs.plan_splits(total, vocab, length, block_v, block_t, programs), strict=True)
+            )
         own = {**config, **splits, "v_stride": every, "IS_SAMPLE": every > 1}
         instead = configs.instead_of(configs.BY_SCREEN)
         steps.launch(screen_hopper.screen_hopper_kernel, (programs,), own, places, tma, instead)

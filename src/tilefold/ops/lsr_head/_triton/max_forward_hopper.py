@@ -111,7 +111,7 @@ def _load_tiles(
     V, n_tiles, split_tiles, v_stride, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: fill the ring in the order in which the groups read it, every ``v_stride``-th vocabulary tile."""
+    """The loading warp: fill the ring in the order in which the groups read it, every ``v_stride``-th tile of V."""
     n_splits = gl.cdiv(n_tiles, split_tiles)
     n_items = gl.cdiv(gl.cdiv(V, 2 * HALF_V), v_stride) * n_splits
     step = 0
@@ -245,9 +245,7 @@ def _fold_tiles(
             store_partial(best, winner, slot, offs_v, mask_v, part_ptr, part_winner_ptr, V, WITH_WINNERS)
 
 
-@gluon.jit(
-    do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit", "logit_scale"]
-)
+@gluon.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit", "logit_scale"])
 def max_forward_hopper_kernel(
     weight_desc, rows_desc, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr, winner_ptr,
     part_ptr, part_winner_ptr, state_ptr,

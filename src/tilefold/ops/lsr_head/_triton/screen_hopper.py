@@ -24,10 +24,10 @@ def _keep(
     D: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Mark the entries of a sequence that stay, and count them."""
-    stay = stays(
-        best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, B, V, logit_scale, D, HAS_BIAS
+    stay = stays(best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, B, V, logit_scale, D, HAS_BIAS)
+    gl.store(
+        kept_ptr + seq.to(gl.int64) * V + offs_v, gl.full([HALF_V], 1, gl.int8, layout=offs_v.type.layout), mask=stay
     )
-    gl.store(kept_ptr + seq.to(gl.int64) * V + offs_v, gl.full([HALF_V], 1, gl.int8, layout=offs_v.type.layout), mask=stay)
     return gl.sum(stay.to(gl.int32), axis=0)
 
 
@@ -99,7 +99,8 @@ def _fold_tiles(
                     if more:
                         if end > start:
                             kept += _keep(
-                                best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale, D, HAS_BIAS,
+                                best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale,
+                                D, HAS_BIAS,
                             )  # fmt: skip
                         seq += 1
                         start = end
@@ -114,14 +115,16 @@ def _fold_tiles(
     gl.atomic_add(state_ptr + place, kept, sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "v_stride", "sample_limit", "logit_scale"])
+@gluon.jit(
+    do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "v_stride", "sample_limit", "logit_scale"]
+)
 def screen_hopper_kernel(
     weight_desc, rows_desc, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr,
     B, V, T, uniform_length, splits, multiple, v_stride, sample_limit, logit_scale,
     D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr, IS_SAMPLE: gl.constexpr,
 ):  # fmt: skip
-    """A sample of the vocabulary's tiles, every ``v_stride``-th; or all of them, where few enough of the sample stay."""
+    """A sample of the vocabulary's tiles, every ``v_stride``-th; or all, where few enough of the sample stay."""
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
     if not UNIFORM:
@@ -142,15 +145,15 @@ def screen_hopper_kernel(
             (
                 _fold_tiles,
                 (
-                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length,
-                    logit_scale, 0, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
+                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
+                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 0, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
                 ),
             ),
             (
                 _fold_tiles,
                 (
-                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length,
-                    logit_scale, 1, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
+                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
+                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 1, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
                 ),
             ),
             (

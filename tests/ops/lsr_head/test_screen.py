@@ -1,0 +1,82 @@
+"""The screened head: the bits of the plain one, whatever is scored; and the bound behind it, in exact arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.refusals import refused
+from tilefold.ops import lsr_head
+
+B, S, D, V = 16, 256, 768, 30522  # enough work for the screen
+
+
+def states(kind: str, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Token states, weight and bias whose largest logits are mostly negative, as those of a trained model."""
+    hidden = torch.randn(B, S, D, generator=generator, device=device)
+    weight = torch.randn(V, D, generator=generator, device=device) * 0.05
+    bias = torch.full((V,), -5.5, device=device)
+    if kind == "outliers":
+        hidden[:, ::37, 3] *= 60
+        weight[::11, 5] *= 40
+    elif kind == "equal":
+        hidden[:] = hidden[:1, :1]
+    elif kind == "zeros":
+        hidden[1], hidden[2, 5:], weight[::7] = 0, 0, 0
+    elif kind == "tiny":
+        hidden[0] *= 1e-30
+        weight[::5] *= 1e-35
+    elif kind == "broken":
+        hidden[0, 0, 0], hidden[1, 2, 3], weight[5, 5], weight[6, 0], bias[8] = (
+            float("nan"), float("inf"), float("nan"), float("-inf"), float("nan")
+        )  # fmt: skip
+    elif kind == "untrained":
+        bias[:] = 0
+    return hidden, weight, bias
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["trained", "outliers", "equal", "zeros", "tiny", "broken", "untrained"])
+@pytest.mark.parametrize("layout", ["full", "masked", "packed"])
+def test_screened_scores_and_gradients_have_the_bits_of_plain_ones(kind: str, layout: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(len(kind))
+    hidden, weight, bias = (each.bfloat16() for each in states(kind, generator, "cuda"))
+    lengths = torch.randint(0, S, (B,), generator=generator, device="cuda")
+    given: dict[str, Tensor] = {}
+    if layout == "masked":
+        given["attention_mask"] = torch.arange(S, device="cuda") < lengths[:, None]
+    elif layout == "packed":
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        hidden = torch.cat([row[:n] for row, n in zip(hidden, lengths.tolist(), strict=True)])
+        hidden = torch.cat([hidden, hidden])
+        given["cu_seqlens"] = torch.cat([offsets, offsets[1:] + offsets[-1]]).int()
+    found = []
+    for screen in (False, True):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
+        scores = lsr_head(*leaves, **given, screen=screen, impl="triton")
+        scores.backward(torch.ones_like(scores))
+        found.append([scores.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]])
+    for plain, screened in zip(*found, strict=True):
+        torch.testing.assert_close(screened, plain, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_screen_is_asked_for_by_name() -> None:
+    hidden, weight = torch.randn(2, 3, 8), torch.randn(9, 8)
+    assert torch.equal(lsr_head(hidden, weight, screen=True), lsr_head(hidden, weight))
+    refused(TypeError, "screen must be True or False, got 'auto'", lsr_head, hidden, weight, screen="auto")
+
+
+@pytest.mark.parametrize("kind", ["trained", "outliers", "zeros"])
+def test_integer_products_and_norms_of_what_was_rounded_bound_every_logit(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, _ = (each.bfloat16().double() for each in states(kind, generator, "cpu"))
+    hidden, weight = hidden[:3].flatten(0, 1), weight[:500]
+    rounded = []
+    for rows in (hidden, weight):
+        scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-300) / 127
+        near = (rows / scale).round()
+        rounded.append((scale, near, near.norm(dim=1), (rows / scale - near).norm(dim=1)))
+    (s, q, q_norm, e), (t, p, p_norm, f) = rounded
+    bound = q @ p.T + e[:, None] * (p_norm + f) + q_norm[:, None] * f
+    assert bool((hidden @ weight.T <= bound * s * t.T + 1e-9).all())
