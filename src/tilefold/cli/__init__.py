@@ -93,7 +93,8 @@ def _app() -> Any:
     from tilefold.cli.demo import demo
     from tilefold.cli.encode import encode
     from tilefold.cli.evaluate import evaluate, fuse
-    from tilefold.cli.index import export, index, merge
+    from tilefold.cli.export import export
+    from tilefold.cli.index import index, merge
     from tilefold.cli.info import info
     from tilefold.cli.mine import mine, score
     from tilefold.cli.search import search

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.provenance import Provenance
 
 Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
 Values: TypeAlias = dict[str, Any]  # what a command prints as JSON, or options by name
@@ -218,3 +219,11 @@ def check_split(collection: Collection, split: str) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its class when it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_texts(data: str, vectors: Path, texts: Mapping[str, str], made_of: Provenance) -> None:
+    """Refuse a collection of other texts than those of the vectors, where those are known."""
+    from tilefold.retrieval.provenance import Provenance, texts_digest
+
+    if made_of.differs(Provenance(texts_sha256=texts_digest(texts))):
+        raise CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")

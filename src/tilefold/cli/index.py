@@ -1,4 +1,4 @@
-"""``tilefold index``, of encoded documents or of their words, and ``tilefold export``, of files for other engines."""
+"""``tilefold index``, of encoded documents or of their words."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from tilefold import retrieval
 from tilefold._files import hold_path
-from tilefold.cli import _common, _models, _options, _retrievers
+from tilefold.cli import _common, _options, _retrievers
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, argument, flag, option, preset, required
-from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.passages import Passages, document_of
-from tilefold.retrieval.provenance import Provenance, owned, texts_digest
+from tilefold.retrieval.provenance import owned
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller, and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
@@ -179,7 +179,7 @@ def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str,
     if data is None or vectors is None:
         return None
     collection, made = _common.load_data(data, documents_only=True), getattr(read, "manifest", read)
-    _check_texts(data, vectors, collection.contents(), made.provenance)
+    _common.check_texts(data, vectors, collection.contents(), made.provenance)
     found, cut = collection.metadata(), made.provenance.passages
     lacking = sum((name if cut is None else document_of(name)) not in collection.documents for name in read.ids)
     if lacking:
@@ -320,136 +320,3 @@ def merge(
         made = merge_vectors(folders, output)
     result = {"output": str(output), "n": made.n_documents, "folders": [str(folder) for folder in folders]}
     _common.print_result(result, as_json, f"{made.n_documents} vectors of {len(folders)} folders: {output}")
-
-
-def export(
-    to: str = required(
-        "Bulk files and a mapping, a feed and a schema, or a model as a graph.", "--to", metavar="opensearch|vespa|onnx"
-    ),
-    vectors: Place = option("Folder of documents that tilefold encode wrote."),
-    output: Path = required("Folder for the files."),
-    model: Text = option("The SparseEncoder that made the vectors, for the names of its terms; onnx: to export."),
-    names: Text = option(
-        "What terms are called: by default tokens, with --model; numbers never collide.", metavar="tokens|numbers"
-    ),
-    data: Text = option("The documents, to send texts along. " + _common.DOCUMENTS_HELP),
-    field: str = preset("sparse", "Field of the vectors in the engine."),
-    field_type: Text = option(
-        "opensearch: by default rank_features (exact); sparse_vector is for Seismic, numbers only.",
-        metavar="rank_features | sparse_vector",
-    ),
-    dots: Text = option("opensearch: tokens with a dot; keep is for neural_sparse queries.", metavar="refuse|keep"),
-    document: Text = option("vespa: document type and schema (doc)."),
-    namespace: Text = option("vespa: namespace of the document ids (tilefold)."),
-    quantize: Text = option("onnx: 8-bit products, several times as fast and less exact.", metavar="int8"),
-    top_k: Count = option("onnx: entries that the graph gives of a text; by default all."),
-    as_json: bool = flag("The result as JSON on stdout.", "--json"),
-) -> None:
-    """Write encoded documents as another engine reads them, or a model as an ONNX graph.
-
-    A vocabulary whose terms would collide in the engine is refused, as is a graph that does not compute what the model
-    does. Every command takes the folder of a graph as --model; it needs tilefold[onnx].
-    """
-    if to == "onnx":
-        _common.print_result(*_graph(model, output, quantize, top_k, as_json))
-        return
-    if vectors is None:
-        raise UsageError("--vectors: give the folder of documents that tilefold encode wrote.")
-    # of one of the engines
-    own = {"field_type": field_type, "dots": dots, "document": document, "namespace": namespace}
-    options = {"field": field, **_common.known(own)}
-    tokens = _tokens(vectors, model, names, field_type)
-    if tokens is None:
-        _options.refuse_useless(["dots"], "where terms are called by their numbers")
-    started = time.monotonic()
-    with _common.heartbeat(f"exporting ({to})"):
-        exported = _write(to, vectors, output, tokens, _texts(data, vectors), options)
-    seconds = round(time.monotonic() - started, 3)
-    result = {"output": str(output), "engine": to, "n_documents": exported.n_documents}
-    result |= {"n_weights": exported.n_weights, "files": exported.files, "seconds": seconds}
-    first, *others = exported.files
-    files = f"{first}, {others[0]}" if len(others) == 1 else f"{first} and {len(others)} bulk files"
-    said = f"{exported.n_documents} documents written for {to} in {seconds:.1f} s: {output} ({files})"
-    _common.print_result(result, as_json, said)
-
-
-def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | None, as_json: bool) -> Any:
-    """The result of an export to ONNX, and what is said of it."""
-    if model is None or model == _models.PACKAGED:
-        raise UsageError(f"--model: expected the folder or name of a sparse model to export, got {model or 'none'}.")
-    from tilefold.recipes import export_onnx
-    from tilefold.recipes.loading import quiet_libraries
-
-    _models.load_model(model, kinds=("sparse",), fast=())  # refuses what is none
-    started = time.monotonic()
-    try:
-        with _common.heartbeat("exporting (onnx)"), quiet_libraries():
-            made = export_onnx(model, output, quantize=quantize, top_k=top_k)
-    except ImportError as error:
-        raise CommandError(f"--to onnx: {error}") from error
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        raise CommandError(f"--{name.replace('_', '-')}:{rest}") from error
-    seconds = round(time.monotonic() - started, 3)
-    (name, value), *_ = made.error.items()
-    checked = f"{name.replace('_', ' ')} {value:g} on random texts"
-    said = f"one graph of {made.bytes / 1e6:.0f} MB in {seconds:.1f} s ({checked}): {output}"
-    return {**made._asdict(), "seconds": seconds}, as_json, said, f"next: tilefold serve --model {output}"
-
-
-def _write(to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: Values) -> Any:
-    write = retrieval.export_opensearch if to == "opensearch" else retrieval.export_vespa
-    try:
-        return write(vectors, output, tokens, texts=texts, **options)
-    except (DataError, VocabularyMismatchError) as error:
-        message = str(error).replace("dots=keep", "--dots keep")
-        numbers = message.replace("Leave tokens out, so that terms are named by their numbers", "Give --names numbers")
-        raise CommandError(numbers) from error
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        raise UsageError(f"--{name.replace('_', '-')}:{rest}") from error
-
-
-def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str | None) -> Sequence[str] | None:
-    """The token of each term, or None for numbers."""
-    numbers = field_type == "sparse_vector"
-    names = names or ("numbers" if numbers else "tokens")
-    if names == "numbers":
-        _options.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
-        return None
-    if numbers:
-        raise UsageError("--names: terms of --field-type sparse_vector are numbers; leave the option out.")
-    if model is None:
-        raise UsageError("--model: give the model that made the vectors, or --names numbers.")
-    manifest = retrieval.read_manifest(vectors)
-    path = _models.find_model(model, "--model")
-    tokenizer: Any
-    if model == _models.PACKAGED:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    else:
-        tokenizer = _models.load_encoder(path).tokenizer
-    found = retrieval.vocabulary_fingerprint(tokenizer)
-    if manifest.fingerprint and found and manifest.fingerprint != found:
-        expected = f"the vocabulary of {vectors} (fingerprint {manifest.fingerprint[:12]})"
-        remedy = "Give the model that made the vectors."
-        raise CommandError(f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}")
-    tokens: list[str | None] = tokenizer.convert_ids_to_tokens(range(manifest.vocab_size))
-    return [token or "" for token in tokens]
-
-
-def _texts(data: str | None, vectors: Path) -> dict[str, str] | None:
-    """The documents of --data, which must be those that were encoded."""
-    if data is None:
-        return None
-    collection = _common.load_data(data, documents_only=True)
-    texts, made_of = collection.contents(), retrieval.read_manifest(vectors).provenance
-    _check_texts(data, vectors, texts, made_of)
-    return texts if made_of.passages is None else Passages.parse(made_of.passages).of(collection.documents)
-
-
-def _check_texts(data: str, vectors: Path, texts: Mapping[str, str], made_of: Provenance) -> None:
-    """Refuse a collection of other texts than those of the vectors, where those are known."""
-    if made_of.differs(Provenance(texts_sha256=texts_digest(texts))):
-        raise CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")

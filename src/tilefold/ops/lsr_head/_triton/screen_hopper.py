@@ -146,14 +146,16 @@ def screen_hopper_kernel(
                 _fold_tiles,
                 (
                     w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
-                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 0, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
+                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 0, D, K_STEPS,
+                    BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
                 ),
             ),
             (
                 _fold_tiles,
                 (
                     w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
-                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 1, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
+                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 1, D, K_STEPS,
+                    BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
                 ),
             ),
             (
