@@ -14,6 +14,7 @@ from tests.kernels import release, triton_interpreted
 from tests.ops.base import Launch, MaxSimOptions, MaxSimSaved, MaxSimTensors, Setting
 from tests.ops.base import maxsim_outputs as outputs
 from tests.ops.cross_compile import CAPABILITIES, NAMES, SHARED_LIMIT, Compiled, check, compile_kernel
+from tilefold.ops._shared._triton import releases
 from tilefold.ops.maxsim import configs, plans
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -144,6 +145,33 @@ def test_forward_of_quantized_documents_builds_without_spills(
         shared = launch.kernel.__name__ == "shared_pass_kernel"  # puts away 48 bytes before and after its loop
         build(launch, capability, torch.bfloat16, 48 * shared, doc_src=document, doc_ptr=document, query_ptr=query)
         assert shared == (capability == 90 and stored == torch.int8)
+
+
+@pytest.mark.skipif(releases.why_no_warp_roles() is not None, reason="this release has no warp roles")
+@pytest.mark.parametrize("masked", ["", "qd"])
+@pytest.mark.parametrize("queries", [(1, 32), (4, 20), (16, 32), (40, 9)], ids=str)
+def test_the_pass_by_warps_with_roles_builds_without_spills(queries: tuple[int, int], masked: str) -> None:
+    from triton.experimental.gluon import language as gl
+
+    meta, documents = torch.device("meta"), (1 << 17, 67)
+    masks = (
+        [torch.empty(shape, dtype=torch.uint8, device=meta) for shape in (queries, documents)] if masked else [None] * 2
+    )
+    given = [
+        torch.empty(*shape, 128, dtype=kind, device=meta)
+        for shape, kind in ((queries, torch.bfloat16), (documents, torch.int8))
+    ]
+    tensors = MaxSimTensors(
+        given[0], given[1], masks[0], masks[1], None, None, None, torch.empty(documents, device=meta)
+    )
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    options = MaxSimOptions("all", False, 0.0, False, False, 32)
+    *_, launch = plans.forward(tensors, options, False, setting).steps
+    assert isinstance(launch, Launch) and launch.kernel.__name__ == "shared_hopper_kernel"
+    layout = gl.NVMMASharedLayout.get_default_for([8, 8, 128], gl.int8)
+    types = {"doc_src": f"tensordesc<i8[8, 8, 128],{layout!r}>", "query_ptr": "*i8"}
+    compiled = build(launch, 90, torch.int8, 96 if masked else 24, **types)  # put away where a document ends
+    assert compiled.wgmma > 0
 
 
 GRADIENTS = [("maximum", "all", 32), ("maximum", "all", 16384), ("maximum", "aligned", 32), ("maximum", "index", 32),

@@ -47,6 +47,33 @@ def test_scores_are_those_of_the_numbers_that_are_stored(target: Target, pairing
         assert_within_budget(found, truth)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    ("queries", "tokens", "length", "dim"), [(1, 32, 9, 128), (4, 20, 3, 96), (9, 17, 8, 128), (3, 70, 17, 64)]
+)
+def test_many_documents_in_one_pass(
+    target: Target, queries: int, tokens: int, length: int, dim: int, masked: bool
+) -> None:
+    count = 203 if target.device == "cpu" else 65536 + 5  # from so many on, there is a kernel whose warps have roles
+    shape, layout = (queries, count, tokens, length, dim), "holes" if masked else "full"
+    inputs = maxsim_inputs(*shape, layout=layout, dtype=torch.float16, device=target.device)
+    inputs.documents[:50] = -inputs.documents[:50].abs()  # products below 0 take other steps
+    inputs.queries[0] = inputs.queries[0].abs()
+    documents = quantize_tokens(inputs.documents.float())
+    documents.scales[40:45] *= 2.0**-100
+    documents.scales[45:47] *= 2.0**115
+    documents.scales[60, 1], documents.scales[61, 2] = math.nan, math.inf
+    documents.values[61, 2] = 0  # as what has an infinity is rounded
+    for options in ({}, {"mask_mode": "zero"}, {"reduction": "mean"}):
+        asked = inputs.layout | options
+        found = maxsim(inputs.queries, documents, **asked, impl=target.impl)
+        truth = maxsim(inputs.queries, documents, **asked, impl="reference")
+        assert torch.equal(found.isnan(), truth.isnan()) and (masked or found[:, 60:62].isnan().all())
+        assert_within_budget(found.nan_to_num(), truth.nan_to_num())
+        again = maxsim(inputs.queries, documents, **asked, impl=target.impl)
+        assert torch.equal(found.view(torch.int32), again.view(torch.int32))
+
+
 def test_many_queries_and_long_documents(target: Target) -> None:
     shape = (5, 3, 20, 33, 40) if INTERPRETED else (20, 9, 32, 300, 128)
     inputs = maxsim_inputs(*shape, dtype=torch.float16, device=target.device)

@@ -155,6 +155,7 @@ CASES: dict[str, Sample] = {
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
     "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
     "maxsim/shared.shared_pass_kernel": inference("maxsim", quantized_documents, QUERIES, DOCUMENTS),
+    "maxsim/shared_hopper.shared_hopper_kernel": inference("maxsim", quantized_documents, (5, 32, 16), (65536, 3, 16)),
     "maxsim/stream.stream_kernel": inference("maxsim", fp8_documents, QUERIES, DOCUMENTS),
     "maxsim/backward.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
     "sparse_search/search.best_kernel": inference("sparse_topk", found, (2, 7)),
@@ -162,7 +163,9 @@ CASES: dict[str, Sample] = {
     "token_scatter/scatter.gather_kernel": scatter(),
     "token_scatter/scatter.scatter_kernel": scatter(reduce="sum"),
 }
-ONLY_ON = {"lsr_head/max_forward_hopper.max_forward_hopper_kernel": (9, 0)}
+ONLY_ON = dict.fromkeys(
+    ("lsr_head/max_forward_hopper.max_forward_hopper_kernel", "maxsim/shared_hopper.shared_hopper_kernel"), (9, 0)
+)
 every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head, found)]
 CACHES = [room.calls for room in (ATTENTION, HEAD, MAXSIM, XTR, SCATTER, ENTMAX, TOY)]

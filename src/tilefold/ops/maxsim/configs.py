@@ -12,6 +12,7 @@ from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
 BY_TMA = "maxsim's kernels with TMA"  # where they cannot be built, others read by pointers
+BY_ROLES = "maxsim's kernel whose warps have roles"  # where it cannot be built, others share the pass
 MAX_BLOCK_K = 128
 MAX_STREAMED_ROWS = 64  # query tokens of all queries together that one tile of the streaming kernel holds
 AMPERE, HOPPER, BLACKWELL = Between(most=(8, 9)), Between((9, 0), (9, 9)), Between(least=(10, 0))
@@ -149,6 +150,26 @@ SHARED_PASS = (
     ),
     Row(INTERPRETED, {"BLOCK_Q": 64, "BLOCK_T": 16}, "small tiles, so that there are several"),
 )  # fmt: skip
+# The same against many padded documents, by warps with roles: each of four groups has a share of the rows and one of
+# PARTS of the documents. Facts: capability, rows, documents, half (programs of 256 rows leave fewer idle than those of
+# 512), uneven (tiles of 64 tokens are a fifth larger than the documents, or more). `BLOCK_Q` of 0: as above.
+MANY = {"capability": (9, 0), "documents": Between(least=65536)}
+ROLES_PASS = (
+    Row(
+        {}, {"BLOCK_Q": 0, "PARTS": 1, "STAGES": 8, "REGISTERS": 112, "num_warps": 4, "num_stages": 1},
+        "no other GPU, and no fewer documents, were timed",
+    ),
+    Row(
+        MANY | {"rows": Between(least=129), "half": False}, {"BLOCK_Q": 512},
+        "H200, 16 x 32 with 1,000,000 x 64 and 8,800,000 x 67 in ms: 10.4 and 100, by the pass above 12.3 and 216",
+    ),
+    Row(MANY | {"rows": Between(least=129), "half": True}, {"BLOCK_Q": 256, "PARTS": 2}, "H200: 11.1 and 110"),
+    Row(MANY | {"rows": Between(65, 128), "uneven": True}, {"BLOCK_Q": 128, "PARTS": 4}, "H200: 12.6 and 122"),
+    Row(
+        MANY | {"rows": Between(most=64), "uneven": True}, {"BLOCK_Q": 64, "PARTS": 4},
+        "H200, 32 with 8,800,000 x 67 in ms: 25.8, as a stream of documents 32.7 (1,000,000 x 64: 2.6 and 2.4)",
+    ),
+)  # fmt: skip
 # Constants of the kernels of gradients. BLOCK_S and BLOCK_S_MANY: query rows whose winners are read at a time, and from
 # 16,384 query rows on. FEW_ROWS: query rows of all pairs up to which each has a program of its own.
 ROW, ROWS, DOCUMENTS = {"kernel": "row"}, {"kernel": "rows"}, {"kernel": "documents"}
@@ -258,6 +279,18 @@ def shared_pass_config(
     found = lookup(SHARED_PASS, capability=capability, slot=slot, rows=slot * n_queries, tokens=tokens)
     fits = dim <= MAX_BLOCK_K and 0 < slot <= found["BLOCK_Q"]
     return found | {"SLOT": slot, "BLOCK_K": power_of_two(dim, 32)} if fits else None
+
+
+def roles_pass_config(
+    capability: tuple[int, int], dim: int, slot: int, n_queries: int, documents: int, length: int
+) -> Constants | None:
+    """Constants of the pass by warps with roles over int8 documents padded to ``length``, if it is better."""
+    rows = slot * n_queries
+    uneven = (length + 63) // 64 * 64 * 5 >= (length + 7) // 8 * 8 * 6
+    half = -rows % 512 >= 256
+    found = lookup(ROLES_PASS, capability=capability, rows=rows, documents=documents, half=half, uneven=uneven)
+    fits = dim <= MAX_BLOCK_K and 0 < slot <= found["BLOCK_Q"] * found["PARTS"] // 4
+    return found | {"SLOT": slot} if fits else None
 
 
 def backward_config(kernel: str, capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> Constants:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared._triton.offsets import int32_launch
 from tilefold.ops._shared.calls import ALIGNMENT
@@ -32,7 +33,15 @@ from tilefold.ops.maxsim._triton import forward as scores
 from tilefold.ops.maxsim._triton import norms, smooth
 from tilefold.ops.maxsim._triton.shared import STRIP, shared_pass_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
-from tilefold.ops.maxsim.configs import BY_TMA, backward_config, forward_config, shared_pass_config, stream_config
+from tilefold.ops.maxsim.configs import (
+    BY_ROLES,
+    BY_TMA,
+    backward_config,
+    forward_config,
+    roles_pass_config,
+    shared_pass_config,
+    stream_config,
+)
 
 COMBINED = 256  # documents whose parts of sums a program adds up
 MAX_SLICES = 65535  # of a grid's second axis; programs go on to further tiles
@@ -42,6 +51,7 @@ MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of kernels that go over rows once
 ROW_QUERIES = 256  # rows that a program finds the query of
 BY_POINTERS = Instead(BY_TMA, "Documents are read by pointers instead: the same scores, slower.")
+WITHOUT_ROLES = Instead(BY_ROLES, "Others share the pass over the documents: the same scores to fp32, slower.")
 SAVED_NORMS = {"query_factors": "query_norms", "document_factors": "document_norms"}
 OFFSETS = ("cu_queries", "cu_documents", "pairs")
 TENSORS = {  # by their kernels' names
@@ -127,6 +137,8 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
     stream = shared = None
     slot = power_of_two(p.query_length, STRIP.value) if p.query_length else 0  # rows of a query that shares the pass
     if everything and not training and not p.temperature:
+        if _add_roles_pass(steps, slot):
+            return
         if stored == torch.int8:
             tokens = p.documents.size(0) // p.n_documents
             shared = shared_pass_config(setting.capability, dim, slot, p.n_queries, tokens)
@@ -143,11 +155,7 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
     if p.normalize:
         steps.inverse_norms(results=training)
     elif stored == torch.int8 and (shared or not stream):  # which rounds them itself
-        steps.buffer("int8_queries", p.queries.shape, torch.int8)
-        steps.buffer("query_factors", p.queries.shape[:1])
-        rounded = {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"}
-        steps.over_rows(norms.quantize_kernel, p.queries.size(0), rounded)
-        steps.stands["queries"] = "int8_queries"
+        _round_queries(steps)
     steps.values |= config | {
         "HAS_QSCALE": p.normalize or stored == torch.int8, "MASK_ZERO": p.mask_zero, "SMOOTH": p.temperature > 0,
         "WITH_SAVED": training, "NO_WINNER": 0 if p.temperature else no_winner(p.saved_dtype),
@@ -166,6 +174,38 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
         _add_all_pairs(steps, config["BLOCK_Q"], slots, tma)
     else:
         steps.launch(scores.listed_pairs_kernel, (p.n_pairs,), tma=tma, instead=BY_POINTERS)
+
+
+def _round_queries(steps: MaxSimSteps) -> None:
+    p = steps.problem
+    steps.buffer("int8_queries", p.queries.shape, torch.int8)
+    steps.buffer("query_factors", p.queries.shape[:1])
+    rounded = {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"}
+    steps.over_rows(norms.quantize_kernel, p.queries.size(0), rounded)
+    steps.stands["queries"] = "int8_queries"
+
+
+def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
+    """Whether the warps of one kernel have roles: padded queries against many padded int8 documents."""
+    p, setting = steps.problem, steps.setting
+    if p.documents.dtype != torch.int8 or not p.document_length or not rows_fit_descriptor(p.documents):
+        return False
+    config = roles_pass_config(
+        setting.capability, p.queries.size(1), slot, p.n_queries, p.n_documents, p.document_length
+    )
+    if config is None or BY_ROLES in setting.given_up or releases.why_no_warp_roles():
+        return False
+    from tilefold.ops.maxsim._triton import shared_hopper as hopper  # needs Gluon
+
+    steps.stands["document_factors"] = "document_scale"
+    _round_queries(steps)
+    tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])
+    splits = max(1, min(cdiv(p.n_documents, hopper.GROUP.value), setting.multiprocessors // tiles))
+    make = hopper.padded_descriptor(p.document_length)
+    tma = {"documents": Tma(p.documents.size(0), p.documents.size(1), make)}
+    own = config | {"MASK_ZERO": p.mask_zero, "MEAN": p.divisor != 1}
+    steps.launch(hopper.shared_hopper_kernel, (tiles, splits), own, tma=tma, instead=WITHOUT_ROLES)
+    return True
 
 
 def _add_all_pairs(steps: MaxSimSteps, block_q: int, slots: int, tma: Mapping[str, Tma]) -> None:

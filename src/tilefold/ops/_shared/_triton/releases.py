@@ -5,6 +5,7 @@
 =====================================  =====  =====  =====  =====  =====  =====
 Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
 Gluon's TMA load                       copy   copy   copy   copy   load   load
+Gluon's barrier of a role               thread thread thread all    all    all
 places of winners spill registers (4)  -      -      no     no     yes    yes
 interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (2)              wrong  wrong  wrong  wrong  wrong  wrong
@@ -72,6 +73,13 @@ def release_name() -> str:
 def interpreted_rows_count_elements() -> bool:
     """Whether interpreted descriptors ask that rows are multiples of 16 elements, instead of 16 bytes."""
     return release() <= (3, 5)
+
+
+def gluon_barrier() -> Any:
+    """Gluon's barrier of the warps of a role."""
+    from triton.experimental.gluon import language
+
+    return getattr(language, "barrier" if release() >= (3, 7) else "thread_barrier")
 
 
 def gluon_tma_load() -> Any:
