@@ -283,6 +283,16 @@ def test_graphs_are_bounded_and_are_not_pickled(stock: Any) -> None:
     assert "encoding_graphs" not in vars(plain)
 
 
+def test_graphs_are_made_ahead(stock: Any) -> None:
+    model = with_graphs(stock)
+    model.encoding_graphs.warm(lambda texts: model.encode(texts, batch_size=64), longest=32)
+    sizes = {(inputs.texts, inputs.tokens) for inputs, _ in model.encoding_graphs.graphs.values()}
+    assert sizes == {(count, size) for count in TEXTS for size in TOKENS if 4 * count <= size <= 32 * count}
+    for texts in (["a list"], ["x"] * 3, ["sum of numbers"] * 40):
+        model.encode(texts, batch_size=64)
+    assert made(model) == len(sizes)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_threads_and_models_get_rows_of_their_own(stock: Any, device: str) -> None:
     models = [with_graphs(stock, device) for _ in range(2)]

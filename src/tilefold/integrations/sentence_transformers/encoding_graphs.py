@@ -13,8 +13,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import chain
-from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilefold._typing import Model
 from tilefold.integrations._patches import Replacement
+from tilefold.integrations.sentence_transformers._captured_state import State, may_be_captured
 from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards, sparse_scores
 from tilefold.integrations.sentence_transformers.graphs import LONGEST, autocast_dtype
 from tilefold.integrations.sentence_transformers.packed_inputs import PACKED, PackedInputs, packed_inputs
@@ -84,7 +83,7 @@ class Inputs:
                 host[-1] = self.tokens
 
     def features(self) -> Features:
-        """What the model reads, after a copy to the device."""
+        """Features for the model, copied to the device."""
         self._device.copy_(self._host, non_blocking=True)
         found: Features = {name: there.to(kind) for name, (_, there, kind) in self._parts.items()}
         if self.packed:
@@ -93,7 +92,7 @@ class Inputs:
 
 
 class Captured:
-    """What a function of static tensors computes, as a graph: its tensors on the device, and their copies on the host.
+    """Graph of a function of static tensors: its results on the device, and their copies on the host.
 
     All graphs of a model share one pool of memory and one stream.
     """
@@ -123,68 +122,6 @@ class Captured:
 
     def wait(self) -> None:
         self._done.synchronize()
-
-
-class State:
-    """All of a model that its graphs were captured with and cannot follow."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = list(model.modules())
-        fused = fused_forwards(model)
-        self.splade = bool(fused) and all(isinstance(each.pooling, StockPooling) and each.last for each in fused)
-        self._vars = [vars(module) for module in self.modules]
-        named = [[name for name in values if name not in _OF_EVERY_MODULE] for values in self._vars]
-        self._own = [(itemgetter(*names), values) for names, values in zip(named, self._vars, strict=True) if names]
-        self._values = [get(values) for get, values in self._own]
-        parts = [_parts_of(module) for module in self.modules]
-        self._parts = [part for found in parts for part in found if part]
-        self._kept = list(chain.from_iterable(part.values() for part in self._parts))  # so that their ids are theirs
-        self._ids = list(map(id, self._kept))
-        self._sized = [*self._vars, *(part for found in parts for part in found)]
-        self._sized += [hooks for module in self.modules for hooks in _hooks_of(module)]
-        self._sizes = list(map(len, self._sized))
-        configs = {id(values["config"]): values["config"] for values in self._vars if "config" in values}
-        self._configs = [(vars(each), dict(vars(each))) for each in configs.values() if hasattr(each, "__dict__")]
-        self._tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-
-    def in_place(self) -> bool:
-        """Whether every tensor has the memory that it had; what a graph reads may be gone else."""
-        return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-
-    def trains(self) -> bool:
-        """Whether a module is in training mode."""
-        return any(module.training for module in self.modules)
-
-    def holds(self) -> bool:
-        """Whether modules, parameters, hooks, attributes and settings are those that they were."""
-        if list(map(len, self._sized)) != self._sizes:
-            return False
-        if list(map(id, chain.from_iterable(map(_VALUES, self._parts)))) != self._ids:
-            return False
-        try:
-            if any(now != then for now, then in self._configs):
-                return False
-            return [get(values) for get, values in self._own] == self._values
-        except (RuntimeError, ValueError, TypeError, KeyError):  # of tensors, which compare entry by entry; or it went
-            return False
-
-
-_VALUES = methodcaller("values")
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _parts_of(module: nn.Module) -> tuple[Any, ...]:
-    return module._modules, module._parameters, module._buffers
-
-
-def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    every = [*module._parameters.values(), *module._buffers.values()]
-    return [tensor for tensor in every if tensor is not None]
 
 
 class _Asked(NamedTuple):
@@ -294,7 +231,7 @@ class EncodingGraphs(Replacement):
     def warm(self, run: Callable[[list[str]], object], longest: int = 64) -> None:
         """Capture graphs for texts of up to `longest` tokens, by calls of `run` with made ones."""
         for texts in TEXTS:
-            for tokens in (size for size in TOKENS if 8 * texts <= size <= longest * texts):
+            for tokens in (size for size in TOKENS if 4 * texts <= size <= longest * texts):
                 if self.may_run([""] * texts):
                     run(["a " * (tokens // texts - 3)] * texts)  # two special tokens
 
@@ -361,7 +298,7 @@ class EncodingGraphs(Replacement):
         device = torch.device(model.device)
         if self._capture is Captured and device.type != "cuda":
             return None
-        if any(module.training for module in model.modules()) or not _may_be_captured(model):
+        if any(module.training for module in model.modules()) or not may_be_captured(model):
             return None
         try:
             with _capturing, torch.inference_mode(), _on(device):
@@ -440,16 +377,3 @@ def _sizes_of(features: Features, texts: int, padded: bool) -> tuple[int, int] |
         return (texts, ids.numel()) if _EXPANDED in tensors else None
     sizes = next(size for size in TEXTS if size >= texts), next(size for size in TOKENS if size >= ids.size(1))
     return None if padded and (sizes[0] + 1) * sizes[1] > _PLACES else sizes
-
-
-def _may_be_captured(model: nn.Module) -> bool:
-    """Whether a replay runs all that a forward of the model runs; hooks of ours look at the model alone."""
-    for module in model.modules():
-        hooks = [hook for found in _hooks_of(module) for hook in found.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("tilefold.") for hook in hooks):
-            return False
-        if getattr(module, "_compiled_call_impl", None) is not None or "_hf_hook" in vars(module):
-            return False
-        if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in _tensors_of(module)):
-            return False
-    return True
