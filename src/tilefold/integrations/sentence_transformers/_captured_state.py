@@ -49,9 +49,10 @@ class State:
         if list(map(id, chain.from_iterable(map(_VALUES, self._parts)))) != self._ids:
             return False
         try:
-            if any(now != then for now, then in self._configs):
-                return False
-            return [get(values) for get, values in self._own] == self._values
+            return (
+                all(now == then for now, then in self._configs)
+                and [get(values) for get, values in self._own] == self._values
+            )
         except (RuntimeError, ValueError, TypeError, KeyError):  # of tensors, which compare entry by entry; or it went
             return False
 

@@ -111,11 +111,10 @@ class Captured:
             for host, tensor in zip(self.host, self.device, strict=True):
                 host.copy_(tensor, non_blocking=True)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def launch(self) -> None:
-        """Begin, after what the current stream was given before: changes of weights, and readers of the last call."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        """Begin, after what the current stream was given before, such as changes of weights."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             self._graph.replay()
             self._done.record(self._stream)
@@ -222,8 +221,10 @@ class EncodingGraphs(Replacement):
 
         def read(graph: Any, count: int) -> list[Tensor]:
             counts = graph.host[0][:count].tolist()
-            rows: Tensor = (graph.host if to_host else graph.device)[1]
-            return list(torch.split(rows[: sum(counts)].clone(), counts))
+            rows: Tensor = (graph.host if to_host else graph.device)[1][: sum(counts)].clone()
+            if rows.is_cuda:  # the next call, of a thread with another stream, may overwrite what was cloned
+                torch.cuda.current_stream(rows.device).synchronize()
+            return list(torch.split(rows, counts))
 
         found: list[Tensor] | None = self._run(texts, prompt, _Asked(body, ("vectors", normalize), task), read)
         return found
@@ -251,11 +252,10 @@ class EncodingGraphs(Replacement):
                 inputs, graph = found
                 inputs.fill(features)
                 graph.launch()
-                state = self._state
-                if state is not None and state.holds():
-                    graph.wait()
-                    return read(graph, len(texts))
+                held = self._state is not None and self._state.holds()
                 graph.wait()
+                if held:
+                    return read(graph, len(texts))
                 self._forget()
         return None
 
