@@ -153,7 +153,8 @@ def accelerate(
     """
     check_impl(impl)
     if quantize not in {None, "fp8"}:
-        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}.")
+        remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
+        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
