@@ -1,6 +1,6 @@
 """sentence-transformers behind the same FastAPI route, as one would write it; the peer of `serve_load.py`.
 
-    python -m benchmarks.serve_peer --model FOLDER [--one-thread]
+    python -m benchmarks.serve_peer --model FOLDER [--device cuda] [--one-thread]
 
 A route that is a plain function runs in FastAPI's pool of threads, a call of the model per request. With --one-thread
 they take turns.
@@ -20,6 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until a signal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--one-thread", action="store_true")
     options = parser.parse_args(argv)
     import uvicorn
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
     from tilefold.serve.server import bind
 
-    model = SparseEncoder(options.model, device="cpu", local_files_only=True)
+    model = SparseEncoder(options.model, device=options.device, local_files_only=True)
     turn: Any = threading.Lock() if options.one_thread else nullcontext()
     app = FastAPI()
 

@@ -1,1 +1,1 @@
-"""Programs of a release: its tag and notes, installations in clean environments."""
+"""Programs of a release: its tag and notes, installations in clean environments, kernels for a hub."""

@@ -50,7 +50,7 @@ SMOKE: dict[str, list[str]] = {
     "cli": ["tilefold info", "tilefold bench --list"],
     "sentence-transformers": [
         TINY_MODEL,
-        BLOCKS[0].replace("naver/splade-v3", "model") + 'assert model.encode(["sparse texts"]).shape == (1, 12)\n',
+        BLOCKS[0].replace("naver/splade-v3", "model") + 'assert model.encode(["sparse texts"]).shape == (1, 13)\n',
     ],
     "retrieval": [SEARCH],
     "cli,retrieval": ["tilefold index --data bank --backend bm25 --output index",

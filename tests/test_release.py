@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import yaml
 
 import tilefold
-from scripts import release
+from scripts import export_kernels, release
 from scripts.install_matrix import SMOKE
 from tests.refusals import refused
 
@@ -70,3 +73,39 @@ def test_the_site_shows_pages_and_names_that_exist() -> None:
         for full in (full for module in modules for full in stage.public(module)):
             home, _, name = full.rpartition(".")
             assert hasattr(importlib.import_module(home), name), full
+
+
+ALONE = """
+import sys
+sys.modules.update(dict.fromkeys(("tilefold", "sentence_transformers", "transformers", "scipy")))
+import torch
+import tilefold_kernels as kernels
+
+queries, documents = torch.randn(2, 3, 16, requires_grad=True), torch.randn(4, 5, 16)
+expected = torch.einsum("qld,ktd->qklt", queries, documents).amax(-1).sum(-1)
+(gradient,) = torch.autograd.grad(expected.sum(), queries)
+for impl in ("tiled", "triton"):
+    scores = kernels.maxsim(queries, documents, impl=impl)
+    torch.testing.assert_close(scores, expected)
+    torch.testing.assert_close(torch.autograd.grad(scores.sum(), queries)[0], gradient)
+hidden, weight = torch.randn(2, 4, 16), torch.randn(11, 16)
+head = torch.compile(kernels.lsr_head, backend="eager")(hidden, weight)
+torch.testing.assert_close(head, (hidden @ weight.T).relu().log1p().amax(1))
+torch.testing.assert_close(kernels.sparsemax(torch.tensor([[3.0, 0.0]]), impl="triton"), torch.tensor([[1.0, 0.0]]))
+attention = kernels.entmax_attention(*torch.randn(3, 1, 2, 4, 16), impl="triton")
+print([name for name in dir(torch.ops) if "tilefold" in name], set(kernels.__all__) <= vars(kernels).keys())
+"""
+
+
+def test_the_operators_of_the_hub_s_package_run_without_tilefold_in_a_namespace_of_their_own(tmp_path: Path) -> None:
+    namespace = export_kernels.main(tmp_path / "hub")
+    assert re.fullmatch("tilefold_kernels_[0-9a-f]{8}", namespace)
+    sources = [path.read_text() for path in (tmp_path / "hub" / "torch-ext").rglob("*.py")]
+    assert not [
+        line for text in sources for line in text.splitlines() if re.match(r"\s*(from|import) tilefold\b", line)
+    ]
+    variables = {"PYTHONPATH": str(tmp_path / "hub" / "torch-ext"), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", ALONE]
+    ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [f"['{namespace}']", "True"]

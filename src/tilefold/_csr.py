@@ -1,13 +1,14 @@
-"""``torch.sparse_csr`` tensors, without the warnings that torch gives for every first one of a process."""
+"""Sparse tensors of torch, without the warnings that torch gives for every first one of a process."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import torch
 from torch import Tensor
 
-__all__ = ["csr_tensor"]
+__all__ = ["coo_tensor", "csr_tensor"]
 
 
 def csr_tensor(row_starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -19,3 +20,18 @@ def csr_tensor(row_starts: Tensor, columns: Tensor, values: Tensor, shape: tuple
         return torch.sparse_csr_tensor(
             row_starts, columns, values, size=shape, device=values.device, check_invariants=False
         )
+
+
+def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """COO of ``indices`` ``[D, N]`` in rising order and ``values`` ``[N]``, unchecked, on their device."""
+    _warned()
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+
+
+@functools.cache
+def _warned() -> None:
+    """Have the warnings of a first tensor behind us; to look away at every one takes longer than to make it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        none = torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0)
+        torch.sparse_coo_tensor(*none, (1,), is_coalesced=True, check_invariants=False)

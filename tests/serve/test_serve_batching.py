@@ -140,6 +140,24 @@ def test_a_closed_lane_refuses_what_waits_and_what_comes() -> None:
     assert not lane.alive
 
 
+def test_queries_asked_again_are_answered_from_before(sparse: Any, masked_lm: str) -> None:
+    with serving(Service([Served(sparse, "sparse", masked_lm)], Limits(cached_queries=2))) as client:
+
+        def kept() -> int:
+            found = client.get("/metrics").raw.decode().split("tilefold_cached_count ")[-1]
+            return int(float(found.split()[0]))
+
+        first = [client.post("/query/embed_sparse", {"inputs": text}).json for text in ("a list", "sum")]
+        both = client.post("/query/embed_sparse", {"inputs": ["sum", "a list", "sum"]}).json
+        assert both == [first[1][0], first[0][0], first[1][0]] and kept() == 2
+        for text in ("x", "y", "a list"):  # which goes first: it was asked before the others
+            client.post("/query/embed_sparse", {"inputs": text})
+        client.post("/document/embed_sparse", {"inputs": "a list"})
+        client.post("/document/embed_sparse", {"inputs": "a list"})
+        assert kept() == 2
+    refused(ValueError, "cached_queries: expected at least 0, got -1", Limits, cached_queries=-1)
+
+
 def test_limits_that_make_no_sense_are_refused() -> None:
     for name in ("max_concurrent_requests", "payload_limit", "max_connections"):
         refused(ValueError, f"{name}: expected at least 1, got 0", Limits, **{name: 0})

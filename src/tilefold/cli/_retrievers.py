@@ -216,6 +216,17 @@ def read_documents(path: Path) -> Any:
     return dense or retrieval.read_vectors(path)
 
 
+def read_tokens(tokens: Path | None) -> Any:
+    """The token vectors that --tokens names."""
+    if tokens is None:
+        raise UsageError("--backend late indexes token vectors: give them with --tokens.")
+    if tokens.is_file():
+        from tilefold.retrieval.given_tokens import read_token_file
+
+        return read_token_file(tokens)
+    return retrieval.open_tokens(tokens)
+
+
 def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
     """The dense model at --model over `texts` with their fingerprint, encoded, and `parts` of a searcher."""
     from tilefold.retrieval.retrievers import DenseRetriever

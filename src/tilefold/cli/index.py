@@ -189,17 +189,6 @@ def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str,
     return found
 
 
-def _read_tokens(tokens: Path | None) -> Any:
-    """The token vectors that --tokens names."""
-    if tokens is None:
-        raise UsageError("--backend late indexes token vectors: give them with --tokens.")
-    if tokens.is_file():
-        from tilefold.retrieval.given_tokens import read_token_file
-
-        return read_token_file(tokens)
-    return retrieval.open_tokens(tokens)
-
-
 def _late(tokens: Path | None, data: str | None, output: Path, options: Values) -> Any:
     queries = options.pop("queries", None)
     if queries is not None:
@@ -208,7 +197,7 @@ def _late(tokens: Path | None, data: str | None, output: Path, options: Values) 
             raise UsageError(f"--queries: expected vectors in fp16 of encode --queries, got others in {queries}.")
         options["queries"] = store.read(list(store.ids)[:64])
     with _options.as_options("storage", "pool_factor", "queries", vectors="--tokens"):
-        read = _read_tokens(tokens)
+        read = _retrievers.read_tokens(tokens)
         return retrieval.LateIndex.build(read, output, metadata=_metadata(data, tokens, read), **options)
 
 
@@ -251,7 +240,7 @@ def _change(asked: Asked) -> Values:
     _options.refuse(["vectors" if late else "tokens"], f"does nothing here: {output} is an index of backend {there}")
     where, read = asked["tokens" if late else "vectors"], None
     if update:
-        read = _read_tokens(where) if late else _read(where, there)
+        read = _retrievers.read_tokens(where) if late else _read(where, there)
     metadata = _metadata(asked["data"], where, read)
     if there == QDRANT:
         return _change_qdrant(output, read, names, metadata or {})

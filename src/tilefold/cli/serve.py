@@ -55,6 +55,7 @@ def serve(
     ),
     max_batch_tokens: int = preset(Limits.max_batch_tokens, "Tokens of a batch, padding included."),
     max_client_batch_size: int = preset(Limits.max_client_batch_size, "Inputs of a request."),
+    cached_queries: int = preset(Limits.cached_queries, "Answers kept for queries asked again; 0 keeps none.", min=0),
     payload_limit: int = preset(Limits.payload_limit, "Bytes of a body."),
     auto_truncate: bool = preset(
         Limits.auto_truncate, "Cut inputs that are too long, or refuse them.", "--auto-truncate/--no-auto-truncate"

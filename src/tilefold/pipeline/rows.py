@@ -143,12 +143,17 @@ class PendingRows:
         if self.capacity is None:
             counts, columns, values = self._fetched.get()
             return SparseRows(counts.to(torch.int64), columns, values, self.vocab_size)
-        counts, kept, columns, values = self._fetched.get()
-        most = int(counts.max()) if counts.numel() else 0
-        if most > self.capacity:
-            raise NoRoomError(most)
-        inside = np.arange(columns.size(1)) < kept.numpy()[:, None]
-        return SparseRows(kept.to(torch.int64), _chosen(columns, inside), _chosen(values, inside), self.vocab_size)
+        return rows_in_room(self._fetched.get(), self.capacity, self.vocab_size)
+
+
+def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> SparseRows:
+    """Rows of (counts, kept, columns, values) of a `capacity`, on the CPU; :class:`NoRoomError` if one has more."""
+    counts, kept, columns, values = parts
+    most = int(counts.max()) if counts.numel() else 0
+    if most > capacity:
+        raise NoRoomError(most)
+    inside = np.arange(columns.size(1)) < kept.numpy()[:, None]
+    return SparseRows(kept.to(torch.int64), _chosen(columns, inside), _chosen(values, inside), vocab_size)
 
 
 def _chosen(tensor: Tensor, inside: npt.NDArray[np.bool_]) -> Tensor:
@@ -170,8 +175,13 @@ def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tenso
     starts = torch.zeros(total, dtype=torch.int64)
     starts[order] = counts.cumsum(0) - counts
     offsets = torch.cat([counts.new_zeros(1), wanted.cumsum(0)])
-    source = torch.repeat_interleave(starts - offsets[:-1], wanted) + torch.arange(len(values))
+    source = repeated(starts - offsets[:-1], wanted) + torch.arange(len(values))
     return offsets, columns[source], values[source]
+
+
+def repeated(values: Tensor, counts: Tensor) -> Tensor:
+    """``torch.repeat_interleave`` on the CPU by numpy: torch wakes all threads for a few rows, which can take ms."""
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -226,7 +236,7 @@ class PendingTokens:
 
     def __init__(self, vectors: Tensor, mask: Tensor, stored: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         keep = mask.bool()
-        self._fetched = Fetched([keep.sum(1), *stored(_packed(vectors, keep).float())])
+        self._fetched = Fetched([keep.sum(1), *stored(packed_rows(vectors, keep).float())])
 
     def get(self) -> TokenRows:
         counts, *others = self._fetched.get()
@@ -239,7 +249,7 @@ class PendingVectors:
 
     def __init__(self, vectors: Tensor, mask: Tensor, to_host: bool) -> None:
         keep = mask.bool()
-        self._rows = _packed(vectors, keep)
+        self._rows = packed_rows(vectors, keep)
         self._fetched = Fetched([keep.sum(1), *([self._rows] if to_host else [])])
 
     def get(self) -> list[Tensor]:
@@ -252,7 +262,7 @@ class PendingVectors:
         return list(torch.split(found, counts.tolist()))
 
 
-def _packed(vectors: Tensor, keep: Tensor) -> Tensor:
+def packed_rows(vectors: Tensor, keep: Tensor) -> Tensor:
     """``[T, D]`` vectors that count; on a GPU as many rows as there are places, the last of which mean nothing."""
     if vectors.device.type == "cpu":
         return vectors[keep]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -288,6 +288,14 @@ class TokenStore:
                 _check_finite(vectors, file)
             self._shards[number] = vectors
         return self._shards[number]
+
+    def each(self) -> Iterator[TokenVectors]:
+        """All shards in turn, of which one at a time is mapped."""
+        for number in range(len(self.manifest.shards)):
+            there = number in self._shards
+            yield self.shard(number)
+            if not there:
+                del self._shards[number]
 
     def read(self, names: Iterable[str]) -> TokenVectors:
         """The vectors of some texts, copied into memory, in the given order; KeyError for one that is not there."""

@@ -252,6 +252,7 @@ _COUNTERS = {
     "te_predict_count": ("Texts to score with a query", []),
     "te_predict_success": ("Texts that were scored with a query", []),
     "tilefold_dropped_count": ("Inputs whose client had gone before they were encoded", []),
+    "tilefold_cached_count": ("Queries whose answer was kept from before (--cached-queries)", []),
     "tilefold_search_count": ("Searches that were answered", []),
 }
 _HISTOGRAMS = {

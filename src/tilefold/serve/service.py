@@ -8,14 +8,16 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tilefold.serve.batching import Lane, Metrics, Permits
+from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
+from tilefold.serve.batching import Answer, Lane, Metrics, Permits
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import SIDES, Kind, Served, Side, Way
 from tilefold.serve.settings import Limits
@@ -112,14 +114,18 @@ class Service:
         self._searching: set[threading.Thread] = set()
         self._search_turns = asyncio.Semaphore(max(_SEARCHERS, self.limits.tokenization_workers))
         self._lanes: dict[str, Lane] = {}
+        self._cache: OrderedDict[tuple[Way, Input], Answer] = OrderedDict()  # used on the event loop only
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
 
     def warm_up(self) -> None:
-        """Encode a word with every model, so that the first request does not wait for what the first call makes."""
+        """Encode a word with every model, so that no first request waits for what first calls make; on a GPU graphs."""
         for model in self.models.values():
             for side in SIDES:
-                model.encode(model.way(side, None), ["a"])
+                encode = functools.partial(model.encode, model.way(side, None))
+                encode(["a"])
+                if (graphs := graphs_of(model.model)) is not None:
+                    graphs.warm(encode)
 
     def start(self) -> None:
         """Start the threads: one per device, and those that help, tokenize and search; also after :meth:`close`."""
@@ -249,12 +255,15 @@ class Service:
         outcome.tokens, outcome.tokenization = sum(lengths), time.perf_counter() - outcome.started
         lane = self._lanes[model.device]
         distinct = dict(zip(inputs, lengths, strict=True))
-        several = len(distinct) > 1
+        by_input = {each: kept for each in distinct if (kept := self._remembered(way, each)) is not None}
+        new = {each: length for each, length in distinct.items() if each not in by_input}
+        several = len(new) > 1
         waiting = [
             lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length, place, several)
-            for place, (each, length) in enumerate(distinct.items())
+            for place, (each, length) in enumerate(new.items())
         ]
-        by_input = dict(zip(distinct, await all_of(waiting), strict=True))
+        by_input |= dict(zip(new, await all_of(waiting), strict=True))
+        self._remember(way, {each: by_input[each] for each in new})
         answers = [by_input[each] for each in inputs]
         outcome.rows = [answer.value for answer in answers]
         outcome.queue = statistics.fmean(answer.queue for answer in answers)
@@ -265,6 +274,21 @@ class Service:
                 parts = outcome.tokenization, each.queue, each.inference
                 self.metrics.durations(f"te_{asked.counted}", sum(parts), *parts)
         return outcome
+
+    def _remembered(self, way: Way, asked: Input) -> Answer | None:
+        """The answer to a query that was asked before, if it is kept."""
+        found = self._cache.get((way, asked))
+        if found is not None:
+            self._cache.move_to_end((way, asked))
+            self.metrics.count("tilefold_cached_count")
+        return found
+
+    def _remember(self, way: Way, answers: Mapping[Input, Answer]) -> None:
+        """Keep answers to queries, those that were asked last."""
+        if way.side == "query":
+            self._cache |= {(way, asked): Answer(answer.value, 0.0, 0.0) for asked, answer in answers.items()}
+        while len(self._cache) > self.limits.cached_queries:
+            self._cache.popitem(last=False)
 
     def check_size(self, inputs: Sequence[Sized], model: Served | None, side: Side, name: str = "inputs") -> None:
         """Refuse more characters or ids than text-embeddings-inference tokenizes: 250 per token of the model."""

@@ -32,6 +32,7 @@ class Limits:
     max_client_batch_size: int = 32  # inputs of one request
     payload_limit: int = 2_000_000  # bytes of a body
     auto_truncate: bool = True  # cut inputs that are too long where a request does not say; else they are refused
+    cached_queries: int = 0  # of which the last answers are kept, for those that are asked again
     tokenization_workers: int = 2  # threads that count tokens and write answers; `/tokenize` and `/decode` have as many
     max_hits: int = 1000  # documents that a search may ask for
     max_connections: int = 1024  # open ones; the next one is told so and closed
@@ -46,8 +47,8 @@ class Limits:
             if field.name.endswith("_seconds"):
                 if not 0 < value < math.inf:
                     raise ValueError(f"{field.name}: expected a finite number above 0, got {value!r}.")
-            elif field.name != "auto_truncate" and value < 1:
-                raise ValueError(f"{field.name}: expected at least 1, got {value!r}.")
+            elif field.name != "auto_truncate" and value < (least := int(field.name != "cached_queries")):
+                raise ValueError(f"{field.name}: expected at least {least}, got {value!r}.")
         if self.max_client_batch_size > self.max_concurrent_requests:
             most = f"max_concurrent_requests ({self.max_concurrent_requests})"
             got = f"{self.max_client_batch_size}: such a request would never be taken."

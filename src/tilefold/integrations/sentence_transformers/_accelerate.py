@@ -33,6 +33,7 @@ from tilefold.integrations.sentence_transformers._pooling import (
     fused_pooling,
     pass_hidden_states,
 )
+from tilefold.integrations.sentence_transformers.encoding_graphs import GRAPHS, EncodingGraphs, graphs_of
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs
 from tilefold.integrations.sentence_transformers.stream import SparseStream, as_csr, encode_batch
@@ -152,7 +153,8 @@ def accelerate(
     """
     check_impl(impl)
     if quantize not in {None, "fp8"}:
-        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}.")
+        remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
+        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
@@ -161,7 +163,7 @@ def accelerate(
         if quantize is not None:
             raise ValueError(f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see quantize_tokens.")
         _fuse_similarity(model, impl, check)
-        _carry(model, encode_token_batch=TokenBatchEncoder(model), encode=FusedEncode(model))
+        _carry(model, TokenBatchEncoder(model), "encode_token_batch")
         return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
         expected = "a sentence_transformers.SparseEncoder or MultiVectorEncoder"
@@ -182,16 +184,17 @@ def accelerate(
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
     count_no_padding(model)
-    _carry(model, encode_sparse_batch=SparseBatchEncoder(model), encode=FusedEncode(model))
+    _carry(model, SparseBatchEncoder(model), "encode_sparse_batch")
     setattr(model, ASKED, NoReplicas(model))
     return Acceleration(model, len({id(pair.head) for pair in with_head}), _packed(model, check, packed))
 
 
-def _carry(model: Model, **methods: object) -> None:
+def _carry(model: Model, encoder: object, name: str) -> None:
     """Put methods on the instance; an ``encode`` of somebody else stays."""
-    for name, method in methods.items():
-        if name != "encode" or name not in vars(model):
-            setattr(model, name, method)
+    setattr(model, name, encoder)
+    setattr(model, GRAPHS, EncodingGraphs(model))
+    if "encode" not in vars(model):
+        model.encode = FusedEncode(model)
 
 
 def _packed(model: Model, check: bool, packed: bool) -> dict[str, str]:
@@ -314,23 +317,24 @@ def encode_sparse(
     for name, value in (("batch_size", batch_size), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
-    with nullcontext() if is_accelerated(model) else accelerate(model):
+    with nullcontext() if graphs_of(model) or is_accelerated(model) else accelerate(model):
         options = sparse_options(model, top_k, min_weight)
         prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
-        with in_eval_mode(model):
-            if switched_off():
+        if switched_off():
+            with in_eval_mode(model):
                 return _stock_rows(model, texts, options, task=task, prompt=prompt, batch_size=batch_size or FEW)
-            if len(texts) > FEW or batch_tokens is not None:
-                limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
+        if len(texts) > FEW or batch_tokens is not None:
+            limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
+            with in_eval_mode(model):
                 stream = SparseStream(model, options, task=task, prompt=prompt, **limits)
                 batches = list(batches_of(stream, texts, lambda done: None))
-            else:
-                order, size = sorted(range(len(texts)), key=lambda i: -len(texts[i])), batch_size or FEW
-                cuts = [order[start : start + size] for start in range(0, len(order), size)]
-                encoded = (encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts)
-                batches = [batch._replace(places=cut) for batch, cut in zip(encoded, cuts, strict=True)]
-            vocab_size = 0 if batches else fused_vocab_size(model) or int(model.get_embedding_dimension())
-            rows = as_csr(batches, len(texts), vocab_size)
+        else:
+            order, size = sorted(range(len(texts)), key=lambda i: -len(texts[i])), batch_size or FEW
+            cuts = [order[start : start + size] for start in range(0, len(order), size)]
+            encoded = (encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts)
+            batches = [batch._replace(places=cut) for batch, cut in zip(encoded, cuts, strict=True)]
+        vocab_size = 0 if batches else fused_vocab_size(model) or int(model.get_embedding_dimension())
+        rows = as_csr(batches, len(texts), vocab_size)
     rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
     return rows
 

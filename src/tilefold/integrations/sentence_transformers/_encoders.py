@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold._csr import coo_tensor
 from tilefold._typing import Model
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import base_linear, is_multi_vector
-from tilefold.integrations.sentence_transformers._pooling import FusedForward, StockPooling
+from tilefold.integrations.sentence_transformers._pooling import fused_forwards
+from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.stream import (
     SparseStream,
@@ -27,7 +30,7 @@ from tilefold.integrations.sentence_transformers.stream import (
 )
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Options, SparseOptions
-from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd
+from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, repeated
 from tilefold.pipeline.truncated import watched
 
 FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
@@ -56,12 +59,6 @@ def fused_vocab_size(model: Model) -> int | None:
     """V of an accelerated model with an LM head, else None."""
     heads = [fused.head for fused in fused_forwards(model) if fused.head is not None]
     return base_linear(heads[0]).out_features if heads else None
-
-
-def fused_forwards(model: Model) -> list[FusedForward]:
-    """The forwards of an accelerated model's poolings."""
-    found = (vars(module).get("forward") for module in model.modules())
-    return [forward for forward in found if isinstance(forward, FusedForward)]
 
 
 def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int], object]) -> Iterator[Batch]:
@@ -94,8 +91,7 @@ class SparseBatchEncoder(Replacement):
     ) -> Tensor:
         """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
         options = sparse_options(self.owner, top_k, min_weight)
-        with in_eval_mode(self.owner):
-            batch = encode_batch(self.owner, texts, task, prompt_of(self.owner, task), options)
+        batch = encode_batch(self.owner, texts, task, prompt_of(self.owner, task), options)
         return as_csr([batch], len(texts), 0)
 
     @property
@@ -132,10 +128,10 @@ class TokenBatchEncoder(Replacement):
 
 
 class FusedEncode(Replacement):
-    """Replaces ``encode`` of one model: more texts than ``batch_size`` go through a stream, all else is as stock.
+    """Replaces ``encode`` of one model: few texts go through a CUDA graph, many through a stream, all else is as stock.
 
     A ``batch_size`` below 32 bounds the texts of a batch; otherwise batches hold a number of tokens that suits the
-    device. The stream serves no inputs but strings, not several processes, and no options of the processor.
+    device. Neither serves inputs but strings, several processes, or options of the processor.
     """
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -145,26 +141,36 @@ class FusedEncode(Replacement):
         if asked is None:
             with packed_inputs():
                 return stock(model, *args, **kwargs)
-        model.eval()
-        size: int = asked["batch_size"]
-        prompt = model._resolve_prompt(asked["prompt"], asked["prompt_name"])
-        how = {"prompt": prompt, "batch_size": size if size < _USUAL else None}
-        show = asked["show_progress_bar"]
+        single, size = isinstance(asked["inputs"], str), asked["batch_size"]
+        texts = [asked["inputs"]] if single else asked["inputs"]
+        prompt, show = model._resolve_prompt(asked["prompt"], asked["prompt_name"]), asked["show_progress_bar"]
         if show is None:
             show = logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
-        return (_vectors if is_multi_vector(model) else _rows)(model, asked, how, show)
+        several = is_multi_vector(model)
+        if len(texts) > size:
+            model.eval()
+            how = {"prompt": prompt, "batch_size": size if size < _USUAL else None}
+            return (_vectors if several else _rows)(model, asked, how, show)
+        found = None if show else (_few_vectors if several else _few_rows)(model, asked, texts, prompt)
+        if found is None:
+            with packed_inputs():
+                return stock(model, *args, **kwargs)
+        return found[0] if single else found
 
 
 def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options) -> Options | None:
-    """The arguments of a call by name if it is for more than one batch of strings, on the model's device, here."""
+    """The arguments by name of a call that is no stock one: for strings, on the model's device, in this process."""
     try:
-        given = inspect.signature(stock).bind(model, *args, **kwargs)
+        given = _signature(stock).bind(model, *args, **kwargs)
     except TypeError:  # of which the stock method tells
         return None
     given.apply_defaults()
     asked = given.arguments
     texts, size = asked.get("inputs"), asked["batch_size"]
-    if not (isinstance(texts, list) and isinstance(size, int) and len(texts) > size > 0):
+    if not (isinstance(texts, (str, list)) and isinstance(size, int) and size > 0):
+        return None
+    graphs, few = graphs_of(model), isinstance(texts, str) or len(texts) <= size
+    if few and (graphs is None or not graphs.may_run([texts] if isinstance(texts, str) else texts)):
         return None
     here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
     here = here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
@@ -173,9 +179,38 @@ def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options)
     if is_multi_vector(model):  # no raw features, and no pooling of tokens for this call
         plain = asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
         return asked if plain and not asked["kwargs"] else None
-    fused = fused_forwards(model)
-    splade = bool(fused) and all(isinstance(forward.pooling, StockPooling) and forward.last for forward in fused)
-    return asked if splade and not set(asked["kwargs"]) - {"task"} else None
+    return asked if graphs is not None and graphs.splade and not set(asked["kwargs"]) - {"task"} else None
+
+
+@functools.cache
+def _signature(stock: Any) -> inspect.Signature:
+    return inspect.signature(stock)
+
+
+def _few_rows(model: Model, asked: Options, texts: list[str], prompt: str | None) -> Any:
+    """Rows of one batch as ``encode`` returns them, None where no graph made them."""
+    options, task = sparse_options(model, asked["max_active_dims"], 0.0), asked["kwargs"].get("task")
+    graphs = graphs_of(model)
+    rows = None if graphs is None else graphs.sparse(texts, task=task, prompt=prompt, options=options)
+    if rows is None or graphs is None:
+        return None
+    device = torch.device("cpu") if asked["save_to_cpu"] else graphs.device
+    if len(texts) > 1:
+        return _as_asked(_as_coo(rows.counts, rows.columns, rows.values, rows.vocab_size, device), asked)
+    # one row needs no matrix, of which sparse tensors are slow to select a row
+    columns, values = rows.columns.long()[None].to(device), rows.values.to(device)
+    one = coo_tensor(columns, values, (rows.vocab_size,))
+    if isinstance(asked["inputs"], str):
+        return [one if asked["convert_to_sparse_tensor"] else one.to_dense()]
+    return _as_asked(one[None], asked)
+
+
+def _few_vectors(model: Model, asked: Options, texts: list[str], prompt: str | None) -> Any:
+    """Likewise, token vectors."""
+    numpy, graphs = bool(asked["convert_to_numpy"]), graphs_of(model)
+    how = {"normalize": bool(asked["normalize_embeddings"]), "to_host": numpy, "task": asked["task"], "prompt": prompt}
+    found = graphs and graphs.vectors(texts, **how)
+    return [_as_numpy(vectors) for vectors in found] if found and numpy else found
 
 
 def _shown(stream: TextStream, texts: list[str], show: bool, title: str) -> Iterator[Batch]:
@@ -190,7 +225,14 @@ def _rows(model: Model, asked: Options, how: Options, show: bool) -> object:
     options, texts = sparse_options(model, asked["max_active_dims"], 0.0), asked["inputs"]
     stream = SparseStream(model, options, task=asked["kwargs"].get("task"), **how)
     rows = as_csr(list(_shown(stream, texts, show, "Texts")), len(texts), 0)
-    found = _as_coo(rows, torch.device("cpu") if asked["save_to_cpu"] else model.device)
+    device = torch.device("cpu") if asked["save_to_cpu"] else model.device
+    return _as_asked(
+        _as_coo(rows.crow_indices().diff(), rows.col_indices(), rows.values(), rows.size(1), device), asked
+    )
+
+
+def _as_asked(found: Tensor, asked: Options) -> object:
+    """Rows in the form that a call of ``encode`` asks for."""
     if not asked["convert_to_sparse_tensor"]:
         found = found.to_dense()
     return found if asked["convert_to_tensor"] else list(found)
@@ -206,14 +248,11 @@ def _vectors(model: Model, asked: Options, how: Options, show: bool) -> object:
     return found
 
 
-def _as_coo(rows: Tensor, device: torch.device) -> Tensor:
-    """CSR on the CPU as coalesced COO on `device`, as ``encode`` returns it."""
-    counts = rows.crow_indices().diff()
-    of_row = torch.repeat_interleave(torch.arange(rows.size(0)), counts)
-    indices = torch.stack([of_row, rows.col_indices().long()]).to(device)
-    return torch.sparse_coo_tensor(
-        indices, rows.values().to(device), tuple(rows.shape), is_coalesced=True, check_invariants=False
-    )
+def _as_coo(counts: Tensor, columns: Tensor, values: Tensor, vocab_size: int, device: torch.device) -> Tensor:
+    """Rows with so many entries on the CPU as coalesced COO on `device`, as ``encode`` returns it."""
+    of_row = repeated(torch.arange(len(counts)), counts)
+    indices, shape = torch.stack([of_row, columns.long()]).to(device), (len(counts), vocab_size)
+    return coo_tensor(indices, values.to(device), shape)
 
 
 def _as_numpy(vectors: Tensor) -> object:

@@ -146,6 +146,9 @@ class PackedMask(Replacement):
         """The features with ``[B, S, ..]`` token vectors and ids, and the mask of the tokens that are scored."""
         if "cu_seq_lens_q" in features:
             repad(features)
+        skipped, ids = getattr(self.owner, "_skiplist_ids", None), features.get("input_ids")
+        if skipped is not None and ids is not None and skipped.device != ids.device:
+            self.owner._skiplist_ids = skipped.to(ids.device)  # a capture cannot copy them
         found: Features = type(self.owner).forward(self.owner, features, task=task)
         return found
 

@@ -148,6 +148,12 @@ class FusedForward(Replacement):
     __call__.__qualname__ = "SpladePooling.forward"
 
 
+def fused_forwards(model: nn.Module) -> list[FusedForward]:
+    """The forwards of an accelerated model's poolings."""
+    found = (vars(module).get("forward") for module in model.modules())
+    return [forward for forward in found if isinstance(forward, FusedForward)]
+
+
 class StaticTokens(Replacement):
     """Replaces the forward of one stock ``SparseStaticEmbedding``: ``[PAD]`` in a text counts in no batch."""
 

@@ -11,6 +11,7 @@ import torch
 
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._accelerate import accelerate, is_accelerated, restore
+from tilefold.integrations.sentence_transformers.encoding_graphs import TEXTS, graphs_of
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.packed_inputs import on_device, packed_inputs
 from tilefold.integrations.transformers.packed import in_eval_mode
@@ -35,7 +36,9 @@ def warm_up(
 
     Runs the model as :func:`accelerate` makes it: for each length scores of a batch, half of whose texts are shorter,
     and with ``training`` their gradients too, under autocast. A ``MultiVectorEncoder`` scores texts of the first
-    length, as queries, with those of every length. The model stays as it was. ``TILEFOLD_DISABLE=1`` builds nothing.
+    length, as queries, with those of every length. With ``inference``, few texts of up to the greatest length are
+    encoded, too, and an accelerated model keeps the CUDA graphs. The model stays as it was. ``TILEFOLD_DISABLE=1``
+    builds nothing.
 
     Args:
         model: a ``SparseEncoder`` or ``MultiVectorEncoder`` on a CUDA device.
@@ -69,7 +72,12 @@ def warm_up(
         undo.enter_context(in_eval_mode(model))
         calls = steps(model, lengths, batch_size, inference, training, dtype)
         with torch.random.fork_rng(devices=[device]):
-            return build_kernels(calls, workers)
+            built = build_kernels(calls, workers)
+            if inference and (graphs := graphs_of(model)) is not None:
+                for task in ("query", "document"):
+                    run = partial(model.encode, task=task, batch_size=TEXTS[-1], show_progress_bar=False)
+                    graphs.warm(run, max(lengths))
+            return built
 
 
 def steps(

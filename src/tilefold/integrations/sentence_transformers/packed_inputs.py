@@ -29,6 +29,7 @@ from tilefold.pipeline.truncated import unwatched, watched
 
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 _LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
+PACKED = frozenset({"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})  # tensors of packed features
 _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
 _PLANNED = frozenset({"task", "max_length"})  # arguments of preprocess that a plan covers
 _form: ContextVar[str] = ContextVar("tilefold_form_of_inputs", default="either")
@@ -59,6 +60,7 @@ class _Plan(NamedTuple):
 
     truncation: Features | None  # of the Rust tokenizer; None = texts are not cut
     others: Features  # no tensors; they go with every batch, such as the length of the prompt
+    padding: int | None  # :func:`padding_position` of the model
 
 
 class PackedInputs(Replacement):
@@ -148,11 +150,12 @@ class PackedInputs(Replacement):
         tensors = {key for key, value in stock.items() if isinstance(value, Tensor)}
         if not {"input_ids", "attention_mask"} <= tensors <= _OF_TOKENS or stock.get("modality") != "text":
             return None
-        plan = _Plan(backend.truncation, {key: value for key, value in stock.items() if key not in tensors})
+        others = {key: value for key, value in stock.items() if key not in tensors}
+        plan = _Plan(backend.truncation, others, padding_position(self.owner.model))
         if self._backend is None:
             self._backend = type(backend).from_str(backend.to_str())
             self._backend.no_padding()
-        expected = pack_features(stock, padding_position(self.owner.model))
+        expected = pack_features(stock, plan.padding)
         got = self._features(self._encodings(probes, prompt, plan), plan)
         same = expected.keys() == got.keys() and all(
             torch.equal(value, got[key]) if isinstance(value, Tensor) else value == got[key]
@@ -178,8 +181,7 @@ class PackedInputs(Replacement):
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = torch.from_numpy(np.frombuffer(flat, np.intc).astype(np.int64)) if flat else torch.zeros(0).long()
         longest = int(lengths.max(initial=0))
-        padding = padding_position(self.owner.model)
-        return packed_features(ids, torch.from_numpy(lengths), padding, longest) | plan.others
+        return packed_features(ids, torch.from_numpy(lengths), plan.padding, longest) | plan.others
 
 
 def on_device(features: Mapping[str, object], device: torch.device | str) -> Features:

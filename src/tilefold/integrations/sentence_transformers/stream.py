@@ -22,7 +22,9 @@ from torch import Tensor
 from tilefold._csr import csr_tensor
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
-from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, on_device, packed_inputs
+from tilefold.integrations.sentence_transformers.encoding_graphs import CAPACITY, MAX_CAPACITY, graphs_of
+from tilefold.integrations.sentence_transformers.packed_inputs import PACKED, PackedInputs, on_device, packed_inputs
+from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops import quantize_tokens
 from tilefold.ops.cpu_linear import fast_linear
@@ -58,9 +60,6 @@ SMALL_GPU = 32 << 30  # bytes of memory
 CPU_TOKENS = 4096  # measured beside half and a quarter of it, docs/performance.md
 PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
-CAPACITY = 1024  # entries of a row at first; doubled where a row has more
-MAX_CAPACITY = 1 << 14
-_PACKED = {"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 def _tokens_for(device: torch.device) -> int:
@@ -72,11 +71,15 @@ def _tokens_for(device: torch.device) -> int:
 def encode_batch(
     model: Model, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions
 ) -> Batch:
-    """Texts to sparse rows on the CPU, in one forward pass."""
-    task_kwargs = {} if task is None else {"task": task}
-    with packed_inputs():
-        features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
-    return Batch(0, range(len(texts)), _pending_rows(model, features, task_kwargs, options).get())
+    """Texts to sparse rows on the CPU in one forward pass: by a graph where there is one, else in eval mode."""
+    graphs = graphs_of(model)
+    rows = graphs and graphs.sparse(texts, task=task, prompt=prompt, options=options)
+    if rows is None:
+        task_kwargs = {} if task is None else {"task": task}
+        with in_eval_mode(model), packed_inputs():
+            features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
+            rows = _pending_rows(model, features, task_kwargs, options).get()
+    return Batch(0, range(len(texts)), rows)
 
 
 def _pending_rows(
@@ -195,7 +198,7 @@ class TextStream(ABC):
         with unwatched():
             features = _or_none(self.model.preprocess, ["a"], prompt=self.prompt, **self.task) or {}
         others = {key: value for key, value in features.items() if not isinstance(value, Tensor)}
-        return features.keys() - others.keys() == _PACKED, others
+        return features.keys() - others.keys() == PACKED, others
 
     def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[object]:
         waiting: deque[tuple[Work | WindowEnd, Any]] = deque()
@@ -248,7 +251,7 @@ class TextStream(ABC):
 
     def _works_of(self, number: int, window: _Begun) -> Iterator[Work]:
         texts, features = window.texts, None if window.finish is None else _or_none(window.finish)
-        if features is None or {key for key, value in features.items() if isinstance(value, Tensor)} != _PACKED:
+        if features is None or {key for key, value in features.items() if isinstance(value, Tensor)} != PACKED:
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
             for cut in cut_batches(lengths, None, self.batch_size or PADDED_TEXTS):
                 places, chosen = cut.tolist(), [texts[place] for place in cut]

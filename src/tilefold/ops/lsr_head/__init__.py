@@ -1,7 +1,7 @@
 """The fused LSR head (Sparton): hidden states and decoder weight to ``[B, V]`` scores."""
 
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, quantize_weight
-from tilefold.ops.lsr_head._sparse import CapacityRows
+from tilefold.ops.lsr_head._sparse import CapacityRows, rows_of_scores
 from tilefold.ops.lsr_head.api import chosen_impl, lsr_head, lsr_head_rows, lsr_head_sparse
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "lsr_head_rows",
     "lsr_head_sparse",
     "quantize_weight",
+    "rows_of_scores",
 ]

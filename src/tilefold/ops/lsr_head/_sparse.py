@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -67,3 +68,27 @@ def csr_from_entries(
     counts = torch.bincount(rows, minlength=shape[0])
     row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return csr_tensor(row_starts, columns[order], scores[order].to(dtype), shape)
+
+
+def rows_of_scores(scores: Tensor, capacity: int, top_k: int | None, min_weight: float) -> CapacityRows:
+    """Entries of scores ``[B, V]`` above ``min_weight`` in rows with room for ``capacity``; waits for no device."""
+    keep = ~(scores <= min_weight)  # NaN is kept, so that it is seen
+    counts = keep.sum(1, dtype=torch.int32)
+    at = torch.where(keep, keep.cumsum(1) - 1, capacity).clamp(max=capacity)
+    every = torch.arange(scores.size(1), dtype=torch.int32, device=scores.device).expand(scores.shape)
+    shape = scores.size(0), capacity + 1  # the last place takes what is not kept
+    columns = every.new_zeros(shape).scatter_(1, at, every)[:, :capacity]
+    values = scores.new_zeros(shape).scatter_(1, at, scores)[:, :capacity]
+    return best_of(CapacityRows(counts, counts.clamp(max=capacity), columns, values, scores.size(1)), top_k)
+
+
+def best_of(rows: CapacityRows, top_k: int | None) -> CapacityRows:
+    """At most the ``top_k`` largest entries of each row."""
+    counts, kept, columns, values, vocab_size = rows
+    capacity = columns.size(1)
+    if top_k is None or top_k >= capacity:
+        return rows
+    # NaN comes before all, and what lies behind the last entry last
+    free = torch.arange(capacity, device=columns.device) >= kept[:, None]
+    values, columns = largest(values.masked_fill(free, -math.inf), columns, top_k)
+    return CapacityRows(counts, kept.clamp(max=top_k), columns, values, vocab_size)

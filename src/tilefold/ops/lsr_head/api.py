@@ -26,7 +26,7 @@ from tilefold.ops.lsr_head._problem import (
     reads,
 )
 from tilefold.ops.lsr_head._quantized import QuantizedWeight
-from tilefold.ops.lsr_head._sparse import CapacityRows, kept_rows, largest
+from tilefold.ops.lsr_head._sparse import CapacityRows, best_of, kept_rows
 
 # Vocabulary columns that lsr_head_sparse holds in dense form at a time, for the whole batch.
 SPARSE_BLOCK_V = 16384
@@ -257,10 +257,5 @@ def lsr_head_rows(
             if isinstance(failed, KernelUnavailableError):
                 give_up(COMPACTION, device, str(failed), "lsr_head_sparse runs instead, which waits for the GPU.")
                 return None
-        kept = counts.clamp(max=capacity)
-        if top_k is not None and top_k < capacity:  # NaN comes before all, and what lies behind the last entry last
-            free = torch.arange(capacity, device=device) >= kept[:, None]
-            values, columns = largest(values.masked_fill(free, -math.inf), columns, top_k)
-            kept = kept.clamp(max=top_k)
-    dtype = hidden.dtype if out_dtype is None else out_dtype
-    return CapacityRows(counts, kept, columns, values.to(dtype), vocab)
+        found = best_of(CapacityRows(counts, counts.clamp(max=capacity), columns, values, vocab), top_k)
+    return found._replace(values=found.values.to(hidden.dtype if out_dtype is None else out_dtype))

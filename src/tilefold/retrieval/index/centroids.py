@@ -52,8 +52,7 @@ class Centroids:
             vectors[torch.rand(len(vectors), generator=chooser) < wanted / n_tokens].clone() for _, vectors in blocks()
         ]
         sample = torch.cat(taken)
-        sample = sample[torch.randperm(len(sample), generator=chooser)]
-        coarse = _k_means(sample[: cells * _COARSE], cells)
+        coarse = _k_means(sample[torch.randperm(len(sample), generator=chooser)[: cells * _COARSE]], cells)
         which = _nearest(sample, coarse)
         fine = torch.stack(
             [_k_means(torch.cat([coarse[cell, None], sample[which == cell]]), _PARTS) for cell in range(cells)]
@@ -113,7 +112,7 @@ class Centroids:
 
 def _k_means(rows: Tensor, count: int) -> Tensor:
     """`count` directions ``[count, D]`` of at least one row; without as many rows, some of them again."""
-    chosen = torch.arange(count) % len(rows)
+    chosen = torch.arange(count) * max(1, len(rows) // count) % len(rows)
     centroids = normalize(rows[chosen])
     for _ in range(_ROUNDS if len(rows) > count else 0):
         which = _nearest(rows, centroids)

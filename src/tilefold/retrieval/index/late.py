@@ -7,16 +7,15 @@ import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tilefold._files import atomic_directory
-from tilefold.ops import QuantizedTokens, maxsim, maxsim_topk
+from tilefold.ops import maxsim_topk
 from tilefold.retrieval._checks import check_choice, check_count, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import check_ids
@@ -26,7 +25,16 @@ from tilefold.retrieval.index.centroids import Centroids
 from tilefold.retrieval.index.dense import top_columns
 from tilefold.retrieval.index.exact import ID_FILES, StoredIds, save_ids
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, REMEDY, SEGMENTS, Hit, read_manifest, write_manifest
-from tilefold.retrieval.index.token_blocks import STORAGES, STREAMED, Packed, Share, TokenFiles, packed
+from tilefold.retrieval.index.token_blocks import (
+    STORAGES,
+    STREAMED,
+    Asked,
+    Chunk,
+    Share,
+    TokenFiles,
+    chunks_of,
+    scores_of,
+)
 from tilefold.retrieval.metadata import FILE, Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import TokenManifest, TokenStore, TokenVectors
@@ -40,7 +48,6 @@ _ROOM = 0.75  # of a GPU's free memory
 _SCORES = 1 << 29  # of queries and documents that are held at a time
 _CANDIDATES = (250, 500, 1000, 2000, 4000)
 _RECALL, _ASKED, _WORDS = 0.985, 32, 16  # of the ten best; queries that it is measured on, and tokens of each
-Chunk = tuple[list[str], npt.NDArray[np.int64], Packed]  # ids, tokens of each, and these
 
 
 class LateIndex:
@@ -107,12 +114,11 @@ class LateIndex:
             if manifest.layout != TokenManifest.LAYOUT or manifest.kind != "document":
                 got = f"{manifest.kind} vectors of layout {manifest.layout!r} in {vectors.folder}"
                 raise ValueError(f"vectors: expected token vectors of documents, got {got}.")
-            made_by, store = manifest.provenance, vectors
-            shards = (store.shard(number) for number in range(len(manifest.shards)))
+            made_by, shards = manifest.provenance, vectors.each()
         if storage == "int4" and vectors.dimension % 2:
             raise ValueError(f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.")
         options: Json = {"storage": storage, "pool_factor": pool_factor, "dimension": vectors.dimension}
-        return cls._write(Path(folder), _chunks(shards, storage, pool_factor), options, made_by, metadata, queries)
+        return cls._write(Path(folder), chunks_of(shards, storage, pool_factor), options, made_by, metadata, queries)
 
     @classmethod
     def _write(
@@ -269,10 +275,11 @@ class LateIndex:
         found: list[list[Hit]] = [[] for _ in range(len(queries))]
         count = self.n_candidates if candidates is None else candidates
         scored = max(count, 10 * k) if count else 0
-        if places[0].type == "cpu" and self._nearest is not None and 0 < scored < int(usable.sum()) // 2:
+        there = np.flatnonzero(usable)
+        if places[0].type == "cpu" and self._nearest is not None and 0 < scored < self.n_documents // 2:
             for row in asked:
-                near = self._nearest.candidates(queries.rows(row), scored, usable)
-                scores = _scores(_Asked.of([queries.rows(row)], places[0]), *self.files.take(near), reduction)
+                near = there if len(there) <= scored else self._nearest.candidates(queries.rows(row), scored, usable)
+                scores = scores_of(Asked.of([queries.rows(row)], places[0]), *self.files.take(near), reduction)
                 best, columns = top_columns(scores, k)
                 found[row] = self._hits(best[0], columns[0], near)
             return found
@@ -310,7 +317,7 @@ class LateIndex:
         self, share: Share, queries: list[Tensor], k: int, usable: Mask, reduction: str
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The best documents of a share, after each of its blocks; a GPU is not waited for."""
-        asked, on_cpu = _Asked.of(queries, share.device), share.device.type == "cpu"
+        asked, on_cpu = Asked.of(queries, share.device), share.device.type == "cpu"
         best, where = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
         best, where = best.to(share.device), where.to(share.device)
         for low, high, vectors, offsets in share.blocks(_BLOCK if on_cpu else STREAMED):
@@ -319,7 +326,7 @@ class LateIndex:
                 options: Json = {"query_mask": asked.mask, "cu_seqlens_d": offsets, "reduction": reduction}
                 scores, at = maxsim_topk(asked.vectors, vectors.decoded(), k, **options)
             else:
-                scores = _scores(asked, vectors, offsets, reduction)
+                scores = scores_of(asked, vectors, offsets, reduction)
                 scores = scores.masked_fill_(torch.from_numpy(~there).to(share.device), -float("inf"))
                 scores, at = top_columns(scores, k) if on_cpu else scores.topk(min(k, high - low), dim=1)
             both, rows = torch.cat([best, scores], 1), torch.cat([where, at + low], 1)
@@ -381,40 +388,3 @@ class LateIndex:
             if share >= _RECALL:
                 break
         return {"n_candidates": count, "recall": round(share, 4)}
-
-
-class _Asked(NamedTuple):
-    """Queries of one pass: padded, ``[Nq, L, D]`` with a mask where they differ in length."""
-
-    vectors: Tensor
-    mask: Tensor | None
-
-    @classmethod
-    def of(cls, queries: Sequence[Tensor], device: torch.device) -> _Asked:
-        lengths = torch.tensor([len(rows) for rows in queries])
-        vectors = pad_sequence([rows.float() for rows in queries], batch_first=True).to(device)
-        ragged = int(lengths.min()) < int(lengths.max())
-        mask = torch.arange(vectors.size(1)) < lengths[:, None] if ragged else None
-        return cls(vectors, None if mask is None else mask.to(device))
-
-
-def _scores(asked: _Asked, vectors: Packed, offsets: Tensor, reduction: str) -> Tensor:
-    """Scores ``[Nq, Nd]`` of packed documents."""
-    documents = vectors.decoded()
-    queries = asked.vectors if isinstance(documents, QuantizedTokens) else asked.vectors.to(documents.dtype)
-    with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
-        return maxsim(queries, documents, query_mask=asked.mask, cu_seqlens_d=offsets, reduction=reduction)
-
-
-def _chunks(shards: Iterable[TokenVectors], storage: str, pool_factor: int) -> Iterator[Chunk]:
-    """The vectors of all shards, pooled and as they are stored."""
-    for shard in shards:
-        vectors = shard.packed()
-        lengths = shard.offsets.diff().numpy()
-        if pool_factor > 1:
-            from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
-
-            pooled = HierarchicalTokenPooling(pool_factor).pool([shard.rows(row) for row in range(len(shard))])
-            lengths = np.array([len(rows) for rows in pooled], np.int64)
-            vectors = torch.cat(pooled) if pooled else torch.zeros(0, shard.dimension)
-        yield shard.ids, lengths, packed(vectors, storage)

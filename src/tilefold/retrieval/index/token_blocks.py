@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from tilefold.ops import QuantizedTokens, quantize_tokens
+from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
 from tilefold.retrieval._checks import check_offsets
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import REMEDY
+from tilefold.retrieval.tokens import TokenVectors
 
 STORAGES = ("int8", "fp16", "int4")
 VALUES, SCALES, OFFSETS, SUMS = "values.bin", "scales.bin", "offsets.npy", "checksums.npy"
@@ -58,6 +60,9 @@ class Packed(NamedTuple):
     def part(self, low: int, high: int) -> Packed:
         """Tokens number `low` to `high`."""
         return Packed(self.values[low:high], None if self.scales is None else self.scales[low:high])
+
+
+Chunk = tuple[list[str], Places, Packed]  # ids, tokens of each, and these
 
 
 def packed(vectors: Tensor | QuantizedTokens, storage: str) -> Packed:
@@ -269,3 +274,40 @@ class Share:
     def _awaited(self, block: tuple[int, int, Packed, Tensor, Any], main: Any) -> tuple[int, int, Packed, Tensor]:
         main.wait_event(block[4])
         return block[:4]
+
+
+class Asked(NamedTuple):
+    """Queries of one pass: padded, ``[Nq, L, D]`` with a mask where they differ in length."""
+
+    vectors: Tensor
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, queries: Sequence[Tensor], device: torch.device) -> Asked:
+        lengths = torch.tensor([len(rows) for rows in queries])
+        vectors = pad_sequence([rows.float() for rows in queries], batch_first=True).to(device)
+        ragged = int(lengths.min()) < int(lengths.max())
+        mask = torch.arange(vectors.size(1)) < lengths[:, None] if ragged else None
+        return cls(vectors, None if mask is None else mask.to(device))
+
+
+def scores_of(asked: Asked, vectors: Packed, offsets: Tensor, reduction: str) -> Tensor:
+    """Scores ``[Nq, Nd]`` of packed documents."""
+    documents = vectors.decoded()
+    queries = asked.vectors if isinstance(documents, QuantizedTokens) else asked.vectors.to(documents.dtype)
+    with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+        return maxsim(queries, documents, query_mask=asked.mask, cu_seqlens_d=offsets, reduction=reduction)
+
+
+def chunks_of(shards: Iterable[TokenVectors], storage: str, pool_factor: int) -> Iterator[Chunk]:
+    """The vectors of all shards, pooled and as they are stored."""
+    for shard in shards:
+        vectors = shard.packed()
+        lengths = shard.offsets.diff().numpy()
+        if pool_factor > 1:
+            from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+            pooled = HierarchicalTokenPooling(pool_factor).pool([shard.rows(row) for row in range(len(shard))])
+            lengths = np.array([len(rows) for rows in pooled], np.int64)
+            vectors = torch.cat(pooled) if pooled else torch.zeros(0, shard.dimension)
+        yield shard.ids, lengths, packed(vectors, storage)
