@@ -324,7 +324,9 @@ class LateIndex:
             there = usable[low:high]
             if there.all() and not on_cpu:
                 options: Json = {"query_mask": asked.mask, "cu_seqlens_d": offsets, "reduction": reduction}
-                scores, at = maxsim_topk(asked.vectors, vectors.decoded(), k, **options)
+                documents = vectors.decoded()
+                rows = asked.vectors.to(documents.dtype) if isinstance(documents, Tensor) else asked.vectors
+                scores, at = maxsim_topk(rows, documents, k, **options)
             else:
                 scores = scores_of(asked, vectors, offsets, reduction)
                 scores = scores.masked_fill_(torch.from_numpy(~there).to(share.device), -float("inf"))
