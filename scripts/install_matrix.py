@@ -96,7 +96,7 @@ class Environment:
 
     def torch(self) -> str:
         """The release of torch that is installed."""
-        program = "import torch; print(torch.__version__)"
+        program = "from importlib.metadata import version; print(version('torch'))"  # as pip knows it: without +cu128
         return subprocess.check_output([str(self.bin / "python"), "-c", program], text=True).strip()
 
 
