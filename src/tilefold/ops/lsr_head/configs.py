@@ -53,7 +53,7 @@ MAX_FORWARD = (
 # sample stay, or MOST_KEPT of all, which costs both.
 LEAST_SCREENED, MOST_SAMPLED, MOST_KEPT, WIDEST_SCREENED = 2e11, 0.12, 0.25, 1024
 SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6, "SAMPLE_TILES": 4}
-REFINE = {"BLOCK_V": 64, "BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4, "PROGRAMS": 2}
+REFINE = {"BLOCK_V": 128, "BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "PROGRAMS": 1}
 # Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN looks at SPLIT_V.
 SCAN = (
     Row({}, {"BLOCK_R": 32, "SPLIT_V": 8192, "BLOCK": 1024, "num_warps": 4}, MEASURED),
