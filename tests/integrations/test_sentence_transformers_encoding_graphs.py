@@ -238,6 +238,14 @@ def test_more_entries_than_there_is_room_for(stock: Any) -> None:
     assert model.encoding_graphs.capacity > 4
 
 
+def test_rows_that_no_graph_has_room_for_are_captured_once(stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilefold.integrations.sentence_transformers.encoding_graphs.MAX_CAPACITY", 4)
+    model = with_graphs(stock)
+    model.encoding_graphs.capacity = 4
+    close(model.encode(FEW), stock.encode(FEW))
+    assert model.encoding_graphs.failed and not model.encoding_graphs.may_run(FEW)
+
+
 @pytest.mark.parametrize("top_k", [None, 3, 200])
 def test_rows_with_room_hold_what_a_matrix_holds(top_k: int | None) -> None:
     scores = torch.rand(9, 50, generator=torch.Generator().manual_seed(1)) - 0.6

@@ -136,8 +136,9 @@ class EncodingGraphs(Replacement):
 
     Each method gives None where the model must run as it is: on a CPU, in training mode, with hooks on its modules,
     with sharded or offloaded parameters, for more texts or tokens than there are graphs for, for networks that run
-    padded (but for ColBERT's expanded queries), and where a capture has failed, which is told once. Graphs are captured
-    when they are first needed, and anew after the model has changed. A call holds the model's lock; models do not wait
+    padded (but for ColBERT's expanded queries), once a row had more than 16,384 entries, and where a capture failed,
+    which is told once. Graphs are captured when they are first needed, and anew after the model has changed. A call
+    holds the model's lock; models do not wait
     for one another. `capture` makes a graph of a function.
     """
 
@@ -199,6 +200,7 @@ class EncodingGraphs(Replacement):
         try:
             found = self._run(texts, prompt, _Asked(body, ("sparse", *options, capacity), task), read)
         except NoRoomError as error:
+            self.failed = error.most > MAX_CAPACITY  # an untrained model: every call would capture anew
             while self.capacity < min(error.most, MAX_CAPACITY):
                 self.capacity *= 2
             self._forget()
