@@ -134,7 +134,7 @@ def test_autocast_the_module_and_the_compiler_give_the_bits_of_a_plain_call(pool
 # Rows that round sequences up to whole groups never show, and both ways to look for winners find the same.
 
 RAGGED = ("right", "left", "holes", "packed")
-OPTIONS = ("max", "relu", 1.0, F32, F32, None)
+OPTIONS = ("max", "relu", 1.0, F32, F32, None, False)
 
 
 def valid_places(inputs: LSRHeadInputs) -> list[Tensor]:

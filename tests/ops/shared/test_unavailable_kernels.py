@@ -97,6 +97,9 @@ def fp8_documents(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
     return maxsim(queries, quantize_tokens(documents, "fp8"), **options)
 
 
+SCREENED = Sample(
+    "lsr_head", lsr_head, ((8, 512, 768), (32768, 768)), {"screen": True}, dtype=torch.bfloat16, inference=True
+)
 LONG_MASK = [[1] * 40 + [0] * 2060, [0] * 2100]
 PACKED = {"cu_seqlens": OFFSETS}
 PACKS = {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS}
@@ -136,6 +139,12 @@ CASES: dict[str, Sample] = {
     "lsr_head/quantize.quantize_rows_kernel": inference(
         "lsr_head with an fp8 weight", quantized_head, (2, 16, 16), (40, 16)
     ),
+    "lsr_head/screen.largest_kernel": SCREENED,
+    "lsr_head/screen.list_kernel": SCREENED,
+    "lsr_head/screen.refine_kernel": SCREENED,
+    "lsr_head/screen.round_rows_kernel": SCREENED,
+    "lsr_head/screen.round_weight_kernel": SCREENED,
+    "lsr_head/screen_hopper.screen_hopper_kernel": SCREENED,
     "lsr_head/sum_pooling.check_offsets_kernel": head("sum", 32, 16, **PACKED),
     "lsr_head/sum_pooling.dlogits_kernel": head("mean", 2, 21, 16, attention_mask=MASK),
     "lsr_head/sum_pooling.store_gradients_kernel": head("sum", 2, 40, 16, logit_scale=0.5),
@@ -163,9 +172,8 @@ CASES: dict[str, Sample] = {
     "token_scatter/scatter.gather_kernel": scatter(),
     "token_scatter/scatter.scatter_kernel": scatter(reduce="sum"),
 }
-ONLY_ON = dict.fromkeys(
-    ("lsr_head/max_forward_hopper.max_forward_hopper_kernel", "maxsim/shared_hopper.shared_hopper_kernel"), (9, 0)
-)
+HOPPER = ("lsr_head/max_forward_hopper.max_forward_hopper_kernel", "maxsim/shared_hopper.shared_hopper_kernel")
+ONLY_ON = dict.fromkeys((*HOPPER, *(name for name, case in CASES.items() if case is SCREENED)), (9, 0))
 every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head, found)]
 CACHES = [room.calls for room in (ATTENTION, HEAD, MAXSIM, XTR, SCATTER, ENTMAX, TOY)]
