@@ -187,7 +187,7 @@ def lsr_head_sparse(
         plain, whole tensor on every rank.
     """
     tokens, asked = Tokens(hidden, attention_mask, cu_seqlens), (pooling, activation, logit_scale, out_dtype)
-    named: Options = {**dict(zip(OPTIONS, (*asked, False), strict=True)), "impl": impl}
+    named: Options = {**dict(zip(OPTIONS, asked, strict=False)), "impl": impl}  # a block is too small for a screen
     values, scale = (weight.values, weight.scale) if isinstance(weight, QuantizedWeight) else (weight, None)
     if scale is None and _parallel.is_distributed(hidden, weight, bias):
         named |= {"top_k": top_k, "min_weight": min_weight}
