@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import triton_interpreted
+from tests.ops.base import Launch, Setting, head_problem, why_no_warp_roles
 from tests.refusals import refused
 from tilefold.ops import lsr_head
 
-B, S, D, V = 16, 256, 768, 30522  # enough work for the screen
+B, S, D, V = 32, 256, 768, 30522  # enough work for the screen: see the test of plans
 
 
 def states(kind: str, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,6 +61,30 @@ def test_screened_scores_and_gradients_have_the_bits_of_plain_ones(kind: str, la
         found.append([scores.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]])
     for plain, screened in zip(*found, strict=True):
         torch.testing.assert_close(screened, plain, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["full", "masked", "packed"])
+def test_these_cases_are_large_enough_for_the_screen(layout: str) -> None:
+    pytest.importorskip("triton", reason="plans name kernels")
+    if why_no_warp_roles() is not None or triton_interpreted():
+        pytest.skip("the screen's kernels cannot be built")
+    from tilefold.ops.lsr_head import plans
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    hidden = meta(B * S - 400, D) if layout == "packed" else meta(B, S, D)
+    mask = meta(B, S, dtype=torch.bool) if layout == "masked" else None
+    offsets = meta(2 * B + 1, dtype=torch.int32) if layout == "packed" else None
+    tensors = head_problem.HeadTensors(hidden, mask, offsets, meta(V, D), None, meta(V))
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    for screen in (False, True):
+        options = head_problem.HeadOptions(
+            "max", "log1p_relu", 1.0, torch.bfloat16, torch.bfloat16, torch.bfloat16, screen
+        )
+        names = [step.kernel.__name__ for step in plans.forward(tensors, options, True, setting).steps
+                 if isinstance(step, Launch)]  # fmt: skip
+        assert ("refine_kernel" in names, names.count("screen_hopper_kernel")) == (screen, 2 * screen)
 
 
 def test_a_screen_is_asked_for_by_name() -> None:

@@ -22,8 +22,8 @@ RUNS: dict[str, tuple[list[str], int]] = {
          "entmax/test_rows.py"], 125,
     ),
     "lsr_head": (
-        [*(f"lsr_head/test_{name}.py" for name in ("calls", "corner_cases", "implementations", "quantized", "sparse")),
-         "test_properties.py"], 260,
+        [*(f"lsr_head/test_{name}.py" for name in ("calls", "corner_cases", "implementations", "quantized",
+                                                   "screen_kernels", "sparse")), "test_properties.py"], 278,
     ),
     "maxsim": ([f"maxsim/test_{name}.py" for name in ("implementations", "properties", "quantized", "xtr", "plans")],
                120),

@@ -8,8 +8,8 @@ import triton.language as tl
 from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops.lsr_head._triton.screen import runs_screened
 from tilefold.ops.lsr_head._triton.sequences import (
-    LAST,
     column_terms,
+    first_sequence,
     merge,
     sequence_offset,
     split_tiles_of,
@@ -29,21 +29,6 @@ def _reduce_tokens(x, AXIS: tl.constexpr, N: tl.constexpr, WITH_WINNERS: tl.cons
     else:
         place = tl.zeros(best.shape, tl.int32)
     return best, place
-
-
-@triton.jit
-def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
-    """The first sequence that reaches past ``row``."""
-    if UNIFORM:
-        seq = row // uniform_length
-    else:
-        seq = row * 0
-        if row > 0:
-            for b0 in range(0, B, 256):
-                b = b0 + tl.arange(0, 256)
-                end = tl.load(offset_ptr + 1 + b, mask=b < B, other=LAST)
-                seq += tl.sum((end <= row).to(tl.int32))
-    return seq
 
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "logit_scale"])
@@ -74,7 +59,7 @@ def max_forward_kernel(
     split_row = split * split_tiles * BLOCK_T
     last_row = tl.minimum(split_row + split_tiles * BLOCK_T, n_tiles * BLOCK_T)
     r0 = split_row
-    seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
+    seq = first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
     start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
     end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
@@ -176,7 +161,7 @@ def max_forward_kernel(
                 split_row = split * split_tiles * BLOCK_T
                 last_row = tl.minimum(split_row + split_tiles * BLOCK_T, n_tiles * BLOCK_T)
                 r0 = split_row
-                seq = _first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
+                seq = first_sequence(offset_ptr, split_row, B, uniform_length, UNIFORM)
                 start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
                 end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                 best = tl.full((BLOCK_V,), float("-inf"), tl.float32)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops.lsr_head._triton.sequences import column_terms, merge, sequence_offset, store_scores
+from tilefold.ops.lsr_head._triton.sequences import column_terms, first_sequence, merge, sequence_offset, store_scores
 
 LEVELS = tl.constexpr(127.0)
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small number added to it is rounded to the nearest integer
@@ -33,19 +33,6 @@ def runs_screened(state_ptr, sample_limit, limit):
     return (tl.load(state_ptr + TOO_MANY) <= sample_limit) & (tl.load(state_ptr + KEPT) <= limit)
 
 
-@triton.jit
-def _sequence_of(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
-    if UNIFORM:
-        return row // uniform_length
-    else:
-        seq = row * 0
-        for b0 in range(0, B, 256):
-            b = b0 + tl.arange(0, 256)
-            end = tl.load(offset_ptr + 1 + b, mask=b < B, other=2147483647)
-            seq += tl.sum((end <= row).to(tl.int32))
-        return seq
-
-
 @triton.jit(do_not_specialize=["B", "T", "uniform_length"])
 def largest_kernel(
     rows_ptr, offset_ptr, state_ptr, B, T, uniform_length,
@@ -55,7 +42,7 @@ def largest_kernel(
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
     if row < n_rows:
-        seq = _sequence_of(offset_ptr, row, B, uniform_length, UNIFORM)
+        seq = first_sequence(offset_ptr, row, B, uniform_length, UNIFORM)
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(tl.float32)
@@ -85,7 +72,7 @@ def round_rows_kernel(
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
     if row < n_rows:
-        seq = _sequence_of(offset_ptr, row, B, uniform_length, UNIFORM)
+        seq = first_sequence(offset_ptr, row, B, uniform_length, UNIFORM)
         scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
@@ -93,8 +80,10 @@ def round_rows_kernel(
         x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
         near, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32), D)
         tl.store(values_ptr + offs, near, mask=inside)
-        tl.atomic_max(state_ptr + STATE + B + seq, tl.max(norm.to(tl.int32, bitcast=True)), sem="relaxed")
-        tl.atomic_max(state_ptr + STATE + 2 * B + seq, tl.max(error.to(tl.int32, bitcast=True)), sem="relaxed")
+        tl.atomic_max(state_ptr + STATE + B + seq, tl.max(norm.to(tl.int32, bitcast=True) & 0x7FFFFFFF), sem="relaxed")
+        tl.atomic_max(
+            state_ptr + STATE + 2 * B + seq, tl.max(error.to(tl.int32, bitcast=True) & 0x7FFFFFFF), sem="relaxed"
+        )
 
 
 @triton.jit(do_not_specialize=["V", "v_stride", "sample_limit"])

@@ -72,3 +72,18 @@ def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
         return seq * uniform_length
     else:
         return tl.load(offset_ptr + seq, mask=seq <= B, other=LAST)
+
+
+@triton.jit
+def first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
+    """The first sequence that reaches past ``row``."""
+    if UNIFORM:
+        seq = row // uniform_length
+    else:
+        seq = row * 0
+        if row > 0:
+            for b0 in range(0, B, 256):
+                b = b0 + tl.arange(0, 256)
+                end = tl.load(offset_ptr + 1 + b, mask=b < B, other=LAST)
+                seq += tl.sum((end <= row).to(tl.int32))
+    return seq

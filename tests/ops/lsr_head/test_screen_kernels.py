@@ -1,0 +1,109 @@
+"""The screen's kernels one by one, with the integer product by torch: what is positive stays, with its exact score."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+import triton
+import triton.language as tl
+
+from tests.kernels import triton_interpreted
+from tilefold.ops.lsr_head._triton import screen
+from tilefold.testing import assert_within_budget
+
+DEVICE = "cpu" if triton_interpreted() else "cuda"
+pytestmark = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
+OFFSETS = [0, 16, 64, 96]
+D, V, BLOCK = 48, 40, 64
+EDGES = ["both rounded", "rows rounded", "weight rounded"]
+KINDS = [*EDGES, "trained", "outliers", "zeros", "small", "broken", "everything"]
+
+
+@triton.jit
+def _stays_kernel(
+    best_ptr, state_ptr, terms_ptr, bias_ptr, kept_ptr, B, V, logit_scale, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(0)
+    v = tl.arange(0, BLOCK)
+    best = tl.load(best_ptr + b * V + v, mask=v < V, other=0)
+    bias = tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)
+    stay = screen.stays(best, v, v < V, b, state_ptr, terms_ptr, bias, B, V, logit_scale, D, True)
+    tl.store(kept_ptr + b * V + v, stay.to(tl.int8), mask=v < V)
+
+
+def inputs(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(KINDS.index(kind))
+    rows, weight = torch.randn(OFFSETS[-1], D, generator=generator), torch.randn(V, D, generator=generator) * 0.2
+    bias = torch.full((V,), 0.0 if kind == "everything" else -4.0)
+    for tensor, other in ((weight, "rows rounded"), (rows, "weight rounded")):
+        if kind == other:  # integers of 7 bits with a scale that is a power of two: no error of their own
+            tensor[:] = torch.randint(-127, 128, tensor.shape, generator=generator) / 512
+            tensor[:, 0] = 127 / 512
+    if kind == "outliers":
+        rows[::7, 3] *= 60
+        weight[::11, 5] *= 40
+    elif kind == "zeros":
+        rows[:16], weight[::7] = 0, 0
+        bias[3] = 0.5
+    elif kind == "small":
+        rows[16:64] *= 1e-4
+        weight[::5] *= 1e-3
+        bias[::2] = 0
+    elif kind == "broken":
+        rows[0, 0], rows[20, 3], weight[5, 5], weight[6, 0], bias[8] = (
+            float("nan"), float("inf"), float("nan"), float("-inf"), float("nan")
+        )  # fmt: skip
+    rows, weight, bias = (each.half().to(DEVICE) for each in (rows, weight, bias))
+    return rows, weight, bias
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> None:
+    rows, weight, bias = inputs(kind)
+    offsets = [0, 48, 96] if uniform else OFFSETS
+    if kind in EDGES:  # scores of the first sequence are positive by less than rounding to 8 bits takes away
+        bias = ((rows[: offsets[1]].double() @ weight.double().T).amax(0) * (2.0**-10 - 1)).half()
+    B, length, T = len(offsets) - 1, 48 if uniform else 0, OFFSETS[-1]
+    offset = None if uniform else torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    state = torch.zeros(screen.STATE.value + screen.PER_SEQUENCE * B, dtype=torch.int32, device=DEVICE)
+    rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
+    terms = torch.full((3, V), float("nan"), device=DEVICE)
+    constants = {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": uniform}
+    screen.largest_kernel[(T // 16,)](rows, offset, state, B, T, length, **constants)
+    screen.round_rows_kernel[(T // 16,)](rows, offset, state, rows8, B, T, length, **constants)
+    screen.round_weight_kernel[(V // 4,)](
+        weight, weight8, terms, state, V, 1, 0, D=D, BLOCK_D=BLOCK, BLOCK_ROWS=4, TILE_V=V
+    )
+    parts = [slice(*pair) for pair in itertools.pairwise(offsets)]
+    best = torch.stack([(rows8[part].float() @ weight8.float().T).amax(0) for part in parts]).int()
+    kept = torch.full((B, V), -1, dtype=torch.int8, device=DEVICE)
+    _stays_kernel[(B,)](best, state, terms, bias, kept, B, V, 1.0, D=D, BLOCK=BLOCK)
+    logits = [rows[part].double() @ weight.double().T + bias.double() for part in parts]
+    exact = torch.stack([each.amax(0) for each in logits])
+    assert bool(kept[~(exact <= 0)].all())  # NaN stays, too
+    if kind in ("trained", "small"):
+        assert kept.float().mean() < 0.6  # and the bound is of use
+
+    entries = torch.full((B, V), -1, dtype=torch.int32, device=DEVICE)
+    limits = (0, B * V)
+    screen.list_kernel[(B, 1)](kept, state, entries, B, V, *limits, BLOCK=BLOCK)
+    out, winner = torch.zeros(B, V, device=DEVICE), torch.zeros(B, V, dtype=torch.int32, device=DEVICE)
+    screen.refine_kernel[(2,)](
+        weight, rows, bias, offset, None, state, entries, out, winner, B, V, T, length, *limits, 1.0,
+        D=D, BLOCK_V=16, BLOCK_T=32, BLOCK_K=16, BLOCK_B=16, ACTIVATION="relu", HAS_BIAS=True, HAS_POSITIONS=False,
+        HAS_SCALE=False, WITH_WINNERS=True, UNIFORM=uniform,
+    )  # fmt: skip
+    expected = torch.where(exact > 0, exact, exact * 0)
+    usual = expected.isfinite()
+    assert torch.equal(out.isfinite(), usual) and torch.equal(out.isnan(), expected.isnan())
+    assert_within_budget(out[usual], expected[usual], torch.float32)
+    places = torch.stack([each.argmax(0) for each in logits])
+    active = usual & (expected > 0)
+    assert torch.equal(winner[active].long(), places[active])
