@@ -11,6 +11,7 @@ interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
 interpreted bf16, fp8 (2)              wrong  wrong  wrong  wrong  wrong  wrong
 interpreted rows in memory (11)        items  items  bytes  bytes  bytes  bytes
 interpreted masks may be integers      yes    yes    yes    yes    yes    no
+interpreter puts the language back     no     no     yes    yes    yes    yes
 fused multiply-add by default (3)      yes    yes    yes    yes    yes    warns
 =====================================  =====  =====  =====  =====  =====  =====
 
