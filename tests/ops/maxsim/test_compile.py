@@ -177,9 +177,6 @@ def test_the_pass_by_warps_with_roles_builds_without_spills(queries: tuple[int, 
 GRADIENTS = [("maximum", "all", 32), ("maximum", "all", 16384), ("maximum", "aligned", 32), ("maximum", "index", 32),
              ("smooth", "all", 32), ("smooth", "aligned", 32), ("smooth", "index", 32)]  # fmt: skip
 
-# bytes, and the share of a loop, of lists of fewer than 16,384 query rows in fp32
-LISTED = {(80, torch.float32): (16, 1 / 25), (90, torch.float32): (16, 1 / 600)}
-
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled and masked"])
 @pytest.mark.parametrize("packed", ["", "qd", "d", "q"])
@@ -200,16 +197,8 @@ def test_gradients_build_without_spills(
             unit["saved_ptr"] = "*i32"  # winners of documents of any length
         # two variants, documents of scaled rows on 9.0 and listed ones on 10.0, put away 16 bytes before their loops
         spilled, looped = 16 if packed or scaled else 0, 0.0
-        if rows == 32 and launch.kernel.__name__ == "ddocuments_listed_kernel":
-            spilled, looped = LISTED.get((capability, dtype), (spilled, looped))
-        if (release(), capability) == ((3, 9), 80) and scaled and "documents" in launch.kernel.__name__:
-            looped = 1 / 17  # 16 bytes of two kernels
-        if (
-            release() in ((3, 4), (3, 7))
-            and (capability, dtype) == (80, torch.float32)
-            and "listed" in launch.kernel.__name__
-        ):
-            looped = 1 / 5  # up to 32 bytes
+        if (capability, dtype, rows, launch.kernel.__name__) == (90, torch.float32, 32, "ddocuments_listed_kernel"):
+            spilled, looped = 16, 1 / 600
         build(launch, capability, dtype, spilled, looped, **unit)
 
 
