@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tilefold.bench.claims import CLAIMS, HEAD, judge, line, read_rows
+from tilefold.bench import claims
+from tilefold.bench.claims import CLAIMS, judge, read_rows
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -12,7 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 def table() -> list[str]:
     """The lines of the table: claims that have committed results."""
     rows = {claim: read_rows(RESULTS / claim.device / f"{claim.file}.csv") for claim in CLAIMS if claim.device != "cpu"}
-    return [HEAD, "|---|---|---|---|---:|---|---|---|", *(line(judge(claim, found)) for claim, found in rows.items())]
+    return claims.table(judge(claim, found) for claim, found in rows.items())
 
 
 if __name__ == "__main__":

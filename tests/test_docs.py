@@ -234,6 +234,7 @@ def test_claims_name_shapes_and_implementations_that_benchmarks_have() -> None:
         spec = get_spec(op.removesuffix(" cpu"))
         assert all(spec.case(name).device == ("cpu" if op.endswith("cpu") else "cuda") for name in cases)
         assert {spec.implementation(name).name for name in impls} == impls
+    assert {claim.column for claim in claims.CLAIMS} <= claims.COLUMNS.keys()
 
 
 def room(path: Path) -> Path:

@@ -14,9 +14,9 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.cli.program import run_cli
-from tilefold.bench import lsr_head, results, runner
+from tilefold.bench import claims, lsr_head, results, runner
 from tilefold.bench import spec as parts
-from tilefold.bench.runner import BenchRow, RunOptions, run_case, verdicts
+from tilefold.bench.runner import BenchRow, RunOptions, run_case
 from tilefold.bench.spec import BenchCase, BenchSpec, Ceilings, Implementation, Inputs, Runnable, get_spec, operators
 from tilefold.bench.timing import TimeBudget
 from tilefold.bench.token_scatter import SPECIAL_IDS
@@ -213,18 +213,18 @@ def test_2pct_inputs_have_about_two_percent_positive_scores(dtype: str) -> None:
     assert inputs.active == pytest.approx(0.02, abs=0.005)
 
 
-def test_requirements_show_both_sides_and_whether_they_held() -> None:
-    def row(impl: str, ms: float, mib: float) -> BenchRow:
-        name = lsr_head.CPU_TRAIN.name
-        return BenchRow("lsr_head", name, "float32", impl, forward_p50_ms=ms, forward_backward_peak_mib=mib)
+def test_a_run_judges_the_claims_of_which_it_measured_both_sides() -> None:
+    def row(impl: str, ms: float, mib: float) -> dict[str, str]:
+        case = "cpu-8x256x384x30522-dense"
+        made = BenchRow("lsr_head", case, "float32", impl, forward_p50_ms=ms, forward_backward_peak_mib=mib)
+        return results.cells(made.record(), results.collect(CPU))
 
     rows = [row("tilefold", 1.1, 100.0), row("eager", 4.0, 700.0), row("gemm-full", 1.0, 0.0)]
-    spec = get_spec("lsr_head")
-    time, memory = verdicts(spec, rows)
-    assert (time.left, time.right, time.held) == (1.1, 1.0, True)
-    assert (memory.left, memory.right, memory.held) == (100.0, 700.0, False)
-    assert verdicts(spec, rows[:1])[0].held is None
-    assert verdicts(spec, []) == []
+    memory, time = claims.judged("lsr_head", rows)
+    assert (time.ours, time.other, time.outcome) == (1.1, 1.0, "pass")
+    assert (memory.ours, memory.other, memory.outcome) == (100.0, 700.0, "miss")
+    assert "| 1, 1.1 ms | 0.909 (0.87) | pass |" in claims.table([time])[2]
+    assert claims.judged("lsr_head", rows[:1]) == claims.judged("lsr_head", []) == []
 
 
 def csv_of(folder: Path) -> dict[str, dict[str, str]]:
@@ -236,7 +236,7 @@ def test_the_command_prints_a_table_writes_the_csv_and_exits_with_one_where_a_ga
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = BenchCase("tiny", "cpu", "float32", {"B": 2, "S": 9, "D": 16, "V": 131}, "dense", quick=True)
-    monkeypatch.setattr(lsr_head, "SPEC", replace(lsr_head.SPEC, cases=(case,), requirements=()))
+    monkeypatch.setattr(lsr_head, "SPEC", replace(lsr_head.SPEC, cases=(case,)))
     monkeypatch.setattr(runner, "measure_peaks", lambda *args: {"forward": 1.0, "forward_backward": 2.0})
     command = ("bench", "lsr_head", "--device", "cpu", "--output")
     assert run_cli(*command, tmp_path / "right", "--quick") == 0

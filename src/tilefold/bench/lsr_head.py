@@ -1,4 +1,4 @@
-"""The benchmark of ``tilefold.ops.lsr_head``: shapes, implementations, ground truth, least work and claims."""
+"""The benchmark of ``tilefold.ops.lsr_head``: shapes, implementations, ground truth and least work."""
 
 from __future__ import annotations
 
@@ -195,8 +195,6 @@ def _case(B: int, S: int, D: int, V: int, variant: str, device: str = "cuda", *,
     return spec.shaped({"B": B, "S": S, "D": D, "V": V}, variant, device, quick)
 
 
-CPU_TRAIN = _case(8, 256, 384, 30522, "dense", "cpu")
-
 CASES = (
     _case(32, 512, 768, 30522, "dense", quick=True),
     _case(32, 512, 768, 30522, "2pct", quick=True),
@@ -207,30 +205,11 @@ CASES = (
     _case(64, 256, 1024, 250002, "2pct"),
     _case(4, 8192, 768, 50368, "dense"),
     _case(64, 32, 768, 30522, "2pct", quick=True),
-    CPU_TRAIN,
+    _case(8, 256, 384, 30522, "dense", "cpu"),
     _case(8, 256, 384, 30522, "2pct", "cpu"),
     _case(8, 256, 384, 30522, "ragged-2pct", "cpu"),
     _case(16, 32, 384, 30522, "2pct", "cpu", quick=True),
 )
 
-REQUIREMENTS = (
-    spec.Requirement(
-        CPU_TRAIN.name,
-        "forward takes at most 1.15x the time of the bare matrix product",
-        "forward_p50_ms",
-        "gemm-full",
-        1.15,
-    ),
-    spec.Requirement(
-        CPU_TRAIN.name,
-        "peak memory of forward + backward is at least 8x below eager",
-        "forward_backward_peak_mib",
-        "eager",
-        1 / 8,
-    ),
-)
-
 PROBE = {"B": 2, "S": 8, "D": 32, "V": 96}  # too small to matter
-SPEC = spec.BenchSpec(
-    "lsr_head", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes, REQUIREMENTS
-)
+SPEC = spec.BenchSpec("lsr_head", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
-import math
 import os
 import platform
 import re
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tilefold.bench.runner import BenchRow, Verdict
+    from tilefold.bench.runner import BenchRow
     from tilefold.bench.spec import BenchCase, BenchSpec
 
 RESULTS = Path("benchmarks/results")
@@ -146,8 +145,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Prov
 
     ``ValueError`` if the file exists and lacks one of the ``key`` columns.
     """
-    stamped = [{**row, **asdict(provenance)} for row in rows]
-    fresh = [{name: _cell(value) for name, value in row.items()} for row in stamped]
+    fresh = [cells(row, provenance) for row in rows]
     kept = read_csv(path, key) if path.exists() else []
     replaced = {tuple(row[name] for name in key) for row in fresh}
     merged = [row for row in kept if tuple(row[name] for name in key) not in replaced] + fresh
@@ -158,10 +156,10 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Prov
         writer.writerows(merged)
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def cells(row: Mapping[str, object], provenance: Provenance) -> dict[str, str]:
+    """A row and where it comes from, as text."""
+    found = (row | asdict(provenance)).items()
+    return {name: "" if it is None else f"{it:.6g}" if isinstance(it, float) else str(it) for name, it in found}
 
 
 def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
@@ -265,18 +263,3 @@ def print_header(console: Console, provenance: Provenance) -> None:
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if not provenance.cuda and busy > _BUSY:
         console.print(f"load average {busy:.1f}: other programs run here, CPU times will be noisy", style="yellow")
-
-
-def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
-    """Every claim with both sides and whether it held."""
-    for verdict in verdicts:
-        requirement = verdict.requirement
-        word = {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
-        unit = "MiB" if requirement.quantity.endswith("_mib") else "ms"
-        left, right = (f"{short_number(value)} {unit}" for value in (verdict.left, verdict.right))
-        share = verdict.left / verdict.right if verdict.left is not None and verdict.right else math.nan
-        console.print(
-            f"{word}: {requirement.claim} at {requirement.case}: tilefold {left}, {requirement.other} {right}, "
-            f"ratio {share:.3g} (limit {requirement.limit:.3g})",
-            markup=False,
-        )

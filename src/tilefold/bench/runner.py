@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
@@ -21,7 +20,6 @@ from tilefold.bench.spec import (
     Implementation,
     NotApplicable,
     Phase,
-    Requirement,
     Runnable,
     get_spec,
 )
@@ -245,26 +243,3 @@ def run_spec(
         on_rows(case, rows[case.name])
         _release(options.device)
     return [row for found in rows.values() for row in found]
-
-
-class Verdict(NamedTuple):
-    """A requirement against what was measured; ``held`` is ``None`` where a side is missing."""
-
-    requirement: Requirement
-    left: float | None  # ours
-    right: float | None
-
-    @property
-    def held(self) -> bool | None:
-        """Whether ``left <= limit * right``."""
-        return None if self.left is None or self.right is None else self.left <= self.requirement.limit * self.right
-
-
-def verdicts(spec: BenchSpec, rows: Sequence[BenchRow]) -> list[Verdict]:
-    """Every requirement of ``spec`` whose case was run."""
-    found: list[Verdict] = []
-    for requirement in spec.requirements:
-        by_impl = {row.impl: row for row in rows if row.case == requirement.case}
-        sides = [getattr(by_impl.get(impl), requirement.quantity, None) for impl in ("tilefold", requirement.other)]
-        found += [Verdict(requirement, *sides)] if by_impl else []
-    return found

@@ -306,17 +306,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Requirement:
-    """A claim that every run checks and prints with both sides: ours is at most ``limit`` times the ``other``'s."""
-
-    case: str
-    claim: str  # for people
-    quantity: str  # attribute of a row
-    other: str  # implementation
-    limit: float
-
-
-@dataclass(frozen=True)
 class BenchSpec:
     """Everything the runner needs to know about one operator."""
 
@@ -329,7 +318,6 @@ class BenchSpec:
     probe_dims: Mapping[str, int]  # too small to matter: they load libraries and thread pools before memory is read
     work: Callable[[BenchCase, Inputs, Phase], Work]  # the least of that phase
     needs_bytes: Callable[[BenchCase, str], int]  # a low estimate of an implementation's, to skip what cannot fit
-    requirements: Sequence[Requirement] = ()  # checked after the run
 
     def case(self, name: str) -> BenchCase:
         """The case called ``name``; ``ValueError`` with the known names otherwise."""

@@ -1,4 +1,4 @@
-"""The benchmark of ``tilefold.ops.token_scatter``: shapes, implementations, ground truth, least work and claims."""
+"""The benchmark of ``tilefold.ops.token_scatter``: shapes, implementations, ground truth, least work."""
 
 from __future__ import annotations
 
@@ -164,8 +164,6 @@ def _case(B: int, S: int, V: int, variant: str = "max", device: str = "cuda", *,
     return spec.shaped({"B": B, "S": S, "V": V}, variant, device, quick)
 
 
-CPU_TRAIN = _case(8, 256, 30522, device="cpu")
-
 CASES = (
     _case(32, 512, 250002, quick=True),
     _case(32, 512, 250002, "ragged"),
@@ -177,29 +175,12 @@ CASES = (
     _case(8, 8192, 30522),
     *(_case(B, S, V, "csr") for B, S in ((32, 512), (8, 8192)) for V in (250002, 30522)),
     _case(64, 32, 30522, quick=True),
-    CPU_TRAIN,
+    _case(8, 256, 30522, device="cpu"),
     _case(8, 256, 30522, "ragged", "cpu"),
     _case(32, 512, 30522, device="cpu"),
     _case(4, 512, 250002, device="cpu"),
     _case(4, 512, 250002, "csr", "cpu"),
     _case(16, 32, 30522, device="cpu", quick=True),
-)
-
-REQUIREMENTS = (
-    spec.Requirement(
-        CPU_TRAIN.name,
-        "peak memory of forward + backward is at least 20x below the [B, S, V] membership",
-        "forward_backward_peak_mib",
-        "membership",
-        1 / 20,
-    ),
-    spec.Requirement(
-        CPU_TRAIN.name,
-        "forward + backward takes no longer than scatter_reduce",
-        "forward_backward_p50_ms",
-        "scatter-reduce",
-        1.0,
-    ),
 )
 
 PROBE = {"B": 2, "S": 8, "V": 96}  # too small to matter
@@ -213,5 +194,4 @@ SPEC = spec.BenchSpec(
     PROBE,
     work,
     _needs_bytes,
-    REQUIREMENTS,
 )

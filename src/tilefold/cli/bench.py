@@ -94,7 +94,7 @@ def _claims(target: device, seconds: float, minutes: float | None, output: Path 
     from tilefold.bench.spec import get_spec
     from tilefold.bench.timing import TimeBudget
 
-    started, lines, right = time.monotonic(), [claims.HEAD, "|---|---|---|---|---:|---|---|---|"], True
+    started, found, right = time.monotonic(), list[claims.Verdict](), True
     committed = Path("benchmarks/results")
     with TemporaryDirectory() as temporary:
         folder, provenance = output or Path(temporary), collect(target)
@@ -102,14 +102,15 @@ def _claims(target: device, seconds: float, minutes: float | None, output: Path 
             spec, left = get_spec(op), 60 * (minutes or math.inf) - (time.monotonic() - started)
             known = [each.name for each in spec.implementations if each.name in impls]
             options = RunOptions(device=target, impls=known, budget=TimeBudget(seconds=seconds, min_reps=5), limit=left)
-            right &= not _run_all([(spec, [spec.case(name) for name in sorted(cases)])], options, folder)
+            chosen = [(spec, [spec.case(name) for name in sorted(cases)])]
+            right &= not _run_all(chosen, options, folder, with_claims=False)
         for claim in claims.CLAIMS:
             fresh = claim.side == "impl" and (claim.device == "cpu") == (target.type == "cpu")
             if fresh or claim.device != "cpu":
                 path = committed / claim.device / f"{claim.file}.csv"
                 path = results_file(folder, claim.file, provenance) if fresh else path
-                lines.append(claims.line(claims.judge(claim, claims.read_rows(path), "" if fresh else " (committed)")))
-    typer.echo("\n".join(lines))
+                found.append(claims.judge(claim, claims.read_rows(path), "" if fresh else " (committed)"))
+    typer.echo("\n".join(claims.table(found)))
     return right
 
 
@@ -126,13 +127,15 @@ def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | N
     return [replace(case, dtype=parse_dtype(dtype)) for case in cases] if dtype else cases
 
 
-def _run_all(chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None) -> bool:
+def _run_all(
+    chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOptions, folder: Path | None, with_claims: bool = True
+) -> bool:
     """Run, print and save; whether an implementation of ours failed its check."""
     from rich.console import Console
 
-    from tilefold.bench import results
+    from tilefold.bench import claims, results
     from tilefold.bench.results import collect, results_file, write_csv
-    from tilefold.bench.runner import CSV_KEY, run_spec, verdicts
+    from tilefold.bench.runner import CSV_KEY, run_spec
 
     provenance = collect(options.device)
     console = Console(width=None if Console().is_terminal else 190)
@@ -148,7 +151,9 @@ def _run_all(chosen: list[tuple[BenchSpec, list[BenchCase]]], options: RunOption
 
         with console.status(f"{spec.op}: starting") as status:
             rows = run_spec(spec, cases, replace(options, progress=status.update), on_rows)
-        results.print_verdicts(console, verdicts(spec, rows))
+        judged = claims.judged(spec.op, [results.cells(row.record(), provenance) for row in rows])
+        if with_claims and judged:
+            console.print("\n".join(claims.table(judged)), markup=False, highlight=False, soft_wrap=True)
         failed |= any(row.failed_gate for row in rows)
         if path is not None and rows:
             console.print(f"results: {path}", markup=False)
