@@ -10,13 +10,13 @@ from torch.nn.functional import linear, pad
 
 from tilefold.bench import spec
 from tilefold.ops.lsr_head import chosen_impl, lsr_head
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_truth, with_one_answer
 
 _SPARSE_ACTIVE = 0.02  # share of positive scores that "2pct" aims at, that of a trained SPLADE model
 _QUANTILE_COLUMNS = 256
 GEMM_CHUNK_BYTES = 64 * 2**20
 COLUMNS = 256  # vocabulary entries that are checked for every sequence
 CHUNK_BYTES = 2**27  # fp64 logits held at a time
-AMBIGUOUS = 2e-5  # fp32 evaluation order moves a logit by less than this
 
 
 def _sampled_maxima(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, columns: Tensor) -> Tensor:
@@ -64,23 +64,23 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     few = torch.tensor(sorted({0, B - 1}), device=device)
     columns = torch.linspace(0, V - 1, min(COLUMNS, V), dtype=torch.float64, device=device).round().long()
     for rows, some in [(every, columns), *((few, chunk) for chunk in _chunks(inputs, few))]:
-        _drop_ambiguous(inputs, rows, some)
-    out, (_, dweight, dbias) = _reference(inputs, every, columns)
+        inputs.grad_output[rows[:, None], some] = with_one_answer(_part(inputs, rows, some)).dscores
+    truth = lsr_head_truth(_part(inputs, every, columns))
     scores: list[Tensor] = []
     dhidden = torch.zeros_like(inputs.leaves[0][few], dtype=torch.float64)
     for chunk in _chunks(inputs, few):
-        part, gradients = _reference(inputs, few, chunk)
-        scores.append(part)
-        dhidden += gradients[0]
+        part = lsr_head_truth(_part(inputs, few, chunk), needs=("hidden",))
+        scores.append(part["scores"])
+        dhidden += part["dhidden"]
     return spec.Gate(
         inputs,
         case.dtype,
         {
-            "out[:, v]": spec.Part(lambda t: t[:, columns], out),
+            "out[:, v]": spec.Part(lambda t: t[:, columns], truth["scores"]),
             "out[b, :]": spec.Part(lambda t: t[few], torch.cat(scores, dim=1)),
         },
         {"dhidden": spec.Part(lambda t: t[few], dhidden)}
-        | {f"d{name}": spec.Part(lambda t: t[columns], d) for name, d in (("weight", dweight), ("bias", dbias))},
+        | {name: spec.Part(lambda t: t[columns], truth[name]) for name in ("dweight", "dbias")},
     )
 
 
@@ -90,30 +90,11 @@ def _chunks(inputs: spec.Inputs, sequences: Tensor) -> Iterator[Tensor]:
     yield from torch.split(torch.arange(inputs.grad_output.size(1), device=sequences.device), width)
 
 
-def _slice(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """fp64 leaves ``hidden[rows]``, ``weight[columns]``, ``bias[columns]`` and the mask of those rows."""
-    leaves = (t.detach()[part].double() for t, part in zip(inputs.leaves, (rows, columns, columns), strict=True))
-    hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-    return hidden, weight, bias, inputs.others[0].bool()[rows]
-
-
-@torch.no_grad()
-def _drop_ambiguous(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> None:
-    hidden, weight, bias, valid = _slice(inputs, rows, columns)
-    logits = (hidden @ weight.T + bias).masked_fill(~valid[:, :, None], float("-inf"))
-    best = logits.topk(min(2, logits.size(1)), dim=1).values
-    unclear = best[:, 0].abs() < AMBIGUOUS
-    if best.size(1) == 2:
-        unclear |= (best[:, 0] - best[:, 1]) < AMBIGUOUS
-    place = (rows[:, None], columns[None, :])
-    inputs.grad_output[place] = inputs.grad_output[place].masked_fill(unclear, 0)
-
-
-def _reference(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    hidden, weight, bias, valid = _slice(inputs, rows, columns)
-    out = lsr_head(hidden, weight, bias, attention_mask=valid, impl="reference")
-    grad = inputs.grad_output[rows[:, None], columns[None, :]].double()
-    return out.detach(), torch.autograd.grad(out, (hidden, weight, bias), grad)
+def _part(inputs: spec.Inputs, rows: Tensor, columns: Tensor) -> LSRHeadInputs:
+    """Some sequences and vocabulary entries, as a problem of their own."""
+    hidden, weight, bias = (leaf.detach() for leaf in inputs.leaves)
+    grad = inputs.grad_output[rows[:, None], columns]
+    return LSRHeadInputs(hidden[rows], weight[columns], bias[columns], inputs.others[0][rows], None, grad)
 
 
 def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
