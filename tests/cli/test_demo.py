@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shlex
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -147,9 +146,6 @@ def test_differences_are_paired_by_query_and_overlap_counts_the_exact_top_of_ano
     assert demo_steps.overlap(exact, {"q": {"b": 9.0, "a": 8.0, "x": 7.0}}, k=2) == 1.0
     assert demo_steps.overlap(exact, {"q": {"x": 9.0, "b": 8.0}}, k=2) == 0.5
     assert demo_steps.overlap(exact, {}, k=2) == 0.0
-    values = [0.0, 1.0, 0.5, 0.25, 1.0]
-    assert demo.mean_and_error(values) == pytest.approx((0.55, statistics.stdev(values) / math.sqrt(5)))
-    assert demo.mean_and_error([3.09] * 11)[1] == 0.0, "whose mean is another number, by a rounding"
     row = {"system": "a", "over": "c", "difference": 0.1, "standard_error": 0.268}
     assert demo.difference_line(row) == ("a over c: +0.100 ± 0.268 (no more than 2 standard errors: it may be chance)")
     assert demo.difference_line(row | {"standard_error": 0.025}).endswith("0.025 (4.0 standard errors)")

@@ -59,11 +59,6 @@ SIZES = {
 }
 
 
-def size_for(minutes: float) -> Size:
-    """The largest size that is meant for at most so many minutes, or the smallest."""
-    return SIZES[max((limit for limit in SIZES if limit <= minutes), default=min(SIZES))]
-
-
 def split(collection: Collection, size: Size) -> Collection:
     """The collection with some training queries, evenly spaced, moved to a split ``"dev"``."""
     test, train = collection.qrels[TEST], collection.qrels["train"]

@@ -89,12 +89,6 @@ def passages(asked: Asked) -> Passages | None:
         return Passages(asked["passages"], **given)
 
 
-def check_by(by: str, searcher: Searcher) -> None:
-    """Refuse --by passage where the index is of whole documents."""
-    if by == "passage" and searcher.passages is None:
-        raise UsageError("--by passage goes with an index of passages: tilefold encode, or index, with --passages.")
-
-
 def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | None, Values]:
     """The index of --index or --vectors, the model of --model (BM25 has none), and options of the search.
 

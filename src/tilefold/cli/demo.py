@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +70,8 @@ def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
         raise UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
     if full:
         return _demo_steps.FULL
-    return _demo_steps.size_for(minutes or (QUICK_MINUTES if quick else MINUTES))
+    most, sizes = minutes or (QUICK_MINUTES if quick else MINUTES), _demo_steps.SIZES
+    return sizes[max((limit for limit in sizes if limit <= most), default=min(sizes))]
 
 
 class Stages:
@@ -193,24 +193,18 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> Values:
     tables = {name: retrieval.evaluate_per_query(run, qrels, (NDCG, RECALL)) for name, run in runs.items()}
     systems = {}
     for name, table in tables.items():
-        mean, error = mean_and_error([row[NDCG] for row in table.values()])
+        found = retrieval.mean_of((row[NDCG] for row in table.values()), resamples=99)
         recall = statistics.fmean(row[RECALL] for row in table.values())
-        systems[name] = {NDCG: mean, "standard_error": error, RECALL: recall}
+        systems[name] = {NDCG: found.mean, "standard_error": found.standard_error or 0.0, RECALL: recall}
     bm25, dense, splade, fusion, late = runs
     best = max((bm25, dense, splade), key=lambda name: systems[name][NDCG])
     comparisons = []
     for system, over in ((splade, bm25), (splade, dense), (fusion, best), (late, splade)):
         mine, theirs = tables[system], tables[over]
-        mean, error = mean_and_error([mine[q][NDCG] - theirs[q][NDCG] for q in mine])
-        row = {"system": system, "over": over, "difference": mean, "standard_error": error, "queries": len(mine)}
-        comparisons.append(row)
+        found = retrieval.mean_of((mine[q][NDCG] - theirs[q][NDCG] for q in mine), resamples=99)
+        row = {"system": system, "over": over, "difference": found.mean, "queries": len(mine)}
+        comparisons.append(row | {"standard_error": found.standard_error or 0.0})
     return {"queries": len(qrels), "systems": systems, "comparisons": comparisons}
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, from the sample standard deviation."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return statistics.fmean(values), error
 
 
 def difference_line(row: Values) -> str:

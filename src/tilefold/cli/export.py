@@ -93,14 +93,12 @@ def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | N
 def _write(to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: Values) -> Any:
     write = retrieval.export_opensearch if to == "opensearch" else retrieval.export_vespa
     try:
-        return write(vectors, output, tokens, texts=texts, **options)
+        with _options.as_options(*options):
+            return write(vectors, output, tokens, texts=texts, **options)
     except (DataError, VocabularyMismatchError) as error:
         message = str(error).replace("dots=keep", "--dots keep")
         numbers = message.replace("Leave tokens out, so that terms are named by their numbers", "Give --names numbers")
         raise CommandError(numbers) from error
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        raise UsageError(f"--{name.replace('_', '-')}:{rest}") from error
 
 
 def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str | None) -> Sequence[str] | None:

@@ -145,7 +145,6 @@ def _operators() -> dict[str, Values]:
 
 def _print(facts: Values) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     cpu = facts["cpu"]
@@ -159,25 +158,22 @@ def _print(facts: Values) -> None:
     ] or ["gpu: none that torch can see"]
     console.print("\n".join(lines), markup=False, highlight=False)
 
-    operators = Table("operator", "device", "auto runs", "by", "why nothing faster", header_style="bold")
-    for name, devices in facts["operators"].items():
-        for device, picked in devices.items():
-            why = picked["why_not_triton"] or picked["why_not_faster"] or ""
-            operators.add_row(name, device, picked["auto"], picked["kernels"], why)
-    console.print(operators)
+    rows = [
+        (name, device, picked["auto"], picked["kernels"], picked["why_not_triton"] or picked["why_not_faster"] or "")
+        for name, devices in facts["operators"].items()
+        for device, picked in devices.items()
+    ]
+    columns = ("operator", "device", "auto runs", "by", "why nothing faster")
+    _common.print_table(columns, rows, fold=columns)
     if (triton := facts["triton"])["release"] is not None:
         tested = "" if triton["tested"] else ", which tilefold was not tested with"
         console.print(f"On GPUs with Triton {triton['release']}{tested}:", markup=False, highlight=False)
-        kernels = Table("compute capability", "operator", "16-bit kernels", "why nothing faster", header_style="bold")
-        for capability, found in triton["kernels_by_compute_capability"].items():
-            for name, (kernel, why) in found.items():
-                kernels.add_row(capability, name, kernel, why or "")
-        console.print(kernels)
-
-    packages = Table("optional package", "version", "for", header_style="bold")
-    for name, version in facts["packages"].items():
-        packages.add_row(name, version or "not installed", OPTIONAL_PACKAGES[name], style=None if version else "dim")
-    console.print(packages)
+        kernels = triton["kernels_by_compute_capability"].items()
+        rows = [(cap, name, kernel, why or "") for cap, found in kernels for name, (kernel, why) in found.items()]
+        columns = ("compute capability", "operator", "16-bit kernels", "why nothing faster")
+        _common.print_table(columns, rows, fold=columns)
+    rows = [(name, version or "not installed", OPTIONAL_PACKAGES[name]) for name, version in facts["packages"].items()]
+    _common.print_table(("optional package", "version", "for"), rows)
     if facts["configs"]["lsr_head"] is not None:
         console.print("lsr_head launch configurations:", markup=False)
         console.print_json(data=facts["configs"]["lsr_head"], default=str)

@@ -87,7 +87,6 @@ def search(
             raise UsageError("--save-run: goes with --queries, or with queries on standard input (-), which have ids.")
         _scores.check_writable(save_run, "--save-run")
     searcher = _open(asked)
-    _retrievers.check_by(by, searcher)
     request = retrieval.SearchRequest(k, feedback, mix, None, reranking, by, _retrievers.where_of(asked, searcher))
     if save_run is not None:
         found = _save(searcher, _many(query, queries), request, save_run)
@@ -118,7 +117,10 @@ def _open(asked: Asked) -> Searcher:
             parts["late"], parts["tokens"] = _retrievers.load_late(rerank, asked["rerank_model"], data is not None)
         return parts
 
-    return _retrievers.open_searcher(asked, _common.texts_of(data), load)
+    searcher = _retrievers.open_searcher(asked, _common.texts_of(data), load)
+    if asked["by"] == "passage" and searcher.passages is None:
+        raise UsageError("--by passage goes with an index of passages: tilefold encode, or index, with --passages.")
+    return searcher
 
 
 def _save(searcher: Searcher, asked: Iterator[tuple[str, str]], request: SearchRequest, path: Path) -> Values:

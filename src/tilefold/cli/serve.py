@@ -78,11 +78,9 @@ def serve(
 
     _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
     index_name = _index_name(asked)
-    try:
-        limits = Limits(**{each.name: asked[each.name] for each in fields(Limits) if each.name in asked})
-    except ValueError as error:
-        argument, _, rest = str(error).partition(":")
-        raise UsageError(f"--{argument.replace('_', '-')}:{rest.replace('_', '-')}") from error
+    given = {each.name: asked[each.name] for each in fields(Limits) if each.name in asked}
+    with _options.as_options(*given):
+        limits = Limits(**given)
     key, origins = _key(api_key_file), cors_allow_origin or []
     with _options.as_options(origins="--cors-allow-origin"):
         check_origins(origins)
