@@ -3,7 +3,7 @@
     python -m benchmarks.multilingual --tokenizer FOLDER --data FOLDER [--split dev] [--output benchmarks/results]
     python -m benchmarks.multilingual --tokenizer FOLDER --data FOLDER --seconds 180 --output benchmarks/results
 
-No pretrained weights are needed: the start is :func:`tilefold.recipes.backbone.fresh_masked_lm`, which matches tokens.
+No pretrained weights are needed: the start is :func:`benchmarks.fresh_lm.fresh_masked_lm`, which matches tokens.
 An optional warm-up predicts masked tokens of the documents (`--warm-up-steps`), then the pairs of the train split are
 learned with in-batch negatives and FLOPS penalties. Prints nDCG@10 and recall@100 of the untrained start, after the
 warm-up, and after training, each with the active terms of queries and documents, the time of the phase and the peak
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+from benchmarks.fresh_lm import fresh_masked_lm
 from benchmarks.masked_lm import predict_masked
 from tilefold.bench.results import collect, results_file, write_csv
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes._training import total_steps
-from tilefold.recipes.backbone import fresh_masked_lm
 from tilefold.recipes.lsr import RegularizerSpec
 from tilefold.retrieval import (
     Collection,

@@ -14,11 +14,10 @@ import pytest
 
 from benchmarks import causal_lm, feedback, masked_lm, multilingual, quality_table, recipes, recipes_table
 from benchmarks.runs import run_all, take_named
-from tests.recipes.small import small_collection, tiny_masked_lm, wordpiece
+from tests.recipes.small import causal_splade, small_collection, tiny_masked_lm, wordpiece
 from tilefold.bench.results import read_csv
 from tilefold.cli import main
 from tilefold.recipes import get_recipe
-from tilefold.recipes.decoders import causal_splade
 from tilefold.recipes.lsr import load_base_model
 
 

@@ -13,7 +13,7 @@ from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesR
 
 from tests.integrations.splade_models import CAUSAL_OPTIONS
 from tests.modules.batches import same
-from tests.recipes.small import TEXTS, dense, small_masked_lm, tiny_causal_lm
+from tests.recipes.small import TEXTS, causal_splade, dense, small_masked_lm, tiny_causal_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.losses import GlobalFlopsLoss
@@ -21,7 +21,6 @@ from tilefold.losses.base_splade import BaseSpladeLoss
 from tilefold.modules.echo import EchoTransformer
 from tilefold.modules.prosper import LITERAL_WEIGHTS, ProsperTransformer, literal_residual, pooled_activation
 from tilefold.modules.window import LexicalWindow, keep_heaviest
-from tilefold.recipes.decoders import causal_splade
 
 KINDS: dict[str, dict[str, Any]] = {"causal": CAUSAL_OPTIONS, "masked": {"transformer_task": "fill-mask"}}
 

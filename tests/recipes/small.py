@@ -204,3 +204,15 @@ def dense(model: Any, texts: list[str], task: str | None = None) -> torch.Tensor
     """Vectors ``[B, V]`` of a SparseEncoder."""
     encode = {"query": model.encode_query, "document": model.encode_document}.get(task or "", model.encode)
     return encode(texts, convert_to_sparse_tensor=False)  # type: ignore[no-any-return]
+
+
+def causal_splade(base: str | Path, variant: str = "causal", *, device: str | None = None, **options: Any) -> Any:
+    """A SPLADE model on a causal language model, with the activation of its papers."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    from tilefold.recipes.decoders import causal_transformer
+    from tilefold.recipes.loading import stay_offline
+
+    modules = [causal_transformer(base, variant, **options), SpladePooling("max", "relu")]
+    return stay_offline(SparseEncoder(modules=modules, device=device))

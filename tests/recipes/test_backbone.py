@@ -14,10 +14,10 @@ import torch
 import transformers
 from sentence_transformers import SparseEncoder
 
+from benchmarks.fresh_lm import fresh_masked_lm
 from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import ColbertRecipe, backbone
-from tilefold.recipes.backbone import fresh_masked_lm
 from tilefold.recipes.colbert import load_base_model
 from tilefold.retrieval.errors import MissingPackageError
 

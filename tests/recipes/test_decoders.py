@@ -15,7 +15,7 @@ from sentence_transformers import SparseEncoder
 
 from tests.modules import batches
 from tests.modules.batches import QUERIES
-from tests.recipes.small import FAMILIES, TEXTS, dense, tiny_causal_lm
+from tests.recipes.small import FAMILIES, TEXTS, causal_splade, dense, tiny_causal_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules import (
@@ -30,7 +30,7 @@ from tilefold.modules import (
 )
 from tilefold.recipes import LsrRecipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
-from tilefold.recipes.decoders import VARIANTS, add_lora, causal_splade, check_bidirectional, merge_adapters
+from tilefold.recipes.decoders import VARIANTS, add_lora, check_bidirectional, merge_adapters
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder, load_sparse_linear
 from tilefold.retrieval.collection import Collection
 

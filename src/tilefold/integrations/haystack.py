@@ -26,16 +26,8 @@ class _Embedder:
     """Base of both components; arguments as of :class:`TilefoldSparseTextEmbedder`."""
 
     def __init__(
-        self,
-        model: Model | None = None,
-        url: str | None = None,
-        api_key: Secret | None = None,
-        top_k: int | None = None,
-        batch_size: int = 32,
-        timeout: float = 60.0,
-        sides: bool = True,
+        self, model: Model | None = None, url: str | None = None, api_key: Secret | None = None, **options: Any
     ) -> None:
-        options: dict[str, Any] = {"top_k": top_k, "batch_size": batch_size, "timeout": timeout, "sides": sides}
         self._given, self._secret = {"model": model, "url": url, **options}, api_key
         key = None if api_key is None else api_key.resolve_value()
         self._source = SparseSource(model, url, api_key=key, **options)

@@ -9,53 +9,35 @@ from typing import TYPE_CHECKING, Any
 from tilefold._typing import Module, Network, Tokenizer
 from tilefold.recipes._builders import Base, head_pooling, load_transformer, shared_network, usual_scale
 from tilefold.recipes._settings import EncoderSpec
-from tilefold.recipes.loading import local_only, saved_architectures, seeded, stay_offline, whole_weights
+from tilefold.recipes.loading import local_only, saved_architectures, seeded, whole_weights
 from tilefold.retrieval.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
 
-__all__ = ["VARIANTS", "add_lora", "causal_splade", "causal_transformer", "merge_adapters"]
+__all__ = ["VARIANTS", "add_lora", "causal_transformer", "merge_adapters"]
 
 VARIANTS = ("causal", "bidirectional", "echo")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
 
 
-def causal_splade(
-    base_model: str | Path,
-    variant: str = "causal",
-    *,
-    pooling: str = "max",
-    activation: str = "relu",
-    max_length: int = 128,
-    device: str | None = None,
-    **options: Any,
-) -> SparseEncoder:
-    """A SPLADE ``SparseEncoder`` on a causal language model (Llama, Mistral, Qwen2, Qwen3, ...).
+def causal_transformer(
+    base_model: str | Path, variant: str = "causal", *, max_length: int = 128, **options: Any
+) -> Transformer:
+    """A ``Transformer`` on a causal language model (Llama, Mistral, Qwen2, Qwen3, ...): logits of all tokens.
+
+    Padding is on the left.
 
     Args:
         base_model: a folder or Hugging Face name of a model with a causal LM head.
         variant: how a token sees the text after it: ``"causal"``, not at all; ``"bidirectional"``, by
             ``config.is_causal = False``, which transformers 5.2 and later read and which is saved; ``"echo"``,
             in a second copy of the text (:class:`tilefold.modules.echo.EchoTransformer`).
-        pooling, activation: of stock ``SpladePooling``.
         max_length: maximum tokens of an input; the two copies of an echo, and its template, share them.
         options: ``query_template`` and ``document_template`` of an echo, ``model_kwargs`` of ``Transformer``.
     """
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
-
-    transformer = causal_transformer(base_model, variant, max_length=max_length, **options)
-    splade = SpladePooling(pooling_strategy=pooling, activation_function=activation)
-    return stay_offline(SparseEncoder(modules=[transformer, splade], device=device))
-
-
-def causal_transformer(
-    base_model: str | Path, variant: str = "causal", *, max_length: int = 128, **options: Any
-) -> Transformer:
-    """The Transformer module of :func:`causal_splade`: logits of all tokens, padding on the left."""
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
     from sentence_transformers.base.modules import Transformer

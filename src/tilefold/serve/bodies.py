@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,11 +98,16 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-class Encoded(Body):
-    """Options of encoding."""
+class Cut(Body):
+    """What happens to texts that are too long."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"
+
+
+class Encoded(Cut):
+    """Options of encoding."""
+
     prompt_name: str | None = None
 
 
@@ -180,7 +185,7 @@ class Decode(Body):
     skip_special_tokens: bool = True
 
 
-class Rerank(Body):
+class Rerank(Cut):
     """``/rerank``: with ``texts`` as text-embeddings-inference, with ``documents`` as Cohere, Jina and vLLM."""
 
     query: str
@@ -191,24 +196,15 @@ class Rerank(Body):
     raw_scores: bool = False
     return_text: bool = False
     return_documents: bool = True
-    truncate: bool | None = None
-    truncation_direction: Direction = "right"
 
 
-class Score(Body):
-    """``/score`` of vLLM: one query with every document, or each with its own."""
+class Score(Cut):
+    """``/score`` of vLLM: one query with every document, or each with its own; under any of the names that it takes."""
 
-    queries: Texts | None = None
-    text_1: Texts | None = None
-    data_1: Texts | None = None
-    documents: Texts | None = None
-    items: Texts | None = None
-    text_2: Texts | None = None
-    data_2: Texts | None = None
+    queries: Texts | None = Field(None, validation_alias=AliasChoices("queries", "text_1", "data_1"))
+    documents: Texts | None = Field(None, validation_alias=AliasChoices("documents", "items", "text_2", "data_2"))
     model: str | None = None
     raw_scores: bool = False
-    truncate: bool | None = None
-    truncation_direction: Direction = "right"
 
 
 class ClientGoneError(Exception):

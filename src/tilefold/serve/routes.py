@@ -163,9 +163,7 @@ class Routes:
     async def score(self, body: bodies.Score, request: Request) -> Response:
         """Scores in the order of the request, as vLLM answers."""
         self.service.metrics.count("te_request_count", method="batch")
-        queries = next((given for given in (body.queries, body.text_1, body.data_1) if given is not None), None)
-        given_texts = (body.documents, body.items, body.text_2, body.data_2)
-        texts = next((given for given in given_texts if given is not None), None)
+        queries, texts = body.queries, body.documents
         if queries is None or texts is None:
             raise invalid("expected `queries` and `documents` (or `text_1` and `text_2`)")
         if len(queries) not in (1, len(texts)):
