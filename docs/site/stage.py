@@ -46,8 +46,6 @@ def public(module: str) -> list[str]:
     tables = _tables(path)
     if "_NAMES" in tables:
         return [f"{module}.{home}.{name}" for home, names in tables["_NAMES"].items() for name in names.split()]
-    if "_HOME" in tables:
-        return [f"{module}.{home}.{name}" for name, home in tables["_HOME"].items()]
     if "__all__" in tables:
         text = path.read_text(encoding="utf-8")  # handles that modules share are described where they are defined
         return [

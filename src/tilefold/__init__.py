@@ -31,7 +31,5 @@ if TYPE_CHECKING:  # what type checkers read; a test compares it with the table
     from tilefold.ops import token_scatter_sparse as token_scatter_sparse
     from tilefold.ops import xtr_scores as xtr_scores
 
-_HOME = {"__version__": "_version", "nn": "nn"} | dict.fromkeys(ROOM_OF, "ops")
-
-__all__ = list(_HOME)
-__getattr__, __dir__ = lazy_exports(globals(), _HOME)
+_NAMES = {"_version": "__version__", "nn": "nn", "ops": " ".join(ROOM_OF)}
+__all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)

@@ -8,12 +8,13 @@ from typing import Any
 
 
 def lazy_exports(
-    package: dict[str, Any], homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package with these ``globals()``.
+    package: dict[str, Any], modules: Mapping[str, str]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a package with these ``globals()``.
 
-    `homes` is public name -> the module below the package that has it; a name that is its own home is a module.
+    `modules` is a module below the package -> the public names that it has; one with its own name is exported itself.
     """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
     own = package["__name__"]
 
     def load(name: str) -> Any:
@@ -26,4 +27,4 @@ def lazy_exports(
     def listed() -> list[str]:
         return sorted(package["__all__"])
 
-    return load, listed
+    return list(homes), load, listed

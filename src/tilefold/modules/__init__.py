@@ -10,30 +10,27 @@ if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
     from torch import nn
 
-_HOME = {
-    "EchoTransformer": "echo",
-    "FrozenTransformer": "splate",
-    "EpicPooling": "epic_pooling",
-    "FusedPooling": "fused_pooling",
-    "HeadPooling": "head_pooling",
-    "LexicalWindow": "window",
-    "OnnxGraph": "onnx_graph",
-    "ProsperTransformer": "prosper",
-    "SplateHead": "splate",
-    "StaticQuery": "static_query",
-    "TokenWeights": "token_weights",
+_NAMES = {
+    "echo": "EchoTransformer",
+    "splate": "FrozenTransformer SplateHead",
+    "epic_pooling": "EpicPooling",
+    "fused_pooling": "FusedPooling",
+    "head_pooling": "HeadPooling",
+    "window": "LexicalWindow",
+    "onnx_graph": "OnnxGraph",
+    "prosper": "ProsperTransformer",
+    "static_query": "StaticQuery",
+    "token_weights": "TokenWeights",
 }
-
-__all__ = list(_HOME)
+__all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)
 __all__ += ["load_encoder", "to_stock"]
-__getattr__, __dir__ = lazy_exports(globals(), _HOME)
 
 
 def module_classes() -> dict[str, type]:
     """Class path in ``modules.json`` -> class, for every module of this room."""
     from sentence_transformers.base.modules.module import Module
 
-    public = (__getattr__(name) for name in _HOME)
+    public = (__getattr__(name) for names in _NAMES.values() for name in names.split())
     room = [made for made in public if isinstance(made, type) and issubclass(made, Module)]
     return {f"{made.__module__}.{made.__qualname__}": made for made in room}
 

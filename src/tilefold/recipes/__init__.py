@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from tilefold._lazy import lazy_exports
 
-_HOME = {
-    "RECIPES": "catalogue",
-    "ColbertRecipe": "colbert",
-    "EncoderSpec": "encoders",
-    "ExportedGraph": "onnx_export",
-    "build_encoder": "encoders",
-    "export_onnx": "onnx_export",
-    "Losses": "_run",
-    "OutOfTimeError": "_run",
-    "LsrRecipe": "lsr",
-    "RegularizerSpec": "lsr",
-    "SparseRecipe": "lsr",
-    "SpladeRecipe": "splade",
-    "TrainResult": "splade",
-    "TrainingError": "_run",
-    "TrainingSettings": "_settings",
-    "get_recipe": "catalogue",
-    "train": "catalogue",
-    "minilm_splade": "backbone",
-    "minilm_path": "backbone",
-    "load_dense_minilm": "backbone",
+_NAMES = {
+    "catalogue": "RECIPES get_recipe train",
+    "colbert": "ColbertRecipe",
+    "encoders": "EncoderSpec build_encoder",
+    "onnx_export": "ExportedGraph export_onnx",
+    "_run": "Losses OutOfTimeError TrainingError",
+    "lsr": "LsrRecipe RegularizerSpec SparseRecipe",
+    "splade": "SpladeRecipe TrainResult",
+    "_settings": "TrainingSettings",
+    "backbone": "minilm_splade minilm_path load_dense_minilm",
 }
-
-__all__ = list(_HOME)
-__getattr__, __dir__ = lazy_exports(globals(), _HOME)
+__all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)

@@ -34,7 +34,4 @@ _NAMES = {
     "teachers": "Teacher score_rows ensemble",
     "training_rows": "TrainingRows read_training_rows write_training_rows",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = list(_HOME)
-__getattr__, __dir__ = lazy_exports(globals(), _HOME)
+__all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from tilefold._lazy import lazy_exports
 
-_HOME = {
-    "Limits": "settings",
-    "Searchable": "searchable",
-    "Served": "models",
-    "Service": "service",
-    "create_app": "app",
-    "bind": "server",
-    "run": "server",
+_NAMES = {
+    "settings": "Limits",
+    "searchable": "Searchable",
+    "models": "Served",
+    "service": "Service",
+    "app": "create_app",
+    "server": "bind run",
 }
-
-__all__ = list(_HOME)
-__getattr__, __dir__ = lazy_exports(globals(), _HOME)
+__all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)

@@ -1,4 +1,4 @@
-"""Inputs of the LSR head, its results, and their comparison with the reference in fp64."""
+"""Inputs of the LSR head, its results, and where their gradients have one answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import lsr_head
-from tilefold.testing import USUAL_SENSITIVITY, padding
+from tilefold.testing import padding
 
 DENSITIES = ("mixed", "dense", "sparse")
 _KINKED = ("log1p_relu", "log1p_log1p_relu", "relu")
@@ -150,48 +150,3 @@ def with_one_answer(
             unclear |= (logits.abs() < margin).any(dim=0)
         row[unclear] = 0
     return dataclasses.replace(inputs, dscores=dscores)
-
-
-def slope_sensitivity(scores: Tensor, dscores: Tensor, activation: str, kind: str) -> float:
-    """Sensitivity of a slope to the rounding of its score (exact, ``[B, V]``), called c in :mod:`tilefold.testing`.
-
-    For the kind ``"gradient"`` it is the root mean square over the gradients of the logits, else the largest.
-    """
-    y = scores.double()
-    if activation == "log1p_relu":
-        c, slope = y, (-y).exp()
-    elif activation == "log1p_log1p_relu":
-        c, slope = y * (1 + y.exp()), (-y - y.expm1()).exp()
-    elif activation == "softplus":
-        c, slope = y / y.expm1().clamp(min=1e-300), -(-y).expm1()
-    else:  # constant slopes
-        return 0.0
-    gradient = dscores.double() * slope * (y > 0)
-    if kind != "gradient" or not gradient.any():
-        return float(c.max()) if c.numel() else 0.0
-    return float((c * gradient).norm() / gradient.norm())
-
-
-def assert_lsr_head_matches(
-    inputs: LSRHeadInputs,
-    *,
-    kind: str = "gradient",
-    large_scores: bool = False,
-    needs: Sequence[str] = ("hidden", "weight", "bias"),
-    **options: Any,
-) -> dict[str, Tensor]:
-    """Run an implementation and hold its scores and gradients to their budgets; return its results.
-
-    Entries without one answer are taken out by :func:`with_one_answer`. ``kind`` is the budget of the gradients that
-    ``needs`` asks for; with ``large_scores``, for poolings of one token, it is computed from these scores instead of
-    usual ones. Options are the operator's, with ``impl``.
-    """
-    choices = {key: options[key] for key in ("pooling", "activation", "logit_scale") if key in options}
-    inputs = with_one_answer(inputs, **choices)
-    results = lsr_head_results(inputs, needs=needs, **options)
-    truth = lsr_head_truth(inputs, needs=needs, **options)
-    sensitivity = USUAL_SENSITIVITY
-    if large_scores:
-        activation = options.get("activation", "log1p_relu")
-        sensitivity = slope_sensitivity(truth["scores"], inputs.dscores, activation, kind)
-    return padding.held_to_budgets(results, truth, kind, sensitivity)

@@ -9,8 +9,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tilefold.testing import USUAL_SENSITIVITY, assert_within_budget
-
 LAYOUTS = ("full", "right", "left", "holes", "packed")
 _Mine = TypeVar("_Mine", bound="Problem")
 
@@ -86,15 +84,3 @@ def gradients(out: Tensor, leaves: Mapping[str, Tensor | None], grad: Tensor) ->
 def without(options: Mapping[str, object], *names: str) -> dict[str, object]:
     """Options but those of these names."""
     return {name: value for name, value in options.items() if name not in names}
-
-
-def held_to_budgets(
-    results: dict[str, Tensor], truth: Mapping[str, Tensor], kind: str, sensitivity: float = USUAL_SENSITIVITY
-) -> dict[str, Tensor]:
-    """Return results whose scores keep the budget ``"forward"``, and whose gradients keep that of `kind`."""
-    if results.keys() != truth.keys():
-        raise AssertionError(f"results must be {list(truth)}, got {list(results)}.")
-    for name, out in results.items():
-        part = "forward" if name == "scores" else kind
-        assert_within_budget(out, truth[name], kind=part, name=name, sensitivity=sensitivity)
-    return results

@@ -1,4 +1,4 @@
-"""Inputs of the token scatter, its results, and their comparison with the reference in fp64."""
+"""Inputs of the token scatter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.ops import token_scatter
 from tilefold.testing import padding
 
 REDUCTIONS = ("max", "sum")
@@ -84,28 +83,3 @@ def token_scatter_inputs(
     mask = padding.padding_mask(layout, batch, length, generator)
     inputs = TokenScatterInputs(weights, ids, vocab, mask, None, dscores).cast(dtype).to(device)
     return inputs.packed() if layout == "packed" else inputs
-
-
-def token_scatter_results(inputs: TokenScatterInputs, *, needs: bool = True, **options: Any) -> dict[str, Tensor]:
-    """Run forward, and backward if ``needs``; return ``scores`` and ``dweights``, with the operator's options."""
-    leaf = inputs.weights.detach().requires_grad_(needs)
-    scores = token_scatter(leaf, inputs.input_ids, inputs.vocab_size, **inputs.layout, **options)  # type: ignore[arg-type]
-    return {"scores": scores.detach(), **padding.gradients(scores, {"weights": leaf}, inputs.dscores)}
-
-
-def token_scatter_truth(inputs: TokenScatterInputs, *, needs: bool = True, **options: Any) -> dict[str, Tensor]:
-    """:func:`token_scatter_results` of the reference in fp64."""
-    known: dict[str, Any] = padding.without(options, "out_dtype", "impl")
-    return token_scatter_results(inputs.cast(torch.float64), needs=needs, impl="reference", **known)
-
-
-def assert_token_scatter_matches(
-    inputs: TokenScatterInputs, *, kind: str = "gradient", needs: bool = True, **options: Any
-) -> dict[str, Tensor]:
-    """Run an implementation and hold its scores and gradient to their budgets; return its results.
-
-    Winners are chosen on the weights as they were given, so every implementation has the same ones. ``kind`` is the
-    budget of the gradient, which the weights want if ``needs``; options are the operator's, with ``impl``.
-    """
-    results = token_scatter_results(inputs, needs=needs, **options)
-    return padding.held_to_budgets(results, token_scatter_truth(inputs, needs=needs, **options), kind)

@@ -12,10 +12,11 @@ from torch import Tensor
 from tests.kernels import triton_interpreted
 from tests.ops.base import kind_of, solve
 from tests.ops.conftest import Target
+from tests.ops.matching import entmax_by_sorting, entmax_results
 from tests.refusals import refused
 from tilefold.ops import entmax, entmax_attention, sparsemax
 from tilefold.testing import assert_within_budget, budget
-from tilefold.testing.entmax import SCORES, entmax_by_sorting, entmax_results, entmax_scores
+from tilefold.testing.entmax import SCORES, entmax_scores
 
 INTERPRETED = triton_interpreted()
 ALPHAS = (1.0, 1.00001, 1.05, 1.25, 1.5, 1.8, 2.0)

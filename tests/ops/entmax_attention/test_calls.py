@@ -14,16 +14,12 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.matching import assert_entmax_attention_matches
 from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention.api import ATTENTION
-from tilefold.testing.entmax_attention import (
-    EntmaxAttentionInputs,
-    assert_entmax_attention_matches,
-    entmax_attention_inputs,
-    entmax_attention_results,
-)
+from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_inputs, entmax_attention_results
 
 INTERPRETED = triton_interpreted()
 SHORT = 10

@@ -20,16 +20,12 @@ from torch import Tensor
 import tilefold.ops
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.matching import assert_entmax_attention_matches, entmax_results
 from tests.refusals import refused
 from tilefold.nn import EntmaxAlpha
 from tilefold.ops import entmax, entmax_attention
 from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty
-from tilefold.testing.entmax import entmax_results
-from tilefold.testing.entmax_attention import (
-    assert_entmax_attention_matches,
-    entmax_attention_inputs,
-    entmax_attention_results,
-)
+from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
 
 INTERPRETED = triton_interpreted()
 LENGTHS = (20, 40) if INTERPRETED else (50, 150)  # scores resident on chip, and by blocks

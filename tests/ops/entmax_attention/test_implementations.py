@@ -18,15 +18,12 @@ from torch import Tensor
 from tests.kernels import triton_interpreted
 from tests.ops.base import Row
 from tests.ops.conftest import Target
+from tests.ops.matching import assert_entmax_attention_matches
 from tests.ops.samples import same
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import configs
 from tilefold.ops.entmax_attention.api import ATTENTION
-from tilefold.testing.entmax_attention import (
-    assert_entmax_attention_matches,
-    entmax_attention_inputs,
-    entmax_attention_results,
-)
+from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
 from tilefold.testing.padding import LAYOUTS
 
 INTERPRETED = triton_interpreted()

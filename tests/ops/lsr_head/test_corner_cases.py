@@ -12,18 +12,12 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import ACTIVATIONS, F16, INTERPRETED, POOLINGS, close, leaves_of, within_budget
+from tests.ops.matching import assert_lsr_head_matches
 from tests.ops.samples import same, saved_for_backward
 from tests.refusals import refused
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
-from tilefold.testing.lsr_head import (
-    LSRHeadInputs,
-    assert_lsr_head_matches,
-    lsr_head_inputs,
-    lsr_head_results,
-    lsr_head_truth,
-    with_one_answer,
-)
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
 from tilefold.testing.padding import LAYOUTS
 
 SMALL = (3, 7, 8, 17) if INTERPRETED else (4, 11, 24, 21)

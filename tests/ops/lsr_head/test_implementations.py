@@ -17,12 +17,12 @@ from torch import Tensor
 
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import ACTIVATIONS, BF16, F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
+from tests.ops.matching import assert_lsr_head_matches
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget, budget
 from tilefold.testing.lsr_head import (
     DENSITIES,
     LSRHeadInputs,
-    assert_lsr_head_matches,
     lsr_head_inputs,
     lsr_head_results,
     lsr_head_truth,

@@ -13,17 +13,11 @@ from tests.ops.base import Buffer, Setting, _reset_high_water
 from tests.ops.base import head_problem as _problem
 from tests.ops.base import head_tiles as _tiles
 from tests.ops.lsr_head.helpers import F16, F32, F64, INTERPRETED, POOLINGS, leaves_of
+from tests.ops.matching import assert_lsr_head_matches
 from tilefold.bench.timing import in_fresh_process, resident_peak_mib
 from tilefold.ops import lsr_head
 from tilefold.testing import assert_within_budget
-from tilefold.testing.lsr_head import (
-    LSRHeadInputs,
-    assert_lsr_head_matches,
-    lsr_head_inputs,
-    lsr_head_results,
-    lsr_head_truth,
-    with_one_answer,
-)
+from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, lsr_head_truth, with_one_answer
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="this part needs no interpreter"),

@@ -16,10 +16,11 @@ import torch
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.maxsim.matching import assert_maxsim_matches, maxsim_results
 from tests.ops.samples import same
 from tilefold.ops import maxsim
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
-from tilefold.testing.maxsim import PAIRINGS, assert_maxsim_matches, maxsim_inputs, maxsim_results
+from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
 from tilefold.testing.padding import LAYOUTS
 
 INTERPRETED = triton_interpreted()

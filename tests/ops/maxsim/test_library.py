@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels import triton_interpreted
 from tests.ops.base import MaxSimOptions, MaxSimSaved, MaxSimTensors
 from tests.ops.base import maxsim_tiled as _tiled
+from tests.ops.maxsim.matching import maxsim_results, with_one_answer
 from tests.ops.samples import allocations, saved_for_backward
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops.maxsim import quantize_tokens
 from tilefold.ops.maxsim.tiles import BOOKKEEPING_BYTES, SCRATCH_BYTES
 from tilefold.testing import assert_within_budget
-from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs, maxsim_results, with_one_answer
+from tilefold.testing.maxsim import PAIRINGS, maxsim_inputs
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

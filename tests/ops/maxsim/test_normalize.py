@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.maxsim.matching import maxsim_results
 from tilefold.ops import maxsim
 from tilefold.testing import assert_within_budget
-from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
+from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 
 SIZES = {
     torch.float32: (1e-37, 1e-23, 1e19, 5e36),

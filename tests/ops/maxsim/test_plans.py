@@ -26,13 +26,14 @@ from tests.ops.base import (
 from tests.ops.conftest import Target
 from tests.ops.launching import combine_kernel, row_query_kernel
 from tests.ops.launching import launch as shared_launch
+from tests.ops.maxsim.matching import maxsim_results
 from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim import plans
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
-from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs, maxsim_results
+from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 
 DTYPE = torch.float16
 DEVICE = "cpu" if triton_interpreted() else "cuda"

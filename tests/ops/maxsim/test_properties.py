@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.matching import held_to_budgets
+from tests.ops.maxsim.matching import maxsim_results, with_one_answer
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops.maxsim import maxsim_contrastive_loss, quantize_tokens, tiles
-from tilefold.testing.maxsim import PAIRINGS, MaxSimInputs, maxsim_inputs, maxsim_results, with_one_answer
-from tilefold.testing.padding import held_to_budgets
+from tilefold.testing.maxsim import PAIRINGS, MaxSimInputs, maxsim_inputs
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings

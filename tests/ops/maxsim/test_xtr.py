@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
+from tests.ops.maxsim.matching import assert_xtr_matches, xtr_results
 from tests.ops.samples import saved_for_backward
 from tests.refusals import refused
 from tilefold.ops import maxsim, xtr_scores
 from tilefold.ops.maxsim import quantize_tokens, tiles
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
-from tilefold.testing.maxsim import assert_xtr_matches, maxsim_inputs, xtr_results
+from tilefold.testing.maxsim import maxsim_inputs
 from tilefold.testing.padding import LAYOUTS
 
 INTERPRETED = triton_interpreted()

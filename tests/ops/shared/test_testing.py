@@ -7,15 +7,10 @@ import math
 import pytest
 import torch
 
+from tests.ops.matching import assert_lsr_head_matches
 from tests.refusals import refused
 from tilefold.testing import assert_within_budget, budget, nan_poisoned_empty, product_bound, relative_error
-from tilefold.testing.lsr_head import (
-    DENSITIES,
-    assert_lsr_head_matches,
-    lsr_head_inputs,
-    lsr_head_results,
-    with_one_answer,
-)
+from tilefold.testing.lsr_head import DENSITIES, lsr_head_inputs, lsr_head_results, with_one_answer
 from tilefold.testing.padding import LAYOUTS
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

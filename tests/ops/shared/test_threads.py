@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.maxsim.matching import maxsim_results
 from tests.ops.samples import Sample, attend, dout, entmax_rows, head, late, quantized_documents, scatter
 from tilefold.ops import maxsim
 from tilefold.ops.maxsim.api import MAXSIM
-from tilefold.testing.maxsim import maxsim_inputs, maxsim_results
+from tilefold.testing.maxsim import maxsim_inputs
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

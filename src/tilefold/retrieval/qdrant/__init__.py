@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from tilefold._lazy import lazy_exports
 
-_HOME = {
-    "Documents": "documents",
-    "Filter": "engine",
-    "Layout": "engine",
-    "QdrantCollection": "collection",
-    "Queries": "documents",
-    "UnreachableError": "server",
+_NAMES = {
+    "documents": "Documents Queries",
+    "engine": "Filter Layout",
+    "collection": "QdrantCollection",
+    "server": "UnreachableError",
 }
-
-__all__ = list(_HOME)
-__getattr__, __dir__ = lazy_exports(globals(), _HOME)
+__all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)
