@@ -158,7 +158,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]], provenance: Prov
 
 def cells(row: Mapping[str, object], provenance: Provenance) -> dict[str, str]:
     """A row and where it comes from, as text."""
-    found = (row | asdict(provenance)).items()
+    found = {**row, **asdict(provenance)}.items()
     return {name: "" if it is None else f"{it:.6g}" if isinstance(it, float) else str(it) for name, it in found}
 
 

@@ -158,12 +158,12 @@ def _print(facts: Values) -> None:
     ] or ["gpu: none that torch can see"]
     console.print("\n".join(lines), markup=False, highlight=False)
 
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (name, device, picked["auto"], picked["kernels"], picked["why_not_triton"] or picked["why_not_faster"] or "")
         for name, devices in facts["operators"].items()
         for device, picked in devices.items()
     ]
-    columns = ("operator", "device", "auto runs", "by", "why nothing faster")
+    columns: tuple[str, ...] = ("operator", "device", "auto runs", "by", "why nothing faster")
     _common.print_table(columns, rows, fold=columns)
     if (triton := facts["triton"])["release"] is not None:
         tested = "" if triton["tested"] else ", which tilefold was not tested with"

@@ -134,15 +134,39 @@ def _load_tiles(
 
 
 @gluon.jit
+def _multiply_tile(
+    acc, step, w_ring, h_ring, full, empty, HALF: gl.constexpr, K_STEPS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """A group's products of a tile, and the step after it, as its places of the ring are filled."""
+    for k in range(K_STEPS):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        acc = warpgroup_mma(
+            w_ring.index(2 * slot + HALF), h_ring.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True
+        )
+        # the product before this one is done: its buffers may be filled again
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        if k > 0:
+            mbarrier.arrive(empty.index((step - 1) % STAGES))
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((step - 1) % STAGES))
+    return acc, step
+
+
+@gluon.jit
 def _fold_tiles(
-    w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
-    winner_ptr, part_ptr, part_winner_ptr,
-    B, V, n_rows, n_tiles, split_tiles, uniform_length, logit_scale,
-    HALF: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    given,
+    K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_SCALE: gl.constexpr,
     WITH_WINNERS: gl.constexpr, UNIFORM: gl.constexpr, QUANTIZED: gl.constexpr, LEAN_PLACES: gl.constexpr,
+    HALF: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
+    (
+        w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
+        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles, uniform_length, logit_scale,
+    ) = given  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32 if QUANTIZED else 16])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
@@ -165,19 +189,7 @@ def _fold_tiles(
         winner = gl.full([HALF_V], 0, gl.int32, layout=column) + gl.maximum(start, split_row)
         for t in range(t0, t1):
             acc = gl.zeros([HALF_V, BLOCK_T], gl.float32, layout=layout)
-            for k in range(K_STEPS):
-                slot = step % STAGES
-                mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-                acc = warpgroup_mma(
-                    w_ring.index(2 * slot + HALF), h_ring.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True
-                )
-                # the product before this one is done: its buffers may be filled again
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                if k > 0:
-                    mbarrier.arrive(empty.index((step - 1) % STAGES))
-                step += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((step - 1) % STAGES))
+            acc, step = _multiply_tile(acc, step, w_ring, h_ring, full, empty, HALF, K_STEPS, STAGES)
             if HAS_SCALE:
                 acc = acc * logit_scale
             if QUANTIZED:  # the buffer of the scales holds whole tiles
@@ -269,36 +281,26 @@ def max_forward_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    given = (
+        w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
+        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles, uniform_length, logit_scale,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                _fold_tiles,
-                (
-                    w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
-                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles,
-                    uniform_length, logit_scale, 0, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
-                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED, LEAN_PLACES,
-                ),
-            ),
-            (
-                _fold_tiles,
-                (
-                    w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr,
-                    out_ptr, winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles,
-                    uniform_length, logit_scale, 1, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS,
-                    HAS_POSITIONS, HAS_SCALE, WITH_WINNERS, UNIFORM, QUANTIZED, LEAN_PLACES,
-                ),
-            ),
-            (
-                _load_tiles,
-                (
-                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, 1, K_STEPS, BLOCK_T,
-                    BLOCK_K, STAGES,
-                ),
-            ),
+            (_fold_tiles, (
+                given, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS,
+                UNIFORM, QUANTIZED, LEAN_PLACES, 0,
+            )),
+            (_fold_tiles, (
+                given, K_STEPS, BLOCK_T, STAGES, GROUP, ACTIVATION, HAS_BIAS, HAS_POSITIONS, HAS_SCALE, WITH_WINNERS,
+                UNIFORM, QUANTIZED, LEAN_PLACES, 1,
+            )),
+            (_load_tiles, (
+                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, 1, K_STEPS, BLOCK_T,
+                BLOCK_K, STAGES,
+            )),
         ],
-        [4, 1],
-        [232, 24],
+        [4, 1], [232, 24],
     )  # fmt: skip
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilefold.ops.lsr_head._triton.max_forward_hopper import HALF_V, LANES, _first_sequence, _load_tiles
+from tilefold.ops.lsr_head._triton.max_forward_hopper import HALF_V, LANES, _first_sequence, _load_tiles, _multiply_tile
 from tilefold.ops.lsr_head._triton.screen import KEPT, TOO_MANY, stays
 from tilefold.ops.lsr_head._triton.sequences import column_terms, sequence_offset, split_tiles_of
 
@@ -33,12 +33,15 @@ def _keep(
 
 @gluon.jit
 def _fold_tiles(
-    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
-    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale,
-    HALF: gl.constexpr, D: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr,
+    given,
+    D: gl.constexpr, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
+    (
+        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows,
+        n_tiles, split_tiles, v_stride, uniform_length, logit_scale,
+    ) = given  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
@@ -59,19 +62,7 @@ def _fold_tiles(
         best = gl.full([HALF_V], LOWEST, gl.int32, layout=column)
         for t in range(t0, t1):
             acc = gl.zeros([HALF_V, BLOCK_T], gl.int32, layout=layout)
-            for k in range(K_STEPS):
-                slot = step % STAGES
-                mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-                acc = warpgroup_mma(
-                    w_ring.index(2 * slot + HALF), h_ring.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True
-                )
-                # the product before this one is done: its buffers may be filled again
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                if k > 0:
-                    mbarrier.arrive(empty.index((step - 1) % STAGES))
-                step += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((step - 1) % STAGES))
+            acc, step = _multiply_tile(acc, step, w_ring, h_ring, full, empty, HALF, K_STEPS, STAGES)
             r0 = t * BLOCK_T
             r1 = gl.minimum(r0 + BLOCK_T, n_rows)
             more = True
@@ -140,32 +131,18 @@ def screen_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    given = (
+        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows,
+        n_tiles, split_tiles, v_stride, uniform_length, logit_scale,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                _fold_tiles,
-                (
-                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
-                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 0, D, K_STEPS,
-                    BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
-                ),
-            ),
-            (
-                _fold_tiles,
-                (
-                    w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place,
-                    B, V, n_rows, n_tiles, split_tiles, v_stride, uniform_length, logit_scale, 1, D, K_STEPS,
-                    BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM,
-                ),
-            ),
-            (
-                _load_tiles,
-                (
-                    weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, v_stride, K_STEPS,
-                    BLOCK_T, BLOCK_K, STAGES,
-                ),
-            ),
+            (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 0)),
+            (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 1)),
+            (_load_tiles, (
+                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, v_stride, K_STEPS,
+                BLOCK_T, BLOCK_K, STAGES,
+            )),
         ],
-        [4, 1],
-        [232, 24],
+        [4, 1], [232, 24],
     )  # fmt: skip

@@ -68,10 +68,10 @@ def _scales(
 
 @gluon.jit
 def _load_tile(
-    step, scale, out, doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
+    step, scale, out, given, PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr
 ):  # fmt: skip
     """Fill a place of the ring; the scales of the tile that is loaded four later."""
+    doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
     slot = step % STAGES
     d, t0 = _place(step, length_d, PARTS)
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -94,23 +94,12 @@ def _load_tiles(
     b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     c, c_out = _scales(scale_ptr, mask_ptr, 2, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     e, e_out = _scales(scale_ptr, mask_ptr, 3, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
+    given = doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d
     for step in range(0, steps, 4):
-        a, a_out = _load_tile(
-            step, a, a_out, doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d,
-            PARTS, STAGES, HAS_DMASK, MASK_ZERO,
-        )  # fmt: skip
-        b, b_out = _load_tile(
-            step + 1, b, b_out, doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d,
-            PARTS, STAGES, HAS_DMASK, MASK_ZERO,
-        )  # fmt: skip
-        c, c_out = _load_tile(
-            step + 2, c, c_out, doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d,
-            PARTS, STAGES, HAS_DMASK, MASK_ZERO,
-        )  # fmt: skip
-        e, e_out = _load_tile(
-            step + 3, e, e_out, doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d,
-            PARTS, STAGES, HAS_DMASK, MASK_ZERO,
-        )  # fmt: skip
+        a, a_out = _load_tile(step, a, a_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+        b, b_out = _load_tile(step + 1, b, b_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+        c, c_out = _load_tile(step + 2, c, c_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+        e, e_out = _load_tile(step + 3, e, e_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
 
 
 @gluon.jit
@@ -171,12 +160,15 @@ def _finish(
 
 @gluon.jit
 def _score(
-    queries, ring, scales, shifts, full, empty, mask_ptr, scale_ptr, score_ptr,
-    Nq, Nd, length_q, length_d, steps, divisor,
-    ROLE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, SLOT: gl.constexpr, HAS_QMASK: gl.constexpr,
-    HAS_DMASK: gl.constexpr, MEAN: gl.constexpr,
+    given,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, SLOT: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr,
+    MEAN: gl.constexpr, ROLE: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps, which has its share of the queries, and its part of the documents."""
+    (
+        queries, ring, scales, shifts, full, empty, mask_ptr, scale_ptr, score_ptr, Nq, Nd, length_q, length_d, steps,
+        divisor,
+    ) = given  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     SHARES: gl.constexpr = queries.shape[0]
     ROWS: gl.constexpr = queries.shape[1]
@@ -238,50 +230,22 @@ def shared_hopper_kernel(
     groups = gl.cdiv(gl.cdiv(Nd, GROUP) - gl.program_id(1), gl.num_programs(1))
     # whole rounds of four tiles: those past the last document's are zeros, and not stored
     steps = gl.cdiv(gl.cdiv(groups, PARTS) * PARTS * gl.cdiv(length_d, AT_ONCE), 4) * 4
+    given = (
+        queries, ring, scales, shifts, full, empty, query_mask_ptr, query_scale_ptr, score_ptr, Nq, Nd, length_q,
+        length_d, steps, divisor,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (
-                _score,
-                (
-                    queries, ring, scales, shifts, full, empty, query_mask_ptr, query_scale_ptr, score_ptr,
-                    Nq, Nd, length_q, length_d, steps, divisor, 0, PARTS, STAGES, SLOT, HAS_QMASK,
-                    HAS_DMASK, MEAN,
-                ),
-            ),
-            (
-                _score,
-                (
-                    queries, ring, scales, shifts, full, empty, query_mask_ptr, query_scale_ptr, score_ptr,
-                    Nq, Nd, length_q, length_d, steps, divisor, 1, PARTS, STAGES, SLOT, HAS_QMASK,
-                    HAS_DMASK, MEAN,
-                ),
-            ),
-            (
-                _score,
-                (
-                    queries, ring, scales, shifts, full, empty, query_mask_ptr, query_scale_ptr, score_ptr,
-                    Nq, Nd, length_q, length_d, steps, divisor, 2, PARTS, STAGES, SLOT, HAS_QMASK,
-                    HAS_DMASK, MEAN,
-                ),
-            ),
-            (
-                _score,
-                (
-                    queries, ring, scales, shifts, full, empty, query_mask_ptr, query_scale_ptr, score_ptr,
-                    Nq, Nd, length_q, length_d, steps, divisor, 3, PARTS, STAGES, SLOT, HAS_QMASK,
-                    HAS_DMASK, MEAN,
-                ),
-            ),
-            (
-                _load_tiles,
-                (
-                    doc_src, ring, scales, shifts, full, empty, doc_scale_ptr, doc_mask_ptr, Nd, length_d, steps,
-                    PARTS, STAGES, HAS_DMASK, MASK_ZERO,
-                ),
-            ),
+            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 0)),
+            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 1)),
+            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 2)),
+            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 3)),
+            (_load_tiles, (
+                doc_src, ring, scales, shifts, full, empty, doc_scale_ptr, doc_mask_ptr, Nd, length_d, steps, PARTS,
+                STAGES, HAS_DMASK, MASK_ZERO,
+            )),
         ],
-        [4, 4, 4, 1],
-        [REGISTERS, REGISTERS, REGISTERS, 24],
+        [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24],
     )  # fmt: skip
 
 
