@@ -184,7 +184,7 @@ USAGE = [
     ("serve --port 0 --model LATE --tokens LATE", "leave one out"),
     (f"{MINILM} --default-side both", "--default-side: expected one of query, document, got 'both'."),
     (f"{MINILM} --payload-limit 0", "--payload-limit: expected at least 1, got 0."),
-    (f"{MINILM} --max-client-batch-size 600", "--max-client-batch-size: expected at most max-concurrent-req"),
+    (f"{MINILM} --max-client-batch-size 600", "--max-client-batch-size: expected at most --max-concurrent-req"),
     (f"{MINILM} --cors-allow-origin x.org", "--cors-allow-origin: expected * or an origin such as https://"),
     (f"{MINILM} --api-key-file ./none", "--api-key-file:"),
     ("bench lsr_head --list --quick", "--quick does nothing with --list, which runs nothing"),

@@ -99,7 +99,7 @@ class Body(BaseModel):
 
 
 class Cut(Body):
-    """What happens to texts that are too long."""
+    """Options for texts that are too long."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"
