@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import host_time
-from tilefold.ops._shared import calls, impl, internals, operator
+from tilefold.ops._shared import impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch
 from tilefold.ops.entmax_attention import configs as attention_configs
 
@@ -58,16 +58,15 @@ def main() -> int:
 def without_a_gpu() -> None:
     """Let tensors on the CPU take the way of those on a GPU, up to the C function that launches."""
     host_time.DEVICE = "cpu"
-    modules: tuple[Any, ...] = (impl, calls, internals, launch, cuda_driver, operator)
-    implementations, keys, private, launching, driver, operators = modules
+    modules: tuple[Any, ...] = (impl, internals, launch, cuda_driver, operator)
+    implementations, private, launching, driver, operators = modules
     attention: Any = attention_configs
     implementations.resolve_impl = lambda *_: "triton"
     implementations.INTERPRETER_FAULTS = {}
-    keys.triton_interpreted = lambda: True
     private.torch._C._cuda_getCurrentRawStream = abs
     private.tma_map = lambda descriptor, description: bytes(128)
     torch.cuda.current_device = lambda: 0
-    operators.may_look = lambda first: False  # the host looks at values on the CPU only
+    operators.host_may_read = lambda device, impl: False  # the host looks at values on the CPU only
     operators.capability_of = attention.capability_of = lambda device: (9, 0)
     operators.sm_count = lambda device: 132
     driver.enter_context = lambda index: None

@@ -15,7 +15,7 @@ from tilefold.ops._shared.activation import (
     slope_from_logit,
     slope_from_score,
 )  # fmt: skip
-from tilefold.ops._shared.calls import call_key, gradient_key
+from tilefold.ops._shared.calls import call_key
 from tilefold.ops._shared.checks import check_shape
 from tilefold.ops._shared.entmax_root import kind_of, solve
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError

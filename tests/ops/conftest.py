@@ -65,7 +65,7 @@ def kernels(target: Target) -> Target:
 @pytest.fixture
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host looks at no value on the CPU either, as on a GPU, where that would cost a synchronisation."""
-    monkeypatch.setattr(operator, "may_look", lambda first: False)
+    monkeypatch.setattr(operator, "host_may_read", lambda device, impl: False)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import tilefold
-from tests.ops.base import call_key, calls, fallback, gradient_key, internals
+from tests.ops.base import call_key, calls, fallback, internals, operator
+from tests.ops.toy import TOY
 
 SOURCES = Path(tilefold.__file__).parent
 INTERNALS = "ops/_shared/internals.py"
@@ -40,27 +41,27 @@ def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(mo
     now = [1]
 
     @contextlib.contextmanager
-    def device(index: int) -> Iterator[None]:
-        now.append(index)
+    def device_of(tensor: Any) -> Iterator[None]:
+        now.append(tensor.get_device())
         yield
 
-    monkeypatch.setattr(calls, "current_gpu", lambda: now[-1])
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(operator, "current_gpu", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    program: Any = type("", (), {"bound": True, "__call__": lambda self, tensor: now[-1]})()
+    call = calls.Pass("toy", None, "triton", False, False, True, program=program)
     for index in (1, 0):
-        gpu = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=index)
-        assert calls.run(lambda given: now[-1], gpu) == index
-    assert now == [1, 0] and calls.run(lambda given: now[-1], torch.ones(1)) == 0
+        device = torch.device("cuda", index)
+        gpu: Any = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=device)
+        assert TOY.compute(gpu, call, (gpu,)) == index
+    assert now == [1, 0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls.run(lambda given: torch.is_autocast_enabled("cpu"), torch.ones(1)) is False
 
 
 def test_the_names_for_gpus_exist() -> None:
     for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
         assert hasattr(torch._C, name) or not torch.backends.cuda.is_built()
     assert internals.matmul_precision() in ("ieee", "tf32", "none")
-
-
-@pytest.fixture(autouse=True)
-def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "triton_interpreted", lambda: True)
 
 
 def key(*tensors: object, options: tuple[object, ...] = ()) -> object:
@@ -91,7 +92,7 @@ def test_calls_are_told_apart_by_layouts_options_and_settings_and_by_no_value(mo
     assert [each and each[0] for each in aligned] == [True, False]
 
 
-def test_calls_that_others_must_see_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_others_must_see_have_no_key() -> None:
     x = torch.ones(2)
 
     class Subclass(torch.Tensor):
@@ -109,15 +110,13 @@ def test_calls_that_others_must_see_have_no_key(monkeypatch: pytest.MonkeyPatch)
     seen: Any = []
     torch.compile(lambda y: (seen.append(call_key((y,), ())), y + 1)[1], backend="eager", fullgraph=True)(x)
     assert seen == [None]
-    monkeypatch.setattr(calls, "triton_interpreted", lambda: False)
-    assert key(x) is None
 
 
 def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     call, grad, x = object(), torch.ones(2, 4), torch.ones(9)
 
     def key_of(grad: torch.Tensor = grad, saved: torch.Tensor = x[:4], call: object = call, *needs: bool) -> object:
-        return gradient_key(call, needs or (True,), grad, (None, saved))
+        return call_key((grad, None, saved), (call, needs or (True,)))
 
     alike = key_of()
     assert alike == key_of() == key_of(torch.zeros(2, 4), x[4:8]) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared import fallback
-from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import apply_of, current_gpu, is_eager, matmul_precision
+from tilefold.ops._shared.internals import apply_of, is_eager, matmul_precision
 
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
@@ -24,16 +23,17 @@ Key = tuple[Any, ...]  # of which the first says whether all tensors are aligned
 
 
 def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | None:
-    """Cache key of a call; ``None`` off the GPU, under modes and transforms, and with tensor subclasses.
+    """Cache key of a call, or of its gradients; ``None`` where torch has to see the registered operator.
 
-    The first of ``tensors`` chooses the device. Types of ``options`` are part of the key: ``True`` equals 1.
+    That is in a trace, under modes and transforms, with tensor subclasses and on the meta device; else an
+    ``autograd.Function`` may call the implementation: the dispatcher costs 0.1 ms of host time more. The first of
+    ``tensors`` chooses the device, and is the gradient in a backward pass: hooks for saved tensors may bring those back
+    elsewhere, laid out in another way. Types of ``options`` are part of the key: ``True`` equals 1.
     """
     first: Any
     tensor: Any
     first = tensors[0]
-    if torch.compiler.is_dynamo_compiling() or type(first) not in PLAIN:
-        return None
-    if not (first.is_cuda or (first.is_cpu and triton_interpreted())) or not is_eager():
+    if torch.compiler.is_dynamo_compiling() or type(first) not in PLAIN or first.is_meta or not is_eager(first):
         return None
     facts: list[object] = []
     together = 0
@@ -55,26 +55,6 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
     return together % ALIGNMENT == 0, *facts, settings, *options, *map(type, options)
 
 
-def gradient_key(call: Hashable, needs: tuple[object, ...], grad: Tensor, saved: Sequence[Tensor | None]) -> Key | None:
-    """Cache key of the gradients of an eager ``call``, which is equal to itself only and has its options.
-
-    Hooks for saved tensors may bring them back elsewhere, and laid out in another way, but not in another shape, and
-    autograd gives ``grad`` the shape and dtype of the result.
-    """
-    if type(grad) not in PLAIN:
-        return None
-    facts: list[object] = [call, needs, matmul_precision() == "tf32", grad.stride()]
-    together = grad.data_ptr()
-    for tensor in saved:
-        if tensor is None:
-            continue
-        if type(tensor) not in PLAIN:
-            return None
-        facts += (tensor.stride(), tensor.dtype)
-        together |= tensor.data_ptr()
-    return together % ALIGNMENT == 0, *facts
-
-
 @dataclass(eq=False, slots=True)
 class Pass:
     """Forward, or the gradients, of calls that are alike. Equal to itself only, so that it may be part of a key."""
@@ -84,7 +64,7 @@ class Pass:
     impl: str  # "auto" for kernels with the tiled path behind them
     wanted: Any  # whether a gradient may be asked for; of gradients, which are
     backward: bool
-    key: Key | None  # of the calls; None where nothing is remembered
+    aligned: bool  # as the first of its key says; False without a key
     ready: Callable[[Any], Any] | None = None
     into: tuple[str, ...] = ()  # tensors whose gradients are added to buffers that are given
     take: Any = None  # selects what backward reads, of a call's tensors, its results and None
@@ -92,7 +72,7 @@ class Pass:
 
 
 class _Eager(torch.autograd.Function):
-    """The operator and its gradient without the dispatcher, for plain tensors; see :func:`is_plain`.
+    """The operator and its gradient without the dispatcher, for calls that have a key.
 
     Autograd looks at every argument: ``request`` holds all but the leaves, and takes the results but the first.
     """
@@ -100,7 +80,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: list[Any], *leaves: Tensor) -> Tensor:
         operator, call, tensors, into = request
-        results = run(operator.compute, tensors[0], call, tensors)
+        results = operator.compute(tensors[0], call, tensors)
         request[:] = results[1:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call.take((*tensors, *results, None)))
@@ -132,28 +112,9 @@ def schema_of(arguments: Mapping[str, Any], results: int) -> str:
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call an implementation with its first argument's GPU as the current one, and outside autocast."""
-    first = args[0]
-    if first.is_cuda and first.get_device() != current_gpu():
-        with torch.cuda.device(first.device):
-            return run(function, *args)
-    device_type = "cuda" if first.is_cuda else first.device.type  # which makes a string, as slowly as the rest of this
-    if not torch.is_autocast_enabled(device_type):
+    """Call a function with its first argument's GPU as the current one, and outside autocast."""
+    with torch.cuda.device_of(args[0]), torch.autocast(args[0].device.type, enabled=False):
         return function(*args)
-    with torch.autocast(device_type, enabled=False):
-        return function(*args)
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether no compiler, mode or tensor subclass wants to see the registered operator.
-
-    Then an ``autograd.Function`` may call the implementation: a registered operator costs 0.1 ms of host time more.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and is_eager()
-        and all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta) for tensor in tensors)
-    )
 
 
 def forbid_double_backward(name: str, operator: str) -> None:

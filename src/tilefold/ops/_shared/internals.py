@@ -32,13 +32,13 @@ class Tma(NamedTuple):
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 
 
-def is_eager(gradient: Tensor | None = None) -> bool:
-    """Whether no mode and no transform is active, nor ``gradient`` several at once; not to be asked in a trace."""
+def is_eager(tensor: Tensor) -> bool:
+    """Whether no mode and no transform is active, nor ``tensor`` several at once; not to be asked in a trace."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and (gradient is None or not torch._C._functorch.is_legacy_batchedtensor(gradient))
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
     )
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tilefold.ops._shared import calls, fallback
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, gradient_key, run
+from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, run
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.impl import IMPLS, capability_of, host_may_read, settled, sm_count
-from tilefold.ops._shared.internals import is_eager, tf32_allowed
+from tilefold.ops._shared.internals import current_gpu, tf32_allowed
 from tilefold.ops._shared.plan import Buffer, Setting, Take, Values, taker
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Operator(Generic[TensorsT, OptionsT]):
                 return tuple(found)
             tensors = found
         if not training:
-            return tuple(run(self.compute, tensors[0], call, tensors))
+            return tuple(self.compute(tensors[0], call, tensors))
         request = [self, call, tensors, tuple(into.values())]
         first = APPLY(request, *map(tensors.__getitem__, self._leaves))
         return first, *request
@@ -166,12 +166,12 @@ class Operator(Generic[TensorsT, OptionsT]):
             name, impl = self._named(tensors, impl)
         if impl == "reference":
             return None, (self.reference(tensors, options), *[None] * (len(self.results) - 1))
-        if key is None and not calls.is_plain(*tensors):
+        if key is None:
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
             return None, calls.as_tuple(self._by_torch(*tensors, *options, training, impl))
-        call = Pass(name, options, impl, training, False, key, ready, tuple(into), self._taker(options))
-        return self._kept(call), tensors
+        call = Pass(name, options, impl, training, False, key[0], ready, tuple(into), self._taker(options))
+        return self._kept(key, call), tensors
 
     def _taker(self, options: OptionsT) -> Take:
         """Function that selects what backward reads, of a call's tensors, its results and ``None``."""
@@ -184,15 +184,19 @@ class Operator(Generic[TensorsT, OptionsT]):
     # One pass
 
     def compute(self, first: Tensor, call: Pass, given: Values) -> Results:
-        """Results or gradients; ``first`` is on the current device, and autocast is off."""
+        """Results or gradients, with the GPU of ``first`` as the current one and outside autocast."""
+        kind = "cuda" if first.is_cuda else first.device.type  # which makes a string, as slowly as the rest of this
+        if torch.is_autocast_enabled(kind) or (first.is_cuda and first.get_device() != current_gpu()):
+            elsewhere: Results = run(self.compute, first, call, given)
+            return elsewhere
         if call.program is not None and call.program.bound:
             return call.program(*given)
         device = first.device
         if call.impl in KERNELS:
-            if self.check_values is not None and not call.backward and not first.is_cuda and may_look(first):
+            if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
                 self.check_values(self.tensors(*given), call.options)
             while (
-                call.program is not None or call.impl == "triton" or fallback.given_up(call.name, first.device) is None
+                call.program is not None or call.impl == "triton" or fallback.given_up(call.name, device) is None
             ):
                 found = fallback.attempt(self._launched, call, given)
                 if not isinstance(found, fallback.KernelUnavailableError):
@@ -229,7 +233,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Program of the kernels for such a pass; ``plans.py`` sees layouts and no values."""
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
-        plans, setting = self.plans(), setting_of(given[0].device, call.key is not None and call.key[0])
+        plans, setting = self.plans(), setting_of(given[0].device, call.aligned)
         layouts: list[Any] = [
             None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given
         ]
@@ -262,29 +266,26 @@ class Operator(Generic[TensorsT, OptionsT]):
                 made[f"d{name}"] = Buffer(tuple(tensor.shape), tensor.dtype)
         return made
 
-    def _kept(self, call: Pass) -> Pass:
-        if call.key is None or call.impl not in KERNELS:
-            call.key = None
-            return call
-        if len(self.calls) >= MAX_CALLS:
-            self.calls.clear()
-        self.calls[call.key] = call
+    def _kept(self, key: Key | None, call: Pass) -> Pass:
+        if key is not None and call.impl in KERNELS:
+            if len(self.calls) >= MAX_CALLS:
+                self.calls.clear()
+            self.calls[key] = call
         return call
 
     def backward(
         self, call: Pass, needs: Needs, dfirst: Tensor, saved: tuple[Tensor | None, ...], into: tuple[Tensor, ...]
     ) -> Results:
         """Gradients of an eager call; the registered operator refuses a second derivative, and takes several."""
-        if torch.is_grad_enabled() or not is_eager(dfirst):
+        given = (dfirst, *saved, *into)
+        key = None if torch.is_grad_enabled() else call_key(given, (call, needs))
+        if key is None:
             refuse_buffers(call.into, "with create_graph=True or is_grads_batched=True; leave one of them out")
             return self._by_operator(dfirst, saved, call.options, needs, call.impl)
-        saved = (*saved, *into)
-        key = None if call.key is None else gradient_key(call, needs, dfirst, saved)
         known = self.calls.get(key)
         if known is None:
-            known = self._kept(Pass(call.name, call.options, call.impl, needs, True, key, into=call.into))
-        found: Results = run(self.compute, dfirst, known, (dfirst, *saved))
-        return found
+            known = self._kept(key, Pass(call.name, call.options, call.impl, needs, True, key[0], into=call.into))
+        return self.compute(dfirst, known, given)
 
     # The registered operator
 
@@ -296,7 +297,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         for name, hints, results in ((self.name, forward, self.results), (back, backward, self.gradients)):
             is_backward = name == back
             torch.library.define(f"tilefold::{name}", calls.schema_of(hints, len(results)))
-            torch.library.impl(f"tilefold::{name}", "default", partial(run, partial(self._registered, is_backward)))
+            torch.library.impl(f"tilefold::{name}", "default", partial(self._registered, is_backward))
             torch.library.register_fake(f"tilefold::{name}", partial(self._fake, is_backward))
         calls.forbid_double_backward(back, self.name)
         torch.library.register_autograd(
@@ -321,7 +322,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         else:
             name, impl = self._named(given, impl)
         key = call_key(given, ("registered", backward, *options, wanted, impl))
-        call = self.calls.get(key) or self._kept(Pass(name, options, impl, wanted, backward, key))
+        aligned = key is not None and key[0]
+        call = self.calls.get(key) or self._kept(key, Pass(name, options, impl, wanted, backward, aligned))
         found = self.compute(given[0], call, given)
         if backward:  # operators return tensors only
             found = [given[0].new_empty(0) if x is None else x for x in found]
@@ -362,11 +364,6 @@ class Operator(Generic[TensorsT, OptionsT]):
             for place, gradient in zip(self._leaves, found, strict=True):
                 gradients[place] = gradient
         return tuple(gradients)
-
-
-def may_look(first: Tensor) -> bool:
-    """Whether values of tensors beside this one may be read before kernels run, which on a GPU would wait for it."""
-    return host_may_read(first.device, "triton")
 
 
 def refuse_buffers(into: Collection[str], where: str) -> None:

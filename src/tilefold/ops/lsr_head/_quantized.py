@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.calls import is_plain, run
+from tilefold.ops._shared.calls import call_key, run
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, attempt, give_up, refuse_capture
 from tilefold.ops._shared.impl import resolve_impl
@@ -92,7 +92,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
-    if is_plain(weight) and chosen_quantized_impl(weight) == "triton":
+    if call_key((weight,), ()) is not None and chosen_quantized_impl(weight) == "triton":
         from tilefold.ops.lsr_head._triton import quantize
 
         made = attempt(run, quantize.quantize_rows, weight.detach())
