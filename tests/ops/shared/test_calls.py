@@ -41,18 +41,18 @@ def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(mo
     now = [1]
 
     @contextlib.contextmanager
-    def device_of(tensor: Any) -> Iterator[None]:
-        now.append(tensor.get_device())
+    def device(index: int) -> Iterator[None]:
+        now.append(index)
         yield
 
     monkeypatch.setattr(operator, "current_gpu", lambda: now[-1])
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    program: Any = type("", (), {"bound": True, "__call__": lambda self, tensor: now[-1]})()
+    monkeypatch.setattr(torch.cuda, "device", device)
+    program: Any = type("", (), {"bound": True, "__call__": lambda self, tensor: [now[-1]]})()
     call = calls.Pass("toy", None, "triton", False, False, True, program=program)
     for index in (1, 0):
-        device = torch.device("cuda", index)
-        gpu: Any = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=device)
-        assert TOY.compute(gpu, call, (gpu,)) == index
+        where = torch.device("cuda", index)
+        gpu: Any = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=where)
+        assert [*TOY.compute(gpu, call, (gpu,))] == [index]
     assert now == [1, 0]
     with torch.autocast("cpu", torch.bfloat16):
         assert calls.run(lambda given: torch.is_autocast_enabled("cpu"), torch.ones(1)) is False
@@ -116,7 +116,7 @@ def test_gradients_are_told_apart_by_what_comes_back_of_a_call(monkeypatch: pyte
     call, grad, x = object(), torch.ones(2, 4), torch.ones(9)
 
     def key_of(grad: torch.Tensor = grad, saved: torch.Tensor = x[:4], call: object = call, *needs: bool) -> object:
-        return call_key((grad, None, saved), (call, needs or (True,)))
+        return call_key((grad, None, saved), (call, needs or (True,)), of_call=True)
 
     alike = key_of()
     assert alike == key_of() == key_of(torch.zeros(2, 4), x[4:8]) is not None

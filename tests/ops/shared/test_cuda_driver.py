@@ -238,10 +238,12 @@ def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.Mon
     for same, bound in ((True, 0), (False, 0), (True, 0), (True, 1), (False, 0)):
         launched.clear()
         driver.seen.clear()
-        step(same, (tensor.data_ptr(),), dtypes)
         if bound:
+            assert step.bound is not None
+            step.bound((tensor.data_ptr(),))
             assert not launched and driver.pointers()[0] == tensor.data_ptr()
         else:
+            step(same, (tensor.data_ptr(),), dtypes)
             assert launched[0][1] == 9 and launched[0][0].data_ptr() == tensor.data_ptr() and not driver.seen
 
 
@@ -316,6 +318,14 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
     assert not mixed
 
 
+def again(step: Step, addresses: tuple[int | None, ...], dtypes: tuple[torch.dtype | None, ...]) -> None:
+    """Launch once more, as a program does."""
+    if step.bound is None:
+        step(True, addresses, dtypes)
+    else:
+        step.bound(addresses)
+
+
 @pytest.mark.gpu
 def test_the_driver_launches_what_triton_launched_before() -> None:
     x, other = torch.randn(64, 32, device="cuda"), torch.randn(64, 32, device="cuda")
@@ -328,10 +338,10 @@ def test_the_driver_launches_what_triton_launched_before() -> None:
     dtypes = torch.float32, torch.float32
     for source in (x, other, x, other):
         out = torch.full((64,), float("nan"), device="cuda")
-        plain(True, (source.data_ptr(), out.data_ptr(), None), (*dtypes, None))
+        again(plain, (source.data_ptr(), out.data_ptr(), None), (*dtypes, None))
         assert torch.equal(out, source.flatten()[:64] * 0.5 + 1)
         if described is not None:
-            described(True, (source.data_ptr(), out.data_ptr()), dtypes)
+            again(described, (source.data_ptr(), out.data_ptr()), dtypes)
             torch.testing.assert_close(out, source.sum(1) + 3)
     assert plain.bound is not None
     assert described is None or described.bound is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="launches need triton")
 
-from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep, View
+from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep
 from tests.ops.launching import program
 
 CPU = torch.device("cpu")
@@ -65,10 +65,10 @@ def launch(name: str, tensors: str) -> Launch:
 
 @pytest.mark.parametrize("scratch", [True, False])
 def test_addresses_of_repeated_launches_are_those_of_the_tensors(steps: list[Recorder], scratch: bool) -> None:
-    buffers: dict[str, Any] = {"nothing": None, "table": View("y", torch.int32)}
+    buffers: dict[str, Any] = {"nothing": None}
     rows = 5 if scratch else 0
     buffers |= {"first": Buffer((rows,), torch.int64), "second": Buffer((3 * rows,), torch.float32)}
-    one, two = "second a table nothing absent z", "y first b table second"
+    one, two = "second a nothing absent z", "y first b second"
     made = program.Program(
         Plan((launch("one", one), launch("two", two)), buffers, {"y": 7}), ("a", "absent", "b"),
         {"y": Buffer((4,), torch.float32), "z": None, "w": Buffer((2, 2), torch.float16)}, CPU, SETTING,
@@ -80,7 +80,7 @@ def test_addresses_of_repeated_launches_are_those_of_the_tensors(steps: list[Rec
         seen_one, seen_two = (dict(zip(names.split(), step.calls[-1], strict=True))
                               for names, step in zip((one, two), steps, strict=True))  # fmt: skip
         assert (seen_one["a"], seen_two["b"]) == (a.data_ptr(), b.data_ptr())
-        assert seen_two["y"] == seen_one["table"] == seen_two["table"] == y.data_ptr()
+        assert seen_two["y"] == y.data_ptr()
         assert seen_one["nothing"] is seen_one["absent"] is seen_one["z"] is None
         assert seen_one["second"] == seen_two["second"]
         first, second = seen_two["first"], seen_two["second"]
@@ -112,13 +112,14 @@ def test_launches_that_cannot_be_repeated_or_of_tensors_of_another_alignment_sta
         steps[1].repeatable = False
     for _ in range(4):
         made(torch.ones(3))
-    assert [step.bound_calls for step in steps] == [0, 0] and [len(step.calls) for step in steps] == [4, 4]
+    assert [step.bound_calls for step in steps] == [2 if not repeatable else 0, 0]
+    assert [len(step.calls) for step in steps] == [4, 4] and not made.bound
 
 
 def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_made(steps: list[Recorder]) -> None:
     big = (program.MAX_TOGETHER + 4) // 4
-    for size, blocks in ((big, 2), (5, 1)):
-        buffers = {"lists": Buffer((size,), torch.float32), "own": Buffer((big,), torch.float32)}
+    for size, made_each in ((big, [1, 1, 2]), (5, [3, 0, 0])):
+        buffers = {name: Buffer((size,), torch.float32) for name in ("lists", "own")}
         plan = Plan((launch("one", "a lists"), launch("two", "lists dx"), launch("three", "own dw")), buffers)
         results = {"dx": Buffer((3,), torch.float32), "dw": Buffer((4,), torch.float32)}
         made = program.Program(plan, ("a",), results, CPU, SETTING)
@@ -128,9 +129,9 @@ def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_ma
             assert dx is not None and dw is not None and dx.shape == (3,) and dw.shape == (4,)
             assert one.calls[-1][1] == two.calls[-1][0] and three.calls[-1][1] == dw.data_ptr()
         assert [step.bound_calls for step in (one, two, three)] == [2, 2, 2]
-        allocated = [each.made[-1].numel() for each in made.stretches]
-        assert len(allocated) == blocks and sum(allocated) >= 4 * (size + big)
-        assert [len(each.made) for each in made.stretches] == ([2, 2] if blocks == 2 else [3])
+        assert [len(each.made) for each in made.turns] == made_each
+        allocated = sum(each.numel() * each.itemsize for turn in made.turns for each in turn.made)
+        assert allocated >= 4 * (2 * size + 7)
 
 
 def test_what_torch_makes_is_gone_once_it_is_read(steps: list[Recorder]) -> None:

@@ -17,17 +17,17 @@ from tilefold.ops.token_scatter.plans import CONFIGS, SCAN
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
 SHORT, MEDIUM, LONG = (lookup(CONFIGS, length=length, capability=(9, 0)) for length in (128, 512, 513))
-# (configuration, reduction, packed, dtype of weights and scores, memory that serves as the table, activation)
+# (configuration, reduction, packed, dtype of weights and scores, of a table of its own, activation)
 VARIANTS = {
-    "short-max-padded-bf16": (SHORT, "max", False, "bf16", "u16", "relu"),
-    "medium-max-packed-fp32": (MEDIUM, "max", True, "fp32", "i32", "log1p_log1p_relu"),
-    "long-max-padded-fp32": (LONG, "max", False, "fp32", "i32", "softplus"),
-    "long-max-padded-bf16": (LONG, "max", False, "bf16", "u16", "log1p_relu"),
+    "short-max-padded-bf16": (SHORT, "max", False, "bf16", None, "relu"),
+    "medium-max-packed-fp32": (MEDIUM, "max", True, "fp32", None, "log1p_log1p_relu"),
+    "long-max-padded-fp32": (LONG, "max", False, "fp32", None, "softplus"),
+    "long-max-padded-bf16": (LONG, "max", False, "bf16", None, "log1p_relu"),
     "long-max-packed-bf16": (LONG, "max", True, "bf16", "i32", "relu"),
-    "short-sum-packed-fp16": (SHORT, "sum", True, "fp16", "u16", "relu"),
-    "medium-sum-padded-fp32": (MEDIUM, "sum", False, "fp32", "i32", "none"),
-    "long-sum-padded-bf16": (LONG, "sum", False, "bf16", "u16", "softplus"),
-    "long-sum-packed-fp32": (LONG, "sum", True, "fp32", "i32", "log1p_log1p_relu"),
+    "short-sum-packed-fp16": (SHORT, "sum", True, "fp16", None, "relu"),
+    "medium-sum-padded-fp32": (MEDIUM, "sum", False, "fp32", None, "none"),
+    "long-sum-padded-bf16": (LONG, "sum", False, "bf16", None, "softplus"),
+    "long-sum-packed-fp32": (LONG, "sum", True, "fp32", None, "log1p_log1p_relu"),
 }
 TYPES = dict.fromkeys(["B", "S", "T", "V", "stride_db", "stride_dv"], "i32") | {
     "mask_ptr": "*i64", "ids_ptr": "*i64", "cu_ptr": "*i32", "slot_ptr": "*i64", "meet_ptr": "*i32",
@@ -46,7 +46,7 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capabil
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_scatter_builds_without_spills(capability: int, variant: tuple[Any, ...]) -> None:
     config, reduce, packed, dtype, table, activation = variant
-    types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}") | {"table_ptr": f"*{table}"}
+    types = TYPES | dict.fromkeys(FLOATS, f"*{dtype}") | {"table_ptr": f"*{table or dtype}"}
     constants = {
         "SUM": reduce == "sum", "ACTIVATION": activation, "IGNORE": (0, 1, 2, 3), "IGNORED": 4,
         "HAS_MASK": not packed, "PACKED": packed, "WITH_COUNTED": True, "BLOCK": config["BLOCK"], "SCAN": SCAN,

@@ -22,13 +22,14 @@ PLAIN = (Tensor, torch.nn.Parameter)
 Key = tuple[Any, ...]  # of which the first says whether all tensors are aligned, as TMA descriptors ask
 
 
-def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | None:
+def call_key(tensors: Sequence[object], options: tuple[object, ...], of_call: bool = False) -> Key | None:
     """Cache key of a call, or of its gradients; ``None`` where torch has to see the registered operator.
 
     That is in a trace, under modes and transforms, with tensor subclasses and on the meta device; else an
     ``autograd.Function`` may call the implementation: the dispatcher costs 0.1 ms of host time more. The first of
-    ``tensors`` chooses the device, and is the gradient in a backward pass: hooks for saved tensors may bring those back
-    elsewhere, laid out in another way. Types of ``options`` are part of the key: ``True`` equals 1.
+    ``tensors`` chooses the device. Types of ``options`` are part of the key: ``True`` equals 1. ``of_call`` says that
+    these have a call, of which ``tensors`` are the gradient and what was saved: hooks may bring that back elsewhere and
+    laid out in another way, but not in another shape.
     """
     first: Any
     tensor: Any
@@ -42,7 +43,9 @@ def call_key(tensors: Sequence[object], options: tuple[object, ...]) -> Key | No
             if tensor is None:
                 facts.append(None)
             elif type(tensor) in PLAIN:
-                facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                facts += (tensor.stride(), tensor.dtype)
+                if not of_call:
+                    facts += (tensor.shape, tensor.device)
                 together |= tensor.data_ptr()
             else:
                 return None
@@ -113,7 +116,7 @@ def schema_of(arguments: Mapping[str, Any], results: int) -> str:
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with its first argument's GPU as the current one, and outside autocast."""
-    with torch.cuda.device_of(args[0]), torch.autocast(args[0].device.type, enabled=False):
+    with torch.cuda.device(args[0].get_device()), torch.autocast(args[0].device.type, enabled=False):
         return function(*args)
 
 

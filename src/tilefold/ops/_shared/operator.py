@@ -195,9 +195,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         if call.impl in KERNELS:
             if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
                 self.check_values(self.tensors(*given), call.options)
-            while (
-                call.program is not None or call.impl == "triton" or fallback.given_up(call.name, device) is None
-            ):
+            while call.program is not None or call.impl == "triton" or fallback.given_up(call.name, device) is None:
                 found = fallback.attempt(self._launched, call, given)
                 if not isinstance(found, fallback.KernelUnavailableError):
                     if found is None:
@@ -278,7 +276,7 @@ class Operator(Generic[TensorsT, OptionsT]):
     ) -> Results:
         """Gradients of an eager call; the registered operator refuses a second derivative, and takes several."""
         given = (dfirst, *saved, *into)
-        key = None if torch.is_grad_enabled() else call_key(given, (call, needs))
+        key = None if torch.is_grad_enabled() else call_key(given, (call, needs), of_call=True)
         if key is None:
             refuse_buffers(call.into, "with create_graph=True or is_grads_batched=True; leave one of them out")
             return self._by_operator(dfirst, saved, call.options, needs, call.impl)

@@ -48,13 +48,6 @@ class Buffer(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
-class View(NamedTuple):
-    """The memory of the result ``of``, in another dtype."""
-
-    of: str
-    dtype: torch.dtype
-
-
 class Instead(NamedTuple):
     """A kernel that has another one behind it: where it cannot be built, the pass is planned again without it."""
 
@@ -86,8 +79,8 @@ class Plan(NamedTuple):
     """One pass; its names are those of given tensors, of results, of ``buffers``, and what torch steps make."""
 
     steps: tuple[Launch | TorchStep, ...] = ()
-    # scratch and views; None for a result that is not made. Launches get None for names that nothing has
-    buffers: Mapping[str, Buffer | View | None] = {}
+    # scratch; None for a result that is not made. Launches get None for names that nothing has
+    buffers: Mapping[str, Buffer | None] = {}
     fills: Mapping[str, float] = {}  # the number that all entries of a result have before the steps
 
 
@@ -136,7 +129,7 @@ class Steps:
         self.places, self.values = places, dict(values)
         self.stands: dict[str, str] = {}
         self.steps: list[Launch | TorchStep] = []
-        self.buffers: dict[str, Buffer | View | None] = {}
+        self.buffers: dict[str, Buffer | None] = {}
         self.fills: dict[str, float] = {}
 
     def buffer(self, name: str, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, View, contiguous
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, contiguous
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.token_scatter._problem import ScatterOptions, ScatterSaved, ScatterTensors, batch_size
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
@@ -13,7 +13,6 @@ from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_ke
 SCAN = 256  # offsets that are checked at a time
 # positions of a sequence fit the memory of a 16-bit score up to here
 UINT16_POSITIONS = 1 << 16
-TABLE_DTYPES = {2: torch.uint16, 4: torch.int32, 8: torch.int64}
 COMPILED = "at most 2 tokens a thread: compiled without spills for 8.0, 9.0 and 10.0"
 # one program walks one sequence, BLOCK tokens at a step
 CONFIGS = (
@@ -33,9 +32,8 @@ def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool, se
         return Plan(fills={"scores": 0})
     bound, length, config = _sequences(tensors.weights, packed, setting)
     sums, narrow = options.reduce == "sum", options.out_dtype.itemsize == 2
-    own = Buffer((batch, options.vocab_size), torch.int32) if bound > UINT16_POSITIONS and narrow else None
-    buffers = {
-        "table": own or View("scores", TABLE_DTYPES[options.out_dtype.itemsize]),
+    own = {"table": Buffer((batch, options.vocab_size), torch.int32)} if bound > UINT16_POSITIONS and narrow else {}
+    buffers = own | {
         "slots": Buffer((tokens,), torch.int64),
         "meets": Buffer((3 * tokens if sums else tokens,), torch.int32),  # sums keep two more numbers beside these
     }
@@ -44,7 +42,7 @@ def forward(tensors: ScatterTensors, options: ScatterOptions, training: bool, se
         "IGNORED": len(options.ignore_ids), "HAS_MASK": tensors.attention_mask is not None, "PACKED": packed,
         "WITH_COUNTED": training, "SCAN": SCAN,
     }  # fmt: skip
-    names = "weights input_ids attention_mask cu_seqlens scores table slots meets counted"
+    names = f"weights input_ids attention_mask cu_seqlens scores {'table' if own else 'scores'} slots meets counted"
     scatter = Launch(
         scatter_kernel, (batch, 1, 1), names, (batch, length, tokens, options.vocab_size), constants | config
     )

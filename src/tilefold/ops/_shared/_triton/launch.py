@@ -128,8 +128,8 @@ class Step:
     """A launch but for its tensors: ``step(repeats, addresses, dtypes)`` on the current device and stream.
 
     ``repeats`` says that all begin at multiples of 16 bytes, for which kernels are compiled, and that nobody listens to
-    launches. The second of those binds ``bound``, which takes addresses alone; shapes that never come back need not
-    pay for that. Triton looks at ``TRITON_DEBUG`` when a kernel is first launched.
+    launches. The second of those binds ``bound``, which takes addresses alone and launches from then on; shapes that
+    never come back need not pay for that. Triton looks at ``TRITON_DEBUG`` when a kernel is first launched.
     """
 
     __slots__ = ("_planned", "_runs", "_tma", "bound")
@@ -141,9 +141,6 @@ class Step:
         self.bound: LaunchAt | None = None
 
     def __call__(self, repeats: bool, addresses: Addresses, dtypes: Sequence[torch.dtype | None]) -> None:
-        if repeats and self.bound is not None:
-            self.bound(addresses)
-            return
         planned = self._planned
         tensors = [_described(*each) for each in zip_longest(addresses, dtypes, self._tma)]
         build = Build(planned.kernel, planned.grid, (*tensors, *planned.numbers), planned.constants)

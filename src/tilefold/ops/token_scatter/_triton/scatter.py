@@ -94,6 +94,18 @@ def sum_of_kinds(kinds, total):
     return tl.where(kinds == 0, total, infinite)
 
 
+@triton.jit
+def as_table(ptr):
+    """Memory of numbers as one of integers of their size, which hold positions."""
+    if ptr.dtype.element_ty.primitive_bitwidth == 16:
+        ptr = ptr.to(tl.pointer_type(tl.uint16))
+    elif ptr.dtype.element_ty.primitive_bitwidth == 32:
+        ptr = ptr.to(tl.pointer_type(tl.int32))
+    else:
+        ptr = ptr.to(tl.pointer_type(tl.int64))
+    return ptr
+
+
 @triton.jit(do_not_specialize=["B", "S", "T"])
 def scatter_kernel(
     weights_ptr, ids_ptr, mask_ptr, cu_ptr, out_ptr, table_ptr, slot_ptr, meet_ptr, counted_ptr, B, S, T, V,
@@ -102,6 +114,7 @@ def scatter_kernel(
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     start, length, ok = span_of(cu_ptr, b, B, S, T, PACKED, SCAN)
+    table_ptr = as_table(table_ptr)
     kind_ptr = meet_ptr + T  # used by sums
     peak_ptr = kind_ptr + T  # 2 * T may exceed 32 bits
     row = b * V
