@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels import triton_interpreted
 from tests.ops.base import BUILD_OPTIONS, Launch, fallback, internals
-from tests.ops.launching import Build, Map, Memory, Pointer, Step, bind, cuda_driver, driver_launch
+from tests.ops.launching import Build, Memory, Step, bind, cuda_driver, driver_launch
 from tests.refusals import refused
 
 compiles = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -250,18 +250,19 @@ def test_a_step_is_bound_when_it_is_repeated_and_aligned(monkeypatch: pytest.Mon
 PTX = ".visible .entry kernel(.param .u64 .ptr .global .align 1 a, .param .u32 b, .param .u64 c, .param .u64 d)"
 METADATA = SimpleNamespace(name="kernel", num_warps=1, shared=0)
 FIXED = SimpleNamespace(function=7, metadata=METADATA), PTX, (1, 1, 1)
+ONE: list[tuple[Any, Any]] = [(0, None), (None, 3)]  # an address, and a number
 
 
 def test_other_parameters_than_declared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Driver(monkeypatch)
-    driver_launch(*FIXED, [Pointer(0), 3])
+    driver_launch(*FIXED, ONE)
     for arguments in (
-        [Pointer(0), Pointer(1)], [Pointer(0)], [Pointer(0), 3, 4, 5, 6], [Map(0, bytes(128)), 3],
-        [Pointer(0), 0.5],
+        [ONE[0], (1, None)], ONE[:1], [*ONE, *[(None, n) for n in (4, 5, 6)]], [(0, bytes(128)), ONE[1]],
+        [ONE[0], (None, 0.5)],
     ):  # fmt: skip
         refused(ValueError, "kernel", driver_launch, *FIXED, arguments)
     more = PTX.replace(")", ", .param .u64 e)")  # of which the first three are no scratch
-    refused(ValueError, "kernel", driver_launch, FIXED[0], more, (1, 1, 1), [Pointer(0), 3])
+    refused(ValueError, "kernel", driver_launch, FIXED[0], more, (1, 1, 1), ONE)
 
 
 def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
@@ -270,7 +271,7 @@ def test_a_launch_keeps_its_kernel_which_triton_unloads_with_the_last_reference(
     Driver(monkeypatch)
     compiled = type("Compiled", (), {"function": 7, "metadata": METADATA})()
     alive = weakref.ref(compiled)
-    launch = driver_launch(compiled, *FIXED[1:], [Pointer(0), 3])
+    launch = driver_launch(compiled, *FIXED[1:], ONE)
     del compiled
     gc.collect()
     assert alive() is not None
@@ -285,7 +286,7 @@ def test_a_thread_without_a_context_enters_it_and_an_error_is_raised_with_its_na
     driver, entered = Driver(monkeypatch, errors=[201, 0, 719]), list[int]()
     monkeypatch.setattr(cuda_driver, "enter_context", entered.append)
     monkeypatch.setattr(cuda_driver, "error_text", lambda error: f"text of {error}")
-    launch = driver_launch(*FIXED, [Pointer(0), 3])
+    launch = driver_launch(*FIXED, ONE)
     launch((64,))
     assert entered == [3] and len(driver.seen) == 2
     refused(RuntimeError, r"kernel could not be launched: CUDA error 719 \(text of 719\)", launch, (64,))
@@ -304,7 +305,7 @@ def test_threads_do_not_mix_their_addresses(monkeypatch: pytest.MonkeyPatch) -> 
 
     Driver(monkeypatch)
     monkeypatch.setattr(cuda_driver, "driver_function", lambda name: check)
-    launch = driver_launch(*FIXED, [Pointer(0), 3])
+    launch = driver_launch(*FIXED, ONE)
 
     def work(address: int) -> None:
         for expected.address in range(address, address + 2000):

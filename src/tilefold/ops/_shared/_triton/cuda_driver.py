@@ -9,32 +9,21 @@ import struct
 import threading
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tilefold.ops._shared import internals
 from tilefold.ops._shared.fallback import give_up
 from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Grid, LaunchAt, Tma
-from tilefold.ops._shared.plan import taker
+from tilefold.ops._shared.plan import cdiv, taker
 
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^\[,\n]*(?:\[(\d+)\])?")
 INVALID_CONTEXT = 201
 TMA_MAP_ALIGNMENT = 64
+# of a kernel: the place of its address among all of them, with the bytes of a TMA map of the matrix there; or a number
+Argument = tuple["int | None", Any]
 _ENTERED = threading.local()  # its ``devices`` are those whose context has been current in this thread
-
-
-class Pointer(NamedTuple):
-    """A kernel argument that is an address, by its place among all addresses."""
-
-    place: int
-
-
-class Map(NamedTuple):
-    """A kernel argument that is a TMA map, by the place of its matrix's address, and one of another address."""
-
-    place: int
-    like: bytes
 
 
 class _Config(ctypes.Structure):
@@ -75,23 +64,23 @@ def bind(compiled: Any, grid: Grid, values: Sequence[Any], tma: Sequence[Tma | N
 
 def _arguments(
     kinds: list[str], values: Sequence[Any], tma: Sequence[Tma | None], described: Sequence[Any]
-) -> list[Pointer | Map | float] | None:
+) -> list[Argument] | None:
     """Arguments that were not compiled in; ``None`` where the kernel reads a described matrix by pointers."""
-    descriptions, found = iter(described), list[Any]()
+    descriptions, found = iter(described), list[Argument]()
     for place, (kind, value, by) in enumerate(zip_longest(kinds, values, tma)):
         if kind == "constexpr":
             continue
         if by is None:
-            found.append(Pointer(place) if kind.startswith("*") else value)
+            found.append((place, None) if kind.startswith("*") else (None, value))
             continue
         like = internals.tma_map(value, next(descriptions, None))
         if like is None:
             return None
-        found += (Map(place, like), *value.shape, *value.strides)
+        found += [(place, like), *((None, number) for number in (*value.shape, *value.strides))]
     return found
 
 
-def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Pointer | Map | float]) -> LaunchAt | None:
+def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Argument]) -> LaunchAt | None:
     """Return a function that repeats a launch with tensors at other addresses, aligned alike, on the current stream.
 
     ``compiled`` is kept: from Triton 3.8 on its last reference unloads the kernel. ``ValueError`` if the PTX declares
@@ -102,32 +91,30 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Point
     if len(arguments) > len(declared) or more not in ([], [0], [0, 0]):
         raise ValueError(f"{name} declares {declared}, and {len(arguments)} parameters were given")
     table = (ctypes.c_void_p * len(declared))()  # where the driver finds each parameter
-    pointers = (ctypes.c_uint64 * len(declared))()
+    memory = (ctypes.c_char * (2 * TMA_MAP_ALIGNMENT + (8 + TMA_MAP_BYTES) * len(declared)))()  # addresses, then others
+    pointers = free = ctypes.addressof(memory) + -ctypes.addressof(memory) % TMA_MAP_ALIGNMENT
+    free += cdiv(8 * len(declared), TMA_MAP_ALIGNMENT) * TMA_MAP_ALIGNMENT
     places: list[int] = []
     maps: list[list[Any]] = []  # the place of each one's matrix, the map's address, and the one that is in it
-    kept: list[Any] = [compiled, table]
-    for number, (argument, (letter, size)) in enumerate(zip((*arguments, *more), declared, strict=True)):
-        plain = not isinstance(argument, (Pointer, Map))
-        wanted = min(size, 8) if plain else 8 if isinstance(argument, Pointer) else TMA_MAP_BYTES
-        if size != wanted or (isinstance(argument, float) and letter != "f"):
-            raise ValueError(f"parameter {number} of {name} is .{letter}{8 * size}, and {argument} was given")
-        if isinstance(argument, Pointer):
-            table[number] = ctypes.addressof(pointers) + 8 * len(places)
-            places.append(argument.place)
+    for number, ((place, value), (letter, size)) in enumerate(
+        zip((*arguments, *((None, zero) for zero in more)), declared, strict=True)
+    ):
+        wanted = min(size, 8) if place is None else 8 if value is None else TMA_MAP_BYTES
+        if size != wanted or (isinstance(value, float) and letter != "f"):
+            raise ValueError(f"parameter {number} of {name} is .{letter}{8 * size}, and {value} was given")
+        if place is not None and value is None:
+            table[number] = pointers + 8 * len(places)
+            places.append(place)
             continue
-        held: Any
-        if isinstance(argument, Map):
-            held = (ctypes.c_char * (TMA_MAP_ALIGNMENT + TMA_MAP_BYTES))()
+        table[number] = free
+        if isinstance(value, bytes) and place is not None:
+            ctypes.memmove(free, value, TMA_MAP_BYTES)
+            maps.append([place, free, 0])
         elif letter == "f":
-            held = (ctypes.c_float if size == 4 else ctypes.c_double)(argument)
+            (ctypes.c_float if size == 4 else ctypes.c_double).from_address(free).value = value
         else:
-            held = ctypes.c_int64(int(argument))  # whose first bytes are those of a narrower one
-        table[number] = at = ctypes.addressof(held)
-        kept.append(held)
-        if isinstance(argument, Map):
-            table[number] = at = at + -at % TMA_MAP_ALIGNMENT
-            ctypes.memmove(at, argument.like, TMA_MAP_BYTES)
-            maps.append([argument.place, at, 0])
+            ctypes.c_int64.from_address(free).value = int(value)  # whose first bytes are those of a narrower one
+        free += TMA_MAP_BYTES
     config = _Config(*grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared, None, None, 0)
     stream, handle = internals.stream_reader(), ctypes.c_void_p(compiled.function)
     try:
@@ -136,12 +123,13 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Point
         return None
     config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, table))
     pack, pick, pointer = struct.Struct(f"{len(places)}Q").pack_into, taker(places), ctypes.c_void_p
+    held = (ctypes.c_char * (8 * len(places))).from_address(pointers)
     lock = threading.Lock()  # config, parameters and maps are one launch's until the driver has copied them
 
-    def launch(addresses: Addresses, _kept: object = kept) -> None:
+    def launch(addresses: Addresses, _kept: object = (compiled, table, memory)) -> None:
         with lock:
-            error, each = 0, None
-            pack(pointers, 0, *pick(addresses))
+            error = 0
+            pack(held, 0, *pick(addresses))
             for each in maps:
                 if (address := addresses[each[0]]) != each[2]:
                     error |= replace(pointer(each[1]), pointer(address))

@@ -28,7 +28,7 @@ class _Turn:
     dtypes: list[torch.dtype] = field(default_factory=list)  # of all these
     function: Callable[..., Tensor | None] | None = None
     launch: Step | None = None
-    take: Take = taker([])  # what the step gets
+    take: Take = tuple  # what the step gets
     ends: list[int] = field(default_factory=list)  # places of tensors that nothing reads any more
 
 
