@@ -147,7 +147,6 @@ CASES: dict[str, Sample] = {
     "lsr_head/screen_hopper.screen_hopper_kernel": SCREENED,
     "lsr_head/sum_pooling.check_offsets_kernel": head("sum", 32, 16, **PACKED),
     "lsr_head/sum_pooling.dlogits_kernel": head("mean", 2, 21, 16, attention_mask=MASK),
-    "lsr_head/sum_pooling.store_gradients_kernel": head("sum", 2, 40, 16, logit_scale=0.5),
     "lsr_head/sum_pooling.sum_forward_kernel": head("sum"),
     "maxsim/backward.ddocuments_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped"),
     "maxsim/backward.dqueries_kernel": late(QUERIES, (2, 5, 16), pairing="aligned"),

@@ -23,8 +23,6 @@ from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forwar
 
 COMBINE_BLOCK = 1024
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
-STORE_BLOCK = 2048  # numbers that a program takes to another dtype
-STORE_BIAS = 32, 64  # sequences and columns of sums that one adds up
 FIND_BLOCK, SHORT_FIND_BLOCK = 1024, 64  # entries of a mask that are looked at a time
 MAX_MASK = 1024  # entries that each program of forward looks at itself; more cost the device more than a launch
 CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
@@ -296,61 +294,51 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
     clean = tokens.attention_mask is not None and needs.weight  # a copy of rows without what is masked
     if clean:
         steps.buffer("clean", (n_rows, dim), dtype)
-    if not few:
-        steps.buffer("sum", (batch if needs.bias else 0, width))  # of each sequence's dlogits
+    steps.buffer("sum", (batch if needs.bias and not few else 0, width))  # of each sequence's dlogits
     if scaled:
         # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
         # in fp16 those of a mean, not yet divided by the length, would not fit
-        unit = functools.partial(_unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length)
+        unit = functools.partial(
+            _unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length, scale=options.logit_scale
+        )
         steps.torch("dscores", _wide, "dscores")
         steps.torch("unit", unit, "dscores attention_mask cu_seqlens")
         steps.torch("dscores", torch.div, "dscores unit")
         steps.values |= {"stride_db": vocab, "stride_dv": 1}
-    # products in fp32 are the gradients where nothing is left to be done to them
-    stored = [each != torch.float32 or scaled or options.logit_scale != 1.0 for each in given]
-    stored = [stored[0] and needs.hidden, (stored[1] or width < vocab) and needs.weight]
-    steps.values |= {"stride_out": width, "stride_sum": width}
+    steps.values |= {"stride_out": width, "scale": 1.0 if few else options.logit_scale}
+    rows, shape = "clean" if clean else "hidden", tuple(tokens.hidden.shape)
+    if needs.weight and not few:  # torch fills slabs of these
+        steps.buffer("dweight", (vocab, dim), given[1])
+    if needs.bias and not few:
+        steps.buffer("dbias", (vocab,), options.bias_dtype or dtype)
     for v0 in range(0, vocab, width):
-        v1 = min(v0 + width, vocab)
-        own = config | {"v_start": v0, "v_end": v1, "CLEAN": clean and v0 == 0, "NEED_BIAS": needs.bias and not few}
-        steps.launch(sum_pooling.dlogits_kernel, (batch, cdiv(v1 - v0, block_v)), own)
+        slab = slice(v0, min(v0 + width, vocab))
+        own = config | {"v_start": v0, "v_end": slab.stop, "CLEAN": clean and v0 == 0}
+        grid = batch, cdiv(slab.stop - v0, block_v)
+        steps.launch(sum_pooling.dlogits_kernel, grid, own | {"NEED_BIAS": needs.bias and not few})
         if few:
             # each row stands for a sequence, and slopes are in the gradients already
             steps.values |= {"B": n_rows, "length": 1, "stride_db": vocab, "stride_dv": 1, "ACTIVATION": "none"}
             steps.values |= {"PACKED": False, "MASKED": False, "LAST": False, "NO_WINNER": -1}
-            steps.stands |= {"dscores": "dlogits", "scores": "dlogits", "hidden": "clean" if clean else "hidden"}
+            steps.stands |= {"dscores": "dlogits", "scores": "dlogits", "hidden": rows}
             _row_gradients(steps, needs)
             return
         if needs.hidden:
-            product = functools.partial(_hidden_product, entries=slice(v0, v1))
-            steps.torch("drows", product, "dlogits weight drows" if v0 else "dlogits weight")
+            steps.torch("drows", functools.partial(_add_rows, slab), "drows dlogits weight")
         if needs.weight:
-            product = functools.partial(_weight_product, entries=v1 - v0)
-            steps.torch("product", product, "dlogits clean" if clean else "dlogits hidden")
-        counts = n_rows * dim if stored[0] and v1 == vocab else 0, (v1 - v0) * dim if stored[1] else 0
-        _store(steps, (*counts, v1 - v0 if needs.bias else 0), v0, last=v1 == vocab)
-    if needs.hidden and not stored[0]:
-        steps.torch("dhidden", functools.partial(torch.reshape, shape=tuple(tokens.hidden.shape)), "drows")
-    if needs.weight and not stored[1]:
-        steps.torch("dweight", lambda product: product, "product")
-
-
-def _store(steps: HeadSteps, counts: tuple[int, int, int], first: int, last: bool) -> None:
-    """Store so many numbers of hidden, weight and bias, of a slab from entry ``first`` on."""
-    if not any(counts):
-        return
-    blocks = STORE_BLOCK, STORE_BLOCK, STORE_BIAS[1]
-    needs = dict(zip(("NEED_HIDDEN", "NEED_WEIGHT", "NEED_BIAS"), map(bool, counts), strict=True))
-    own = needs | dict(zip(("n_hidden", "n_weight", "n_bias"), counts, strict=True)) | {
-        "v_start": first, "HAS_UNIT": steps.dtype == torch.float16, "BLOCK": STORE_BLOCK, "BLOCK_B": STORE_BIAS[0],
-        "BLOCK_V": STORE_BIAS[1],
-    }  # fmt: skip
-    grid = (sum(map(cdiv, counts, blocks)),)
-    steps.launch(sum_pooling.store_gradients_kernel, grid, own, {"dhidden_ptr": "dhidden" if last else "nothing"})
+            steps.torch(
+                "product", lambda dlogits, rows: _wide_product(dlogits.t(), rows.view(-1, dim)), f"dlogits {rows}"
+            )
+            steps.torch("dweight", functools.partial(_fill, slab), "dweight product unit")
+        if needs.bias:
+            steps.torch("total", functools.partial(torch.sum, dim=0), "sum")
+            steps.torch("dbias", functools.partial(_fill, slab), "dbias total unit")
+    if needs.hidden:
+        steps.torch("dhidden", lambda drows, unit: _times(drows, unit).to(given[0]).view(shape), "drows unit")
 
 
 def _unit_of_dlogits(
-    dscores: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, mean: bool, length: int
+    dscores: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, mean: bool, length: int, scale: float
 ) -> Tensor:
     """Power of two by which fp16 divides the gradients of all logits, none steeper than 1; fp32, on the device."""
     largest = dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)  # [B, 1], of what is finite
@@ -360,7 +348,7 @@ def _unit_of_dlogits(
         largest /= (attention_mask != 0).sum(dim=1, keepdim=True).clamp(min=1)
     elif mean:
         largest /= max(length, 1)
-    power = (largest.amax().view(torch.int32) & EXPONENT).view(torch.float32)
+    power = (largest.amax().mul_(abs(scale)).view(torch.int32) & EXPONENT).view(torch.float32)
     return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)
 
 
@@ -368,14 +356,19 @@ def _wide(dscores: Tensor) -> Tensor:
     return dscores.to(torch.float32, memory_format=torch.contiguous_format)
 
 
-def _hidden_product(dlogits: Tensor, weight: Tensor, drows: Tensor | None = None, *, entries: slice) -> Tensor:
-    """The gradient of rows by these entries of the vocabulary, added to that of the entries before."""
-    found = _wide_product(dlogits[:, : entries.stop - entries.start], weight[entries])
+def _add_rows(slab: slice, drows: Tensor | None, dlogits: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of rows by a slab of the vocabulary, added to that of those before; fp32."""
+    found = _wide_product(dlogits[:, : slab.stop - slab.start], weight[slab])
     return found if drows is None else drows.add_(found)
 
 
-def _weight_product(dlogits: Tensor, rows: Tensor, *, entries: int) -> Tensor:
-    return _wide_product(dlogits[:, :entries].t(), rows.view(-1, rows.size(-1)))
+def _fill(slab: slice, result: Tensor, found: Tensor, unit: Tensor | None) -> Tensor:
+    result[slab] = _times(found[: slab.stop - slab.start], unit)
+    return result
+
+
+def _times(found: Tensor, unit: Tensor | None) -> Tensor:
+    return found if unit is None else found.mul_(unit)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -83,17 +83,18 @@ def _copy_valid(
             tl.store(clean_ptr + offs, x, mask=(s < length)[:, None] & (k < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["v_start", "v_end", "uniform_length", "N", "logit_scale"])
+@triton.jit(do_not_specialize=["v_start", "v_end", "uniform_length", "N", "logit_scale", "scale"])
 def dlogits_kernel(
     dscores_ptr, weight_ptr, rows_ptr, bias_ptr, mask_ptr, cu_ptr, dlogits_ptr, clean_ptr, sum_ptr,
-    v_start, v_end, V, N, uniform_length, logit_scale, stride_db, stride_dv, stride_out,
+    v_start, v_end, V, N, uniform_length, logit_scale, scale, stride_db, stride_dv, stride_out,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, UNIFORM: tl.constexpr, MEAN: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr, NEED_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``dlogits[row, v - v_start] = dscores[b, v] * act'(logit[row, v])``, over the length for a mean.
+    """``dlogits[row, v - v_start] = scale * dscores[b, v] * act'(logit[row, v])``, over the length for a mean.
 
-    And ``sum[b, v - v_start]``, the sum of them over the rows of sequence ``b``, in fp32, for the gradient of the bias.
+    And ``sum[b, v - v_start]``, the sum of them over the rows of sequence ``b``, in fp32 and without ``scale``, for the
+    gradient of the bias.
     """
     b = tl.program_id(0)
     offs_v = v_start + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -131,53 +132,10 @@ def dlogits_kernel(
         dlogits = tl.where(valid[:, None], grad[None, :] * slope_from_logit(x, ACTIVATION), 0.0)
         tl.store(
             dlogits_ptr + row[:, None] * stride_out + (offs_v - v_start)[None, :],
-            dlogits.to(dlogits_ptr.dtype.element_ty),
+            (dlogits * scale).to(dlogits_ptr.dtype.element_ty),
             mask=inside[:, None] & mask_v[None, :],
         )
         if NEED_BIAS:
             total += tl.sum(dlogits, axis=0)
     if NEED_BIAS:
         tl.store(sum_ptr + b.to(tl.int64) * stride_out + (offs_v - v_start), total, mask=mask_v)
-
-
-@triton.jit
-def _store_scaled(from_ptr, to_ptr, block, count, scale, BLOCK: tl.constexpr):
-    """Block ``block`` of ``count`` fp32 numbers, times ``scale``, in another dtype."""
-    offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(from_ptr + offs, mask=offs < count, other=0.0)
-    tl.store(to_ptr + offs, (x * scale).to(to_ptr.dtype.element_ty), mask=offs < count)
-
-
-@triton.jit(do_not_specialize=["v_start", "B", "logit_scale"])
-def store_gradients_kernel(
-    drows_ptr, dhidden_ptr, product_ptr, dweight_ptr, sum_ptr, dbias_ptr, unit_ptr,
-    n_hidden, n_weight, n_bias, v_start, B, stride_sum, logit_scale,
-    D: tl.constexpr, NEED_HIDDEN: tl.constexpr, NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
-    HAS_UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Gradients of a slab in their own dtypes: products times ``logit_scale``, and sums over sequences.
-
-    All of them are in units of ``unit``. Programs of the bias come first, then those of the weight and of hidden.
-    """
-    block = tl.program_id(0)
-    unit = tl.full((), 1.0, tl.float32)
-    if HAS_UNIT:
-        unit = tl.load(unit_ptr)
-    if NEED_BIAS:
-        if block * BLOCK_V < n_bias:
-            v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-            total = tl.zeros((BLOCK_V,), tl.float32)
-            for b0 in range(0, B, BLOCK_B):
-                b = b0 + tl.arange(0, BLOCK_B)
-                offs = b.to(tl.int64)[:, None] * stride_sum + v[None, :]
-                total += tl.sum(tl.load(sum_ptr + offs, mask=(b < B)[:, None] & (v < n_bias)[None, :], other=0.0), 0)
-            tl.store(dbias_ptr + v_start + v, (total * unit).to(dbias_ptr.dtype.element_ty), mask=v < n_bias)
-        block -= tl.cdiv(n_bias, BLOCK_V)
-    scale = unit * logit_scale
-    if NEED_WEIGHT:
-        if block >= 0:
-            own = dweight_ptr + tl.cast(v_start, tl.int64) * D
-            _store_scaled(product_ptr, own, block, n_weight, scale, BLOCK)
-        block -= tl.cdiv(n_weight, BLOCK)
-    if NEED_HIDDEN and block >= 0:  # & would build the branch without a pointer to store to
-        _store_scaled(drows_ptr, dhidden_ptr, block, n_hidden, scale, BLOCK)
