@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_tokens, quantize_weight, token_scatter
+from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.testing.maxsim import maxsim_inputs
 
 DEVICE = "cpu" if triton_interpreted() else "cuda"
@@ -155,3 +157,16 @@ def rows(*more: Shape, **options: Any) -> Sample:
 
 def entmax_rows(x: Tensor, theta: Tensor | None = None, **options: Any) -> Any:
     return entmax(x, **(options if theta is None else options | {"alpha": 1 + theta.sigmoid()}))
+
+
+@functools.cache
+def postings_on(device: torch.device) -> BlockedPostings:
+    """Every document has two of ten terms."""
+    offsets, documents = torch.arange(0, 61, 6), (torch.arange(60).view(10, 6) * 7 % 30).sort(dim=1).values.flatten()
+    return BlockedPostings.of(offsets, documents.int(), torch.linspace(0.1, 1, 60), 30, device)
+
+
+def searched(weights: Tensor, impl: str = "auto") -> Tensor:
+    """Scores of sparse queries of the first terms."""
+    terms = torch.arange(weights.size(1), dtype=torch.int32, device=weights.device).expand_as(weights)
+    return sparse_topk(postings_on(weights.device), terms, weights.detach().abs(), 5, impl=impl)[0]

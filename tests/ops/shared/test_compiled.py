@@ -28,6 +28,7 @@ from tests.ops.samples import (
     rows,
     scatter,
     scattered,
+    searched,
 )
 from tilefold.ops import QuantizedWeight, lsr_head, maxsim, quantize_tokens, quantize_weight, xtr_scores
 from tilefold.testing.maxsim import PAIRINGS
@@ -142,6 +143,7 @@ OPERATORS += [
     attention(cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS),
     Sample("lsr_head", quantized_head, ((2, 16, 16), (40, 16)), inference=True),
     Sample("maxsim", quantized_documents, ((3, 5, 16), (4, 9, 16)), inference=True),
+    Sample("sparse_topk", searched, ((2, 7),), inference=True),
 ]
 
 

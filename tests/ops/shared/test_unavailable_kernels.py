@@ -7,7 +7,6 @@ would.
 from __future__ import annotations
 
 import ast
-import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from tests.ops.samples import (
     quantized_head,
     rows,
     scatter,
+    searched,
     unaligned,
 )
 from tests.ops.toy import TOY, TWO_LAUNCHES, toy
@@ -48,8 +48,7 @@ from tilefold.ops.lsr_head import lsr_head_rows
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.ops.maxsim.xtr import XTR
-from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
-from tilefold.ops.sparse_search import api as search
+from tilefold.ops.sparse_search.api import SEARCH
 from tilefold.ops.token_scatter.api import SCATTER
 
 OPS = Path(impl.__file__).resolve().parents[1]
@@ -73,20 +72,6 @@ def capacity(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
     """In dense form; of what a caller runs where there are no rows, if there are none."""
     found = lsr_head_rows(hidden, weight, capacity=40, impl=impl)
     return lsr_head(hidden, weight, impl=impl) if found is None else found.counts
-
-
-@functools.cache
-def postings_on(device: torch.device) -> BlockedPostings:
-    """Every document has two of ten terms."""
-    offsets, documents = torch.arange(0, 61, 6), (torch.arange(60).view(10, 6) * 7 % 30).sort(dim=1).values.flatten()
-    return BlockedPostings.of(offsets, documents.int(), torch.linspace(0.1, 1, 60), 30, device)
-
-
-def found(weights: Tensor, impl: str) -> Tensor:
-    """Scores of sparse queries of the first terms."""
-    terms = torch.arange(weights.size(1), dtype=torch.int32, device=weights.device).expand_as(weights)
-    known = impl if impl in ("auto", "triton") else "reference"
-    return sparse_topk(postings_on(weights.device), terms, weights.detach().abs(), 5, impl=known)[0]
 
 
 def inference(name: str, function: Any, *shapes: tuple[int, ...], **options: Any) -> Sample:
@@ -166,16 +151,16 @@ CASES: dict[str, Sample] = {
     "maxsim/shared_hopper.shared_hopper_kernel": inference("maxsim", quantized_documents, (5, 32, 16), (65536, 3, 16)),
     "maxsim/stream.stream_kernel": inference("maxsim", fp8_documents, QUERIES, DOCUMENTS),
     "maxsim/backward.ddocuments_listed_kernel": late(QUERIES, DOCUMENTS),
-    "sparse_search/search.best_kernel": inference("sparse_topk", found, (2, 7)),
-    "sparse_search/search.block_scores_kernel": inference("sparse_topk", found, (2, 7)),
+    "sparse_search/search.best_kernel": inference("sparse_topk", searched, (2, 7)),
+    "sparse_search/search.block_scores_kernel": inference("sparse_topk", searched, (2, 7)),
     "token_scatter/scatter.gather_kernel": scatter(),
     "token_scatter/scatter.scatter_kernel": scatter(reduce="sum"),
 }
 HOPPER = ("lsr_head/max_forward_hopper.max_forward_hopper_kernel", "maxsim/shared_hopper.shared_hopper_kernel")
 ONLY_ON = dict.fromkeys((*HOPPER, *(name for name, case in CASES.items() if case is SCREENED)), (9, 0))
 every_kernel = pytest.mark.parametrize("name", CASES)
-COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head, found)]
-CACHES = [room.calls for room in (ATTENTION, HEAD, MAXSIM, XTR, SCATTER, ENTMAX, TOY)]
+COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head, searched)]
+CACHES = [room.calls for room in (ATTENTION, HEAD, MAXSIM, XTR, SCATTER, ENTMAX, SEARCH, TOY)]
 
 
 def test_every_kernel_that_is_launched_has_its_case() -> None:
@@ -209,7 +194,6 @@ def forget_plans() -> None:
     launch.BUILT.clear()
     for cache in CACHES:
         cache.clear()
-    search._program.cache_clear()
 
 
 @pytest.fixture

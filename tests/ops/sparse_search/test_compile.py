@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import Launch, Setting
 from tests.ops.cross_compile import check, compile_kernel
 from tilefold.ops.sparse_search import plans
+from tilefold.ops.sparse_search._problem import SearchOptions, SearchTensors
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
@@ -21,7 +24,11 @@ TYPES |= {"offset_ptr": "*i64", "place_ptr": "*i16", "allowed_ptr": "*u8", "docu
 @pytest.mark.parametrize(("n", "queries", "k"), [(8_800_000, 1, 100), (1_000_000, 512, 1000)])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_build(capability: int, n: int, queries: int, k: int) -> None:
-    for step in plans.search(divmod(capability, 10), True, n, 30_522, 44, queries, k).steps:
+    meta = {name: torch.empty(1, device="meta") for name in SearchTensors._fields}
+    tensors = SearchTensors(**meta)._replace(terms=torch.empty(queries, 44, device="meta"))
+    setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset())
+    for step in plans.forward(tensors, SearchOptions(k, n, 30_522), False, setting).steps:
+        assert isinstance(step, Launch)
         types, constants = dict.fromkeys(step.kernel.arg_names, "i32") | TYPES, dict(step.constants)
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         compiled = compile_kernel(step.kernel, types, constants, capability, warps, stages)

@@ -61,13 +61,13 @@ class Operator(Generic[TensorsT, OptionsT]):
         gradients: by the name of each tensor that has one (and may be ``None`` in a call) the saved tensor whose shape
             and dtype the gradient has, in contiguous memory; or ``(saved, options)`` to its :class:`Buffer`. The saved
             tensor of the first entry (by its own name, if a function is given) chooses the implementation of a
-            registered gradient.
+            registered gradient. Nothing of an operator without an entry can be differentiated.
         plans: imports ``plans.py``, whose ``forward(tensors, options, training, setting)`` and ``backward(d<first
             result>, saved, options, needs, setting)`` return plans, and ``None`` for what the tiled path always makes;
             of backward, ``d<tensor>`` are the results.
         tiled: the tiled path: ``forward(tensors, options, training)`` returns the results, and ``backward(d<first
             result>, saved, options, needs, *buffers to add to)`` the gradients; ``None`` for what it does not make.
-        reference: ``(tensors, options)`` to the first result.
+        reference: ``(tensors, options)`` to the first result, or to all.
         check_values: of tensors on the CPU, before kernels; the tiled path checks those that it reads.
         reads: which of those that ``saved`` names backward reads with these options; the others are ``None``.
         variant: of a call, ``None`` where there is nothing special about it.
@@ -82,7 +82,7 @@ class Operator(Generic[TensorsT, OptionsT]):
     gradients: Mapping[str, str | Callable[[Any, OptionsT], Buffer]]
     plans: Callable[[], Any]
     tiled: Any
-    reference: Callable[[TensorsT, OptionsT], Tensor]
+    reference: Callable[[TensorsT, OptionsT], Tensor | tuple[Tensor, ...]]
     check_values: Callable[[TensorsT, OptionsT], object] | None = None
     reads: Callable[[OptionsT], Collection[str]] | None = None
     variant: Callable[[TensorsT], Variant | None] | None = None
@@ -165,7 +165,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         else:
             name, impl = self._named(tensors, impl)
         if impl == "reference":
-            return None, (self.reference(tensors, options), *[None] * (len(self.results) - 1))
+            found = calls.as_tuple(self.reference(tensors, options))
+            return None, (*found, *[None] * (len(self.results) - len(found)))
         if key is None:
             where = "under torch.compile or with tensor subclasses; leave it out there, and add {}.grad to it"
             refuse_buffers(into, f"{where} after backward")
@@ -292,16 +293,20 @@ class Operator(Generic[TensorsT, OptionsT]):
         forward = typing.get_type_hints(self.tensors) | options | {"training": bool, "impl": str}
         backward = {self._dfirst: Tensor} | typing.get_type_hints(self.saved) | options
         backward |= {"needs": Sequence[bool], "impl": str}
-        for name, hints, results in ((self.name, forward, self.results), (back, backward, self.gradients)):
+        both = (self.name, forward, self.results), (back, backward, self.gradients)
+        for name, hints, results in both[: 1 + bool(self.gradients)]:
             is_backward = name == back
             torch.library.define(f"tilefold::{name}", calls.schema_of(hints, len(results)))
             torch.library.impl(f"tilefold::{name}", "default", partial(self._registered, is_backward))
             torch.library.register_fake(f"tilefold::{name}", partial(self._fake, is_backward))
+        self._by_torch = getattr(torch.ops.tilefold, self.name)
+        if not self.gradients:
+            return
+        self._gradients_by_torch = getattr(torch.ops.tilefold, back)
         calls.forbid_double_backward(back, self.name)
         torch.library.register_autograd(
             f"tilefold::{self.name}", self._differentiate, setup_context=self._setup_context
         )
-        self._by_torch, self._gradients_by_torch = (getattr(torch.ops.tilefold, name) for name in (self.name, back))
 
     def _split(self, backward: bool, args: Values) -> tuple[Any, OptionsT, Any, str]:
         values: list[Any] = [tuple(each) if isinstance(each, list) else each for each in args]  # as keys can have them

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+import importlib
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.calls import ALIGNMENT, run
 from tilefold.ops._shared.checks import check_dtype, check_same_device, check_shape, check_tensor
-from tilefold.ops._shared.fallback import SLOWER, KernelUnavailableError, attempt, give_up, refuse_capture
-from tilefold.ops._shared.impl import resolve_impl
-from tilefold.ops._shared.plan import Setting
+from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.sparse_search import _reference
+from tilefold.ops.sparse_search._problem import SearchOptions, SearchSaved, SearchTensors, outputs
 from tilefold.ops.sparse_search.postings import BlockedPostings
 
-if TYPE_CHECKING:
-    from tilefold.ops._shared._triton.program import Program
-
 HELD = 1 << 29  # scores of several queries that are held at a time: 2 GB
-_NAME = "sparse_topk"
+SEARCH = Operator(
+    "sparse_topk",
+    SearchTensors,
+    SearchOptions,
+    SearchSaved,
+    results=("values", "documents"),
+    outputs=outputs,
+    gradients={},
+    plans=partial(importlib.import_module, "tilefold.ops.sparse_search.plans"),  # needs Triton
+    tiled=SimpleNamespace(forward=lambda tensors, options, training: _reference.topk(tensors, options)),
+    reference=_reference.topk,
+)
 
 
 def sparse_topk(
@@ -50,7 +56,7 @@ def sparse_topk(
         weights: ``[Nq, T]`` fp32, finite; those of 0 and below count nothing.
         k: how many; all documents where there are fewer.
         allowed: ``[N]`` bool or uint8, nonzero for documents that may be found; ``None`` for all.
-        impl: ``"auto"``, ``"reference"`` or ``"triton"``.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` (the same) or ``"triton"``.
 
     Returns:
         ``[Nq, min(k, N)]`` fp32 scores, falling, and int64 documents, equal scores by document. Documents that share
@@ -71,44 +77,19 @@ def sparse_topk(
         check_dtype("allowed", allowed, (torch.bool, torch.uint8), "use allowed != 0.")
         allowed = allowed.contiguous().view(torch.uint8)
     check_same_device("postings", postings.weights, {"terms": terms, "weights": weights, "allowed": allowed})
-    terms, weights, k = terms.contiguous(), weights.contiguous(), min(k, postings.n_documents)
+    k = min(k, postings.n_documents)
     if not terms.numel():
         return weights.new_zeros(terms.size(0), k), terms.new_full((terms.size(0), k), -1, dtype=torch.int64)
-    if resolve_impl(impl, terms.device, _NAME) == "triton":
-        given = terms, weights, postings, k, allowed
-        made: tuple[Tensor, Tensor] | KernelUnavailableError = attempt(run, _by_kernels, *given)
-        if not isinstance(made, KernelUnavailableError):
-            return made
-        if impl == "triton":
-            raise made
-        give_up(_NAME, terms.device, str(made), SLOWER)
-    if impl == "auto":
-        refuse_capture(_NAME, terms.device)
-    return _reference.topk(postings, terms, weights, k, allowed)
-
-
-def _by_kernels(
-    terms: Tensor, weights: Tensor, postings: BlockedPostings, k: int, allowed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    given = (postings.offsets, postings.places, postings.weights, postings.largest, allowed)
+    lists = postings.offsets, postings.places, postings.weights, postings.largest, allowed
+    options = SearchOptions(k, postings.n_documents, postings.n_terms)
     step = max(1, HELD // postings.n_documents)
-    found: list[Sequence[Tensor | None]] = []
-    for low in range(0, terms.size(0), step):
-        own = terms[low : low + step], weights[low : low + step]
-        sizes = postings.n_documents, postings.n_terms, terms.size(1), own[0].size(0), k
-        aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in (*own, *given))
-        found.append(_program(terms.device, aligned, allowed is not None, *sizes)(*own, *given))
+    found = [
+        SEARCH(SearchTensors(weights[low : low + step], terms[low : low + step], *lists), options, impl, _checked)
+        for low in range(0, terms.size(0), step)
+    ]
     values, documents = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
-    return cast(Tensor, values).view(torch.float32), cast(Tensor, documents)
+    return values.view(torch.float32), documents
 
 
-@functools.lru_cache(maxsize=1024)
-def _program(device: torch.device, aligned: bool, allowed: bool, *sizes: int) -> Program:
-    """Program of calls of these sizes."""
-    from tilefold.ops._shared._triton.program import Program  # needs Triton, as plans do
-    from tilefold.ops.sparse_search import plans
-
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    setting = Setting(capability, 0, tf32=False, aligned=aligned, given_up=frozenset())
-    plan = plans.search(capability, allowed, *sizes)
-    return Program(plan, plans.GIVEN, plans.results(*sizes[-2:]), device, setting)
+def _checked(tensors: SearchTensors, *options: int) -> Checked:
+    return Checked(SearchOptions(*options))  # the arguments are checked at every call, before queries are cut
