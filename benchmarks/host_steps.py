@@ -15,6 +15,7 @@ import ctypes
 import gc
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import host_time
-from tilefold.ops._shared import impl, internals, operator
+from tilefold.ops._shared import calls, impl, internals, operator
 from tilefold.ops._shared._triton import cuda_driver, launch
 from tilefold.ops.entmax_attention import configs as attention_configs
+
+HERE, PACKAGE = Path(__file__).parent, Path(operator.__file__).parents[2]
 
 
 def main() -> int:
@@ -38,7 +41,8 @@ def main() -> int:
     without_a_gpu()
     gc.collect()
     gc.freeze()  # to look through what was imported would take longer than all else, several times a row
-    print(f"{'call':44s} {'us':>8s} {'python':>7s} {'C':>6s} {'torch':>6s} {'launches':>9s}")
+    head = f"{'call':44s} {'us':>8s} {'python':>7s} {'C':>6s} {'torch':>6s} {'launches':>9s}"
+    print(f"{head} {'functions':>10s} {'files':>6s}")
     for name, prepare in host_time.cases():
         if options.only and not any(text in name for text in options.only):
             continue
@@ -50,8 +54,9 @@ def main() -> int:
         except Exception as error:
             print(f"{name:44s} {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             continue
-        python, of_c, launches = entered(call)
-        print(f"{name:44s} {least:8.1f} {python:7d} {of_c:6d} {operations(call):6d} {launches:9d}", flush=True)
+        python, of_c, launches, functions, files = entered(call, "backward" if name.endswith("f+b") else None)
+        row = f"{name:44s} {least:8.1f} {python:7d} {of_c:6d} {operations(call):6d} {launches:9d}"
+        print(f"{row} {functions:10d} {files:6d}", flush=True)
     return 0
 
 
@@ -92,7 +97,7 @@ def compiled(arguments: tuple[Any, ...], constants: dict[str, Any]) -> SimpleNam
     )
 
 
-def timed(call: host_time.Call, calls: int, samples: int) -> float:
+def timed(call: host_time.Call, count: int, samples: int) -> float:
     """Microseconds of this thread per call; the fewest, which others on the machine disturb least."""
     times = []
     gc.collect()
@@ -100,31 +105,37 @@ def timed(call: host_time.Call, calls: int, samples: int) -> float:
     try:
         for _ in range(samples):
             begin = time.thread_time()
-            for _ in range(calls):
+            for _ in range(count):
                 call()
-            times.append(1e6 * (time.thread_time() - begin) / calls)
+            times.append(1e6 * (time.thread_time() - begin) / count)
     finally:
         gc.enable()
     return min(times)
 
 
-def entered(call: host_time.Call) -> tuple[int, int, int]:
+def entered(call: host_time.Call, within: str | None = None) -> tuple[int, int, int, int, int]:
     """Functions of Python and of C that one call enters, and launches; the fewest of three calls.
 
-    Now and then the interpreter has something of its own to do within one.
+    Then the different functions of Python of the package and of torch, and files of the package, within the pass of
+    this name, ``None`` for all of the call. Now and then the interpreter has something of its own to do within one.
     """
-    return min(_entered_once(call) for _ in range(3))
+    return min(_entered_once(call, within) for _ in range(3))
 
 
-def _entered_once(call: host_time.Call) -> tuple[int, int, int]:
-    counts, launches = {"call": 0, "c_call": 0}, 0
+def _entered_once(call: host_time.Call, within: str | None) -> tuple[int, int, int, int, int]:
+    counts, launches, inside = {"call": 0, "c_call": 0}, 0, within is None
+    functions = set[tuple[str, str]]()
 
     def count(frame: Any, event: str, argument: object) -> None:
-        nonlocal launches
+        nonlocal launches, inside
         if event in counts:
             counts[event] += 1
         code = frame.f_code
         launches += event == "call" and code.co_name == "launch" and code.co_filename == cuda_driver.__file__
+        if code.co_filename == calls.__file__ and code.co_name == within:
+            inside = event != "return"
+        if event == "call" and inside and not code.co_filename.startswith(str(HERE)):
+            functions.add((code.co_filename, code.co_name))
 
     gc.collect()
     gc.disable()  # what it ends may have functions to call
@@ -134,7 +145,9 @@ def _entered_once(call: host_time.Call) -> tuple[int, int, int]:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return counts["call"] - 1, counts["c_call"] - 1, launches  # without what ends the profile
+    files = {name for name, _ in functions if name.startswith(str(PACKAGE))}
+    # without what ends the profile
+    return counts["call"] - 1, counts["c_call"] - 1, launches, len(functions), len(files)
 
 
 def operations(call: host_time.Call) -> int:

@@ -113,7 +113,8 @@ def taker(places: list[int]) -> Take:
     """Fast getter of the values at these places of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda values: tuple([values[place] for place in places])
+    first = places[0] if places else 0
+    return itemgetter(slice(first, first + len(places)))
 
 
 class Steps:
