@@ -184,7 +184,7 @@ def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allo
     setting = Setting((9, 0), 4, tf32=False, aligned=True, given_up=frozenset())
     plan = plans.backward(scores, saved, options, (True, True, False), setting)
     results = {"dhidden": Buffer((batch, 16, 8), torch.float32), "dweight": Buffer((9000, 8), torch.float32)}
-    program = Program(plan, ("dscores", *saved._fields), results | {"dbias": None}, torch.device("cpu"), setting)
+    program = Program(plan, ("dscores", *saved._fields), results | {"dbias": None}, torch.device("cpu"), True)
     made = [tuple(each.shape) for turn in program.turns for each in turn.made]
     order = [shape for shape in made if len(shape) > 1]
     assert order == [(batch, 16, 8), (9000, 8)]

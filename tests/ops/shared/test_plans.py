@@ -92,12 +92,13 @@ def test_gradients_launch_what_is_needed_with_lists_where_there_is_a_map() -> No
     assert list(launches(gradients(*problem(4096, packed=True), True, True, True, False))) == every
 
 
-def test_a_last_dimension_of_other_strides_is_copied_and_laid_out_again() -> None:
+def test_a_last_dimension_of_other_strides_is_copied() -> None:
     tensors, options = problem(64)
     turned: Tensor = tensors.q.transpose(2, 3).contiguous().transpose(2, 3)
     plan = plans.forward(tensors._replace(q=turned), options, True, HOPPER)
     made = [step.makes if isinstance(step, TorchStep) else step.kernel.__name__ for step in plan.steps]
-    assert made == ["q", "resident_kernel", "out", "out2"]
+    assert made == ["q", "resident_kernel"]
+    assert configs.outputs(tensors._replace(q=turned), options, True)[0].strides == tensors.q.contiguous().stride()
 
 
 @pytest.mark.parametrize(("release", "option"), [((3, 8), None), ((3, 9), "--regAllocOptLevel=4")], ids=str)

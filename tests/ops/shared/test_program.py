@@ -11,11 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="launches need triton")
 
-from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep
+from tests.ops.base import Buffer, Launch, Plan, TorchStep
 from tests.ops.launching import program
 
 CPU = torch.device("cpu")
-SETTING = Setting((9, 0), 132, False, True, frozenset())
 
 
 class Recorder:
@@ -71,7 +70,7 @@ def test_addresses_of_repeated_launches_are_those_of_the_tensors(steps: list[Rec
     one, two = "second a nothing absent z", "y first b second"
     made = program.Program(
         Plan((launch("one", one), launch("two", two)), buffers, {"y": 7}), ("a", "absent", "b"),
-        {"y": Buffer((4,), torch.float32), "z": None, "w": Buffer((2, 2), torch.float16)}, CPU, SETTING,
+        {"y": Buffer((4,), torch.float32), "z": None, "w": Buffer((2, 2), torch.float16)}, CPU, True,
     )  # fmt: skip
     for turn in range(5):
         a, b = torch.ones(3 + turn), torch.ones(2)
@@ -94,7 +93,7 @@ def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is
     plan = Plan((launch("one", "a y z"),), {"z": None})
     turned = torch.empty(3, 2, dtype=torch.float16).T
     results = {"y": Buffer.like(turned), "z": Buffer((4,), torch.float32)}
-    made = program.Program(plan, ("a",), results, CPU, SETTING)
+    made = program.Program(plan, ("a",), results, CPU, True)
     for _ in range(4):
         y, z = made(torch.ones(3))
         assert z is None and y is not None and (y.shape, y.stride(), y.dtype) == ((2, 3), (1, 2), torch.float16)
@@ -106,8 +105,8 @@ def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is
 def test_launches_that_cannot_be_repeated_or_of_tensors_of_another_alignment_stay_with_their_steps(
     steps: list[Recorder], repeatable: bool
 ) -> None:
-    plan, setting = Plan((launch("one", "a y"), launch("two", "y a"))), SETTING._replace(aligned=not repeatable)
-    made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, setting)
+    plan = Plan((launch("one", "a y"), launch("two", "y a")))
+    made = program.Program(plan, ("a",), {"y": Buffer((4,), torch.float32)}, CPU, not repeatable)
     if not repeatable:
         steps[1].repeatable = False
     for _ in range(4):
@@ -122,7 +121,7 @@ def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_ma
         buffers = {name: Buffer((size,), torch.float32) for name in ("lists", "own")}
         plan = Plan((launch("one", "a lists"), launch("two", "lists dx"), launch("three", "own dw")), buffers)
         results = {"dx": Buffer((3,), torch.float32), "dw": Buffer((4,), torch.float32)}
-        made = program.Program(plan, ("a",), results, CPU, SETTING)
+        made = program.Program(plan, ("a",), results, CPU, True)
         one, two, three = steps[-3:]
         for _ in range(4):
             dx, dw = made(torch.ones(2))
@@ -144,7 +143,7 @@ def test_what_torch_makes_is_gone_once_it_is_read(steps: list[Recorder]) -> None
 
     pairs = [(TorchStep("copy", copied, "a"), launch("read", "copy y")) for _ in range(3)]
     plan = Plan(tuple(step for pair in pairs for step in pair))
-    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32), "z": None}, CPU, SETTING)
+    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32), "z": None}, CPU, True)
     y, z = made(torch.ones(3))
     assert y is not None and z is None and len(alive) == 3
 
@@ -154,7 +153,7 @@ def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(steps
     first = TorchStep("a", Tensor.contiguous, "a"), TorchStep("most", torch.amax, "a")
     plan = Plan((*first, launch("one", "a most y nothing")), {"y2": None, "nothing": None})
     results = {"y": Buffer((3,), torch.float32), "y2": Buffer((1,), torch.int32)}
-    made = program.Program(plan, ("a",), results, CPU, SETTING)
+    made = program.Program(plan, ("a",), results, CPU, True)
     for turn in range(4):
         a = torch.arange(6.0).view(3, 2) + turn
         y, y2 = made(a := a.T if copied else a)
@@ -166,7 +165,7 @@ def test_what_torch_makes_first_of_given_tensors_leaves_the_launches_bound(steps
 
 def test_a_gradient_that_is_given_is_written_and_not_returned(steps: list[Recorder]) -> None:
     made = program.Program(Plan((launch("one", "a dw dx"),), fills={"dw": 0, "dx": 2}), ("a", "dw"),
-                           {"dx": Buffer((2,), torch.float32), "dw": None}, CPU, SETTING)  # fmt: skip
+                           {"dx": Buffer((2,), torch.float32), "dw": None}, CPU, True)  # fmt: skip
     for _ in range(4):
         dw = torch.ones(3)
         dx, nothing = made(torch.ones(2), dw)
@@ -185,7 +184,7 @@ def test_launches_around_a_step_of_torch_are_bound_too_and_share_scratch(steps: 
 
     between = TorchStep("sums", total, "sums")
     plan = Plan((launch("one", "a sums list"), between, launch("two", "list sums y")), buffers)
-    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32)}, CPU, SETTING)
+    made = program.Program(plan, ("a",), {"y": Buffer((3,), torch.float32)}, CPU, True)
     for _ in range(4):
         made(torch.ones(2))
         (_, sums, scratch), (again, total_at, _) = steps[0].calls[-1], steps[1].calls[-1]

@@ -196,19 +196,20 @@ class Operator(Generic[TensorsT, OptionsT]):
         if call.impl in KERNELS:
             if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
                 self.check_values(self.tensors(*given), call.options)
+            tried: list[tuple[str, str]] = []
             while call.program is not None or call.impl == "triton" or fallback.given_up(call.name, device) is None:
                 found = fallback.attempt(self._launched, call, given)
                 if not isinstance(found, fallback.KernelUnavailableError):
                     if found is None:
                         break
                     return found
-                program, call.program = call.program, None
-                instead = found.instead if program is None else program.instead.get(found.kernel)
-                if instead is None and call.impl == "triton":
-                    raise found
-                kernel, sentence = (call.name, fallback.SLOWER) if instead is None else instead
-                why = str(found) if found.instead is None else str(found.args[0])
-                fallback.give_up(kernel, device, why, sentence)
+                call.program, instead = None, found.instead
+                if instead is None or instead in tried:
+                    if call.impl == "triton":
+                        raise found
+                    instead = call.name, fallback.SLOWER
+                tried.append(instead)
+                fallback.give_up(instead[0], device, str(found), instead[1])
         fallback.refuse_capture(call.name, device)
         return self._tiled(call, first, given)
 
@@ -245,7 +246,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             names, tensors = self._inputs, self.tensors(*layouts)
             plan = plans.forward(tensors, call.options, call.wanted, setting)
         results = self._made(call.backward, given, call.options, call.wanted, call.into)
-        return None if plan is None else Program(plan, names, results, given[0].device, setting)
+        return None if plan is None else Program(plan, names, results, given[0].device, call.aligned)
 
     def _made(
         self, backward: bool, given: Sequence[Any], options: OptionsT, wanted: Any, into: Collection[str] = ()

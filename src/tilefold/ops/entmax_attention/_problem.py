@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.entmax_root import check_alphas
+from tilefold.ops._shared.plan import Buffer
 
 
 class AttentionTensors(NamedTuple):
@@ -39,6 +40,16 @@ class AttentionTensors(NamedTuple):
         """One number per row: ``[B, H, Nq]``, or ``[1, H, Tq]`` of a packed batch."""
         q = self.q
         return (1, q.size(1), q.size(0)) if self.packed else (q.size(0), q.size(1), q.size(2))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, copied where its last dimension does not lie in one piece, in which kernels read and write it."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+
+
+def result_like(tensor: Tensor) -> Buffer:
+    """Memory of a result: laid out as ``torch.empty_like`` lays it out where that is dense, else contiguous."""
+    return Buffer.like(dense(torch.empty_like(tensor, device="meta")))
 
 
 class Options(NamedTuple):

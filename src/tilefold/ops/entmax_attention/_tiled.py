@@ -23,6 +23,7 @@ from tilefold.ops.entmax_attention._problem import (
     check_values,
     exponents,
     groups,
+    result_like,
 )
 
 TILE_ELEMENTS = 1 << 18  # scores of a block: 1 MiB in fp32, so that its few temporaries stay in the cache
@@ -33,7 +34,7 @@ def forward(tensors: AttentionTensors, options: Options, training: bool) -> tupl
     check_values(tensors, options)
     q, alpha, seed = tensors.q, tensors.alpha, tensors.seed
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros_like(q)
+    out = result_like(q).on(q.device).zero_()
     stats = torch.zeros(4, *tensors.stats_shape, dtype=wide, device=q.device)
     stats[0] = -math.inf
     kind, e = kind_of(alpha, options.alpha_value), exponents(alpha, options, stats)
@@ -54,7 +55,7 @@ def forward(tensors: AttentionTensors, options: Options, training: bool) -> tupl
 def backward(
     dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, in their dtypes and laid out like them, and alpha ``[H]``; ``None`` where not needed."""
+    """Gradients of q, k, v, in their dtypes and laid out as results, and alpha ``[H]``; ``None`` where not needed."""
     tensors, stats = saved.tensors, saved.stats
     q, k, v, alpha = tensors[:4]
     seed, wide = tensors.seed, stats.dtype
@@ -94,7 +95,7 @@ def backward(
 
 def _like(leaf: Tensor, grad: Tensor) -> Tensor:
     done = grad.dtype == leaf.dtype and leaf.is_contiguous()
-    return grad if done else torch.empty_like(leaf).copy_(grad)
+    return grad if done else result_like(leaf).on(leaf.device).copy_(grad)
 
 
 def _blocks(

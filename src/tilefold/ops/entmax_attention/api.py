@@ -14,13 +14,13 @@ from tilefold.ops._shared.operator import Operator
 from tilefold.ops._shared.plan import Buffer
 from tilefold.ops.entmax_attention import _reference, _tiled
 from tilefold.ops.entmax_attention._arguments import checked, ready
-from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, check_values
+from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, check_values, result_like
 from tilefold.ops.entmax_attention._stats import SPARSITY_BLOCK, EntmaxStats, count_blocks, described, of_rows
 from tilefold.ops.entmax_attention.configs import outputs
 
 
 def _like(name: str, saved: AttentionSaved, options: Options) -> Buffer:
-    return Buffer.like(getattr(saved, name))
+    return result_like(getattr(saved, name))
 
 
 ATTENTION = Operator(

@@ -24,7 +24,7 @@ from tilefold.ops._shared.entmax_root import (
 from tilefold.ops._shared.impl import capability_of, chosen_impl, triton_interpreted
 from tilefold.ops._shared.plan import Buffer
 from tilefold.ops._shared.tuning import Between, Facts, Row, lookup
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, result_like
 
 CLOSED = (SOFTMAX, ENTMAX15, SPARSEMAX)
 # Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are listed.
@@ -211,6 +211,6 @@ def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tupl
     stats = Buffer(rows, torch.promote_types(q.dtype, torch.float32))
     nothing = Buffer((0,), q.dtype)
     if not triton_interpreted() and chosen_impl("", "q", q) != "triton":
-        return Buffer.like(q), nothing, stats, Buffer((0,), torch.int32)
+        return result_like(q), nothing, stats, Buffer((0,), torch.int32)
     live = live_shape(tensors, options, capability_of(q.device))
-    return Buffer.like(q), Buffer.like(q) if training else nothing, stats, Buffer(live, torch.int32)
+    return result_like(q), result_like(q) if training else nothing, stats, Buffer(live, torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.philox import dropout_threshold
-from tilefold.ops._shared.plan import Plan, Setting, Steps, TorchStep, cdiv, contiguous, one_byte, power_of_two
-from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options
+from tilefold.ops._shared.plan import Plan, Setting, Steps, cdiv, contiguous, one_byte, power_of_two
+from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, dense, result_like
 from tilefold.ops.entmax_attention._triton.backward import dkv_kernel, dq_kernel, key_lists_kernel, query_lists_kernel
 from tilefold.ops.entmax_attention._triton.forward import output_kernel, resident_kernel
 from tilefold.ops.entmax_attention._triton.roots import roots_kernel
@@ -48,13 +47,12 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
     if q.numel() == 0:
         return steps.plan()
     given = _operands(steps, tensors)
-    after = _written(steps, out=q, **({"out2": q} if training else {}))
     if not training:
-        steps.stands["out2"] = steps.stands.get("out", "out")
+        steps.stands["out2"] = "out"
     tiles = row_tiles(q, rows, tensors)
     # NEAR is the share of a row's weights that the last step of its root may leave out: a quarter of an ulp
     near = 0.0 if q.dtype == torch.float32 else torch.finfo(q.dtype).eps / 4
-    steps.values |= _strides(given | {"o": _result(q)}, packed) | {
+    steps.values |= _strides(given | {"o": result_like(q).on(q.device)}, packed) | {
         "tiles_per": 0 if packed else tiles // tensors.batch, "GRADIENT": training, "SUPPORT": options.support,
         "TOLERANCE": tolerance(q.dtype), "NEAR": near,
     }  # fmt: skip
@@ -81,14 +79,12 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
         steps.launch(roots_kernel, (programs,), {"WIDTH": 16 if blocks <= 18 else 32}, lists)
         registers = config["wide_registers"] if training else config["registers"]
         steps.launch(output_kernel, grid, {"maxnreg": registers}, lists)
-    steps.steps += after
     if packed:
         # NaN in all of the output where offsets do not describe the rows, or a sequence has more keys than it may: the
         # host cannot look without waiting
         own = {"q_rows": q.size(0), "k_rows": tensors.k.size(0), "longest": options.max_seqlen_k, "size": q.numel()}
         # programs that are interpreted run one after the other
         writers = 1 if setting.capability == (0, 0) else WRITERS
-        steps.stands.pop("out", None)  # the result itself
         steps.launch(nan_if_broken_kernel, (writers,), own | {"BLOCK": CHECK_BLOCK} | SIMPLE)
     return steps.plan()
 
@@ -108,8 +104,6 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
     if need_alpha:
         steps.buffer("terms", tensors.stats_shape)
     given = _operands(steps, tensors, dout=dout, out2=saved.out2)
-    wanted = {f"d{name}": t for name, t, need in zip("qkv", (q, k, v), needs[:3], strict=True) if need}
-    after = _written(steps, **wanted)
     q_tiles, k_tiles = row_tiles(q, config["rows"], tensors), row_tiles(k, config["dkv_keys"], tensors)
     q_per, k_per = (0, 0) if packed else (q_tiles // tensors.batch, k_tiles // tensors.batch)
     listed = q_tiles if packed else q_per  # at most, for a tile of keys
@@ -127,15 +121,14 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
     lists = _add_lists(steps, key_lists_kernel, live, (q_tiles, blocks), {"num_warps": 1, "num_stages": 1})
     own: dict[str, object] = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
     own["maxnreg"] = config["wide_registers"] if need_alpha else config["registers"]
-    own |= _strides(given | {"g": _result(q)}, packed)
+    own |= _strides(given | {"g": result_like(q).on(q.device)}, packed)
     steps.launch(dq_kernel, (q_tiles, q.size(1)), own, lists)
     if need_k or need_v:
         # for every tile of keys the tiles of queries that one of its blocks is live in, and their number
         lists = _add_lists(steps, query_lists_kernel, live, (k_tiles, listed), SMALL)
         own = {"num_warps": config["dkv_warps"], "num_stages": config["dkv_stages"], "maxnreg": config["dkv_registers"]}
-        own |= _strides(given | {"g": _result(k), "w": _result(v)}, packed)
+        own |= _strides(given | {"g": result_like(k).on(k.device), "w": result_like(v).on(v.device)}, packed)
         steps.launch(dkv_kernel, (k_tiles, k.size(1)), own, lists)
-    steps.steps += after
     if need_alpha:
         dtype = torch.float32 if tensors.alpha is None else tensors.alpha.dtype
         steps.torch("dalpha", lambda terms: terms.sum(dim=(0, 2)).to(dtype), "terms")
@@ -191,43 +184,19 @@ def _add_tables(
     steps.launch(tables_kernel, grid, own | SIMPLE)
 
 
-# ---- layouts: the kernels take any strides but of the last dimension, which they read and write in one piece
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+# ---- layouts: the kernels take any strides but of the last dimension
 
 
 def _operands(steps: Steps, tensors: AttentionTensors, **others: Tensor | None) -> dict[str, Tensor]:
     """q, k, v and others as the kernels read them; what they do not read as it is is copied."""
     q, k, v, alpha, mask, cu_q, cu_k, _ = tensors
     given = {name: t for name, t in {"q": q, "k": k, "v": v, **others}.items() if t is not None}
-    dense = {name: _dense(t) for name, t in given.items()}
-    copied = {name: t for name, t in given.items() if dense[name] is not t}
+    layouts = {name: dense(t) for name, t in given.items()}
+    copied = {name: t for name, t in given.items() if layouts[name] is not t}
     steps.steps += contiguous(**copied, alpha=alpha, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     if mask is not None and not (mask.is_contiguous() and mask.dtype.itemsize == 1):
         steps.torch("key_padding_mask", one_byte, "key_padding_mask")
-    return dense
-
-
-def _result(like: Tensor) -> Tensor:
-    """Layout in which kernels write a result laid out as ``torch.empty_like(like)``."""
-    return _dense(torch.empty_like(like))
-
-
-def _written(steps: Steps, **results: Tensor) -> list[TorchStep]:
-    """Have results like these tensors written, and return the steps that lay out what kernels write elsewhere."""
-    after: list[TorchStep] = []
-    for name, like in results.items():
-        layout = torch.empty_like(like)
-        if _dense(layout) is not layout:
-            steps.stands[name] = steps.buffer(f"dense_{name}", layout.shape, layout.dtype)
-            after.append(TorchStep(name, partial(_laid_out, layout.stride()), f"dense_{name}"))
-    return after
-
-
-def _laid_out(strides: tuple[int, ...], tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return layouts
 
 
 def _strides(tensors: Mapping[str, Tensor], packed: bool) -> dict[str, int]:

@@ -20,7 +20,7 @@ from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_row
 from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import Addresses, Grid, LaunchAt, Tma, specialized
-from tilefold.ops._shared.plan import Constants, Launch, Values
+from tilefold.ops._shared.plan import Constants, Instead, Launch, Values
 
 MAX_BUILT = 4096  # kinds of arguments that are remembered: constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
@@ -58,6 +58,7 @@ class Build(NamedTuple):
     grid: Grid
     arguments: Values
     constants: Constants
+    instead: Instead | None = None
 
     @property
     def key(self) -> Values:
@@ -85,7 +86,7 @@ class Build(NamedTuple):
         key = self.key if key is None else key
         compiled = BUILT.get(key)
         if compiled is None or isinstance(compiled, str):
-            with named_failure(key, self.kernel):
+            with named_failure(key, self):
                 compiled = self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants, **BUILD_OPTIONS)
                 if hasattr(compiled, "result"):  # compiled asynchronously
                     compiled = compiled.result()
@@ -96,17 +97,17 @@ class Build(NamedTuple):
 
 
 @contextmanager
-def named_failure(key: Values, kernel: Any) -> Iterator[None]:
+def named_failure(key: Values, build: Build) -> Iterator[None]:
     """Turn errors that say that a kernel cannot be built or loaded into :class:`KernelUnavailableError`."""
     if isinstance(BUILT.get(key), str):
-        raise KernelUnavailableError(kernel.__name__, BUILT[key])
+        raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.instead)
     try:
         yield
     except Exception as error:
         if not is_of_the_build(error):
             raise
         BUILT[key] = what_failed(error)
-        raise KernelUnavailableError(kernel.__name__, BUILT[key]) from error
+        raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.instead) from error
 
 
 Listed = dict[Hashable, Build]  # one launch of each kind
@@ -143,7 +144,8 @@ class Step:
     def __call__(self, repeats: bool, addresses: Addresses, dtypes: Sequence[torch.dtype | None]) -> None:
         planned = self._planned
         tensors = [_described(*each) for each in zip_longest(addresses, dtypes, self._tma)]
-        build = Build(planned.kernel, planned.grid, (*tensors, *planned.numbers), planned.constants)
+        numbers, constants = planned.numbers, planned.constants
+        build = Build(planned.kernel, planned.grid, (*tensors, *numbers), constants, planned.instead)
         if _LISTED:
             _LISTED[-1].setdefault(build.key, build)
             return
@@ -155,13 +157,13 @@ class Step:
 
     def by_triton(self, build: Build) -> Any:
         """Launch by Triton's own call, and return what was compiled, if anything."""
-        kernel, grid, arguments, constants = build
+        kernel, grid, arguments, constants, _ = build
         if not isinstance(kernel, JITFunction):  # interpreted
             return kernel[grid](*arguments, **constants)
         enter_context(torch.cuda.current_device())
         key = build.key
         compiled, last = build(key), [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        with named_failure(key, kernel):  # which may be found when it is loaded
+        with named_failure(key, build):  # which may be found when it is loaded
             compiled[grid](*[x.address if isinstance(x, Memory) else x for x in arguments], *last)
         return compiled
 

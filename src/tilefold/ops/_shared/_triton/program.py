@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared.internals import hooked
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, Take, TorchStep, cdiv, taker
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, Take, TorchStep, cdiv, taker
 
 MAX_TOGETHER = 1 << 20  # bytes of scratch up to which all is allocated at once: each time costs the host
 PIECE_ALIGNMENT = 128  # bytes, of scratch in a block: as much as the L2 cache reads at a time
@@ -39,7 +39,7 @@ class Program:
     ``bound``, and no kernel is built any more.
     """
 
-    __slots__ = ("_aligned", "_empty", "_results", "bound", "instead", "turns")
+    __slots__ = ("_aligned", "_empty", "_results", "bound", "turns")
 
     def __init__(
         self,
@@ -47,14 +47,9 @@ class Program:
         given: Sequence[str],
         results: Mapping[str, Buffer | None],
         device: torch.device,
-        setting: Setting,
+        aligned: bool,
     ) -> None:
-        self.instead = {  # of kernels of the plan that were not given up before it was made
-            each.kernel.__name__: each.instead
-            for each in plan.steps
-            if isinstance(each, Launch) and each.instead is not None and each.instead.kernel not in setting.given_up
-        }
-        self._aligned, self.bound = setting.aligned, False
+        self._aligned, self.bound = aligned, False
         reads = [step.tensors.split() for step in plan.steps]
         first = {name: turn for turn in reversed(range(len(reads))) for name in reads[turn]}
         of_torch = [(step, names) for step, names in zip(plan.steps, reads, strict=True) if isinstance(step, TorchStep)]
