@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilefold.modules import EpicPooling
-from tilefold.modules.fused_pooling import Head
+from tilefold.modules.fused_pooling import Head, Wanted
 from tilefold.ops import lsr_head
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -49,7 +49,7 @@ def main() -> None:
 
     def fused() -> Tensor:
         head = Head(hidden, weight, bias)
-        found: Tensor = pooling.fused_scores(features(hidden), head, out_dtype=None, impl="auto", sparse=None)
+        found: Tensor = pooling.fused_scores(features(hidden), head, Wanted())
         return found
 
     def plain_head() -> Tensor:

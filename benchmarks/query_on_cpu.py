@@ -27,6 +27,7 @@ from sentence_transformers import SparseEncoder
 from tilefold.bench.results import RESULTS, collect, results_file, write_csv
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules import load_encoder
+from tilefold.modules.fused_pooling import Wanted
 
 TEXT = "how do i read a csv file line by line"  # 12 tokens with the special ones, of MiniLM's tokenizer
 Calls = dict[str, Callable[[], object]]
@@ -91,7 +92,7 @@ def sparse_batch(model: Any) -> Callable[[], object]:
 
 
 def alone(graph: Any, tensors: dict[str, Any]) -> Callable[[], object]:
-    return lambda: graph.fused_scores(tensors, None, out_dtype=None, impl="auto", sparse=None)
+    return lambda: graph.fused_scores(tensors, None, Wanted())
 
 
 def without_gradients(call: Callable[[], object]) -> Callable[[], object]:

@@ -19,7 +19,8 @@ from tilefold.integrations.sentence_transformers import accelerate, encode_spars
 from tilefold.losses import GlobalFlopsLoss
 from tilefold.losses.base_splade import BaseSpladeLoss
 from tilefold.modules.echo import EchoTransformer
-from tilefold.modules.prosper import LITERAL_WEIGHTS, ProsperTransformer, literal_residual, pooled_activation
+from tilefold.modules.head_pooling import pool_logits
+from tilefold.modules.prosper import LITERAL_WEIGHTS, ProsperTransformer, literal_residual
 from tilefold.modules.window import LexicalWindow, keep_heaviest
 
 KINDS: dict[str, dict[str, Any]] = {"causal": CAUSAL_OPTIONS, "masked": {"transformer_task": "fill-mask"}}
@@ -124,7 +125,7 @@ def test_pooled_states_of_any_mask() -> None:
     hidden = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [-1.0], [0.0]], [[5.0], [5.0], [5.0]]])
     mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0]])
     for name, expected in (("last", [2, 0, 0]), ("cls", [1, 0, 0]), ("max", [2, 0, 0])):
-        assert pooled_activation(hidden, mask, name).expm1().flatten().round().tolist() == expected
+        assert pool_logits(hidden, mask != 0, name, "log1p_relu").expm1().flatten().round().tolist() == expected
 
 
 def test_window_keeps_the_heaviest_of_rows_that_have_more_and_their_gradient() -> None:

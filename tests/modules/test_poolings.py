@@ -19,7 +19,7 @@ from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
 from tilefold.losses import TermRecallLoss
 from tilefold.modules import EpicPooling, HeadPooling, TokenWeights
-from tilefold.modules.fused_pooling import Head, SparseOptions
+from tilefold.modules.fused_pooling import Head, SparseOptions, Wanted
 from tilefold.modules.splate import SplateHead
 from tilefold.recipes.colbert import ColbertRecipe, load_base_model
 from tilefold.recipes.encoders import mlm_head, splate_encoder
@@ -50,7 +50,7 @@ def plain(module: Any, features: dict[str, Any]) -> Tensor:
 def fused(module: Any, features: dict[str, Any], case: Batch, bias: bool = True, **options: Any) -> Tensor:
     hidden = features.pop("token_embeddings")
     head = Head(hidden.squeeze(0) if "cu_seq_lens_q" in features else hidden, case.weight, case.bias if bias else None)
-    return module.fused_scores(features, head, **{"out_dtype": None, "impl": "auto", "sparse": None} | options)
+    return module.fused_scores(features, head, Wanted(**options))
 
 
 # HeadPooling
@@ -204,7 +204,7 @@ def repeated() -> Batch:
 
 
 def sparse_rows(module: TokenWeights, features: dict[str, Any]) -> Tensor:
-    rows = module.fused_scores(features, None, out_dtype=None, impl="auto", sparse=SparseOptions(None, 0.0))
+    rows = module.fused_scores(features, None, Wanted(sparse=SparseOptions(None, 0.0)))
     assert rows.layout == torch.sparse_csr
     return rows.to_dense()
 

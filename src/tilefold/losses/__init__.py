@@ -14,24 +14,6 @@ from tilefold.losses.regularizers import (
     RegularizerSum,
 )
 
-__all__ = [
-    "ActivatedLmLoss",
-    "AntiZeroLoss",
-    "DFFlopsLoss",
-    "GlobalFlopsLoss",
-    "L1Loss",
-    "L2Loss",
-    "NoPenalty",
-    "PairwiseSoftmaxLoss",
-    "PositionSum",
-    "Regularizer",
-    "RegularizerSum",
-    "TermRecallLoss",
-    "WeightedLosses",
-    "activated_lm_loss",
-    "anti_zero",
-    "df_weights",
-    "flops",
-    "l1",
-    "l2",
-]
+__all__ = ["ActivatedLmLoss", "AntiZeroLoss", "DFFlopsLoss", "GlobalFlopsLoss", "L1Loss", "L2Loss", "NoPenalty"]
+__all__ += ["PairwiseSoftmaxLoss", "PositionSum", "Regularizer", "RegularizerSum", "TermRecallLoss", "WeightedLosses"]
+__all__ += ["activated_lm_loss", "anti_zero", "df_weights", "flops", "l1", "l2"]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tilefold.modules.fused_pooling import (
-    Dtype,
     Features,
     Head,
     PoolingModule,
-    SparseOptions,
+    Wanted,
     activate,
     attended,
     autocasts,
@@ -82,14 +81,12 @@ class EpicPooling(PoolingModule):
         features["sentence_embedding"] = self._scores(best, states, features)
         return features
 
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         if head is None:
             raise ValueError("EpicPooling must follow an LM head, got no head.")
         states, importance = self._importance(features)
         weighted, places = _weighted(head, importance), attended(features)  # rows are dense: all weights are positive
-        best = head_scores(weighted, places, out_dtype=out_dtype, impl=impl, activation="none")
+        best = head_scores(weighted, places, wanted._replace(sparse=None), activation="none")
         return self._scores(best, states, features)
 
     def _importance(self, features: Features) -> tuple[Tensor, Tensor]:

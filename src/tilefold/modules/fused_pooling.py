@@ -13,20 +13,8 @@ from torch.nn.functional import softplus
 
 from tilefold.ops import lsr_head, lsr_head_sparse
 
-__all__ = [
-    "ACTIVATIONS",
-    "STOCK_ACTIVATIONS",
-    "Features",
-    "FusedPooling",
-    "Head",
-    "Options",
-    "Places",
-    "PoolingModule",
-    "SparseOptions",
-    "activate",
-    "autocasts",
-    "places_of",
-]
+__all__ = ["ACTIVATIONS", "STOCK_ACTIVATIONS", "Features", "FusedPooling", "Head", "Options", "Places", "PoolingModule"]
+__all__ += ["SparseOptions", "Wanted", "activate", "autocasts", "places_of"]
 
 Features: TypeAlias = dict[str, Any]
 Options: TypeAlias = dict[str, Any]  # keywords of a call
@@ -66,6 +54,17 @@ class SparseOptions(NamedTuple):
     min_weight: float
 
 
+class Wanted(NamedTuple):
+    """How scores are returned: ``out_dtype`` and ``impl`` as of :func:`tilefold.ops.lsr_head`, and the form of rows.
+
+    With ``sparse``, poolings return CSR rows under these options if they can; dense ones are pruned by who asked.
+    """
+
+    out_dtype: Dtype | None = None
+    impl: str = "auto"
+    sparse: SparseOptions | None = None
+
+
 class FusedPooling(ABC):
     """A module that fills ``sentence_embedding`` and knows how to do so without ``[B, S, V]``.
 
@@ -80,17 +79,20 @@ class FusedPooling(ABC):
     reads_logits: bool = True
     embedding_dimension: int | None = None
 
+    def forward(self, features: Features) -> Features:
+        """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features; poolings of logits have their own."""
+        features = dict(features)
+        features["sentence_embedding"] = self.fused_scores(features, None, Wanted())
+        return features
+
     @abstractmethod
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         """``[B, V]`` scores: what ``forward`` puts into ``sentence_embedding``.
 
         Args:
             features: those that reach the module; ``token_embeddings`` was taken out if there is a head.
             head: its operands, ``hidden`` being ``[B, S, D]`` or packed ``[T, D]``; None if `reads_logits` is False.
-            out_dtype, impl: as of :func:`tilefold.ops.lsr_head`.
-            sparse: return CSR rows under these options, if the module can; dense rows are pruned by the caller.
+            wanted: how they are returned.
         """
 
     @property
@@ -105,24 +107,17 @@ class FusedPooling(ABC):
 class PoolingModule(FusedPooling, Module):
     """A pooling that is saved as its options in JSON and, if it has any, its weights."""
 
-    def forward(self, features: Features) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into ``features``; poolings of logits have a forward of their own."""
-        features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
-        return features
-
     def get_embedding_dimension(self) -> int | None:
         """V, or None before the first forward."""
         return self.embedding_dimension
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the options, and the weights if there are any."""
         self.save_config(output_path)
         if self.state_dict():
             self.save_torch_weights(output_path, safe_serialization=safe_serialization)
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Any:
-        """Read what :meth:`save` wrote."""
         made = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if made.state_dict():
             cls.load_torch_weights(model_name_or_path, subfolder=subfolder, **place_of_files(kwargs), model=made)
@@ -168,26 +163,17 @@ def places_of(features: Features, ignore_ids: tuple[int, ...] = ()) -> Places:
     return Places(functools.reduce(torch.logical_and, conditions) if conditions else None, cu_seqlens)
 
 
-def head_scores(
-    head: Head,
-    places: Places,
-    *,
-    out_dtype: Dtype | None,
-    impl: str,
-    sparse: SparseOptions | None = None,
-    logit_scale: float = 1.0,
-    **options: Any,
-) -> Tensor:
+def head_scores(head: Head, places: Places, wanted: Wanted, *, logit_scale: float = 1.0, **options: Any) -> Tensor:
     """Scores of an LM head over the tokens of ``places``; its logits, bias included, are times ``logit_scale``."""
     hidden, weight, bias = head
     mask, cu_seqlens = places
     if cu_seqlens is not None:
         mask, (hidden, cu_seqlens) = None, places.packed(hidden)
-    options |= {"attention_mask": mask, "cu_seqlens": cu_seqlens, "logit_scale": logit_scale, "impl": impl}
-    options["out_dtype"] = torch.float32 if autocasts(hidden) else out_dtype
+    options |= {"attention_mask": mask, "cu_seqlens": cu_seqlens, "logit_scale": logit_scale, "impl": wanted.impl}
+    options["out_dtype"] = torch.float32 if autocasts(hidden) else wanted.out_dtype
     bias = bias if bias is None or logit_scale == 1 else bias * logit_scale
-    if sparse is not None:
-        return lsr_head_sparse(hidden, weight, bias, **options, **sparse._asdict())
+    if wanted.sparse is not None:
+        return lsr_head_sparse(hidden, weight, bias, **options, **wanted.sparse._asdict())
     return lsr_head(hidden, weight, bias, **options)
 
 

@@ -13,17 +13,17 @@ from torch.nn.functional import normalize as unit_length
 from tilefold.modules.fused_pooling import (
     ACTIVATIONS,
     FUSED_ACTIVATIONS,
-    Dtype,
     Features,
     Head,
     Options,
     PoolingModule,
-    SparseOptions,
+    Wanted,
     activate,
     autocasts,
     head_scores,
     places_of,
 )
+from tilefold.modules.window import keep_heaviest
 
 __all__ = ["HeadPooling"]
 
@@ -100,19 +100,17 @@ class HeadPooling(PoolingModule):
         features["sentence_embedding"] = self._finish(scores.float() if autocasts(logits) else scores)
         return features
 
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         if head is None:
             raise ValueError("HeadPooling must follow an LM head, got no head.")
         activation, more = FUSED_ACTIVATIONS[self.activation]
         places = places_of(features, tuple(self.ignore_ids))
         options: Options = {"pooling": self.pooling, "activation": activation, "logit_scale": self.logit_scale}
-        options |= {"out_dtype": out_dtype, "impl": impl}
-        if sparse is not None and not more and self.normalize is None:
-            smaller = [k for k in (self.top_k, sparse.top_k) if k is not None]
-            return head_scores(head, places, sparse=sparse._replace(top_k=min(smaller, default=None)), **options)
-        scores = head_scores(head, places, **options)
+        if wanted.sparse is not None and not more and self.normalize is None:
+            smaller = [k for k in (self.top_k, wanted.sparse.top_k) if k is not None]
+            fewer = wanted.sparse._replace(top_k=min(smaller, default=None))
+            return head_scores(head, places, wanted._replace(sparse=fewer), **options)
+        scores = head_scores(head, places, wanted._replace(sparse=None), **options)
         for _ in range(more):
             scores = scores.log1p()
         return self._finish(scores)
@@ -129,32 +127,14 @@ class HeadPooling(PoolingModule):
         return f"HeadPooling({self.get_config_dict()})"
 
     def _pool(self, logits: Tensor, keep: Tensor) -> Tensor:
-        """``[B, S, V]`` logits and ``[B, S]`` bool to activated ``[B, V]``."""
-        if self.logit_scale != 1:
-            logits = logits * self.logit_scale
-        outside, empty = ~keep[..., None], ~keep.any(dim=1, keepdim=True)
-        if self.pooling in ("sum", "mean"):
-            tokens = activate(logits.masked_fill(outside, 0), self.activation).masked_fill(outside, 0)
-            total = tokens.sum(dim=1)
-            return total if self.pooling == "sum" else total / keep.sum(dim=1, keepdim=True).clamp(min=1)
-        if logits.size(1) == 0:
-            return logits.new_zeros(logits.size(0), logits.size(2))
-        if self.pooling == "max":
-            best = logits.masked_fill(outside, -torch.inf).max(dim=1).values
-        else:
-            at = torch.arange(keep.size(1), device=keep.device)
-            place = at.where(keep, keep.size(1) if self.pooling == "cls" else -1)
-            place = place.amin(dim=1) if self.pooling == "cls" else place.amax(dim=1)
-            place = place.clamp(0, keep.size(1) - 1)
-            best = logits[torch.arange(logits.size(0), device=keep.device), place]
-        return activate(best.masked_fill(empty, 0), self.activation).masked_fill(empty, 0)
+        scaled = logits if self.logit_scale == 1 else logits * self.logit_scale
+        return pool_logits(scaled, keep, self.pooling, self.activation)
 
     def _finish(self, scores: Tensor) -> Tensor:
         """The window and the length; ``[B, V]``."""
         self.embedding_dimension = scores.size(1)
-        if self.top_k is not None and self.top_k < scores.size(1):
-            best = scores.topk(self.top_k, dim=1).indices
-            scores = scores * torch.zeros_like(scores).scatter_(1, best, 1)
+        if self.top_k is not None:
+            scores = keep_heaviest(scores, self.top_k)
         return unit_length(scores, dim=1) if self.normalize == "l2" else scores
 
     def _check(self) -> None:
@@ -168,3 +148,23 @@ class HeadPooling(PoolingModule):
             raise ValueError(f"top_k must be a whole number of at least 1, or None, got {top_k!r}.")
         if self.ignore_ids and self.pooling == "cls":
             raise ValueError(f"ignore_ids must be empty with pooling 'cls', which reads one, got {self.ignore_ids}.")
+
+
+def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> Tensor:
+    """``[B, S, V]`` logits and ``[B, S]`` bool to activated ``[B, V]``; 0 of a text without a token that counts."""
+    outside, empty = ~keep[..., None], ~keep.any(dim=1, keepdim=True)
+    if pooling in ("sum", "mean"):
+        tokens = activate(logits.masked_fill(outside, 0), activation).masked_fill(outside, 0)
+        total = tokens.sum(dim=1)
+        return total if pooling == "sum" else total / keep.sum(dim=1, keepdim=True).clamp(min=1)
+    if logits.size(1) == 0:
+        return logits.new_zeros(logits.size(0), logits.size(2))
+    if pooling == "max":
+        best = logits.masked_fill(outside, -torch.inf).max(dim=1).values
+    else:
+        at = torch.arange(keep.size(1), device=keep.device)
+        place = at.where(keep, keep.size(1) if pooling == "cls" else -1)
+        place = place.amin(dim=1) if pooling == "cls" else place.amax(dim=1)
+        place = place.clamp(0, keep.size(1) - 1)
+        best = logits[torch.arange(logits.size(0), device=keep.device), place]
+    return activate(best.masked_fill(empty, 0), activation).masked_fill(empty, 0)

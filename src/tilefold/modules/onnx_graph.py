@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from tilefold._files import sha256_file
 from tilefold._typing import Tokenizer
-from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, Options, SparseOptions, place_of_files
+from tilefold.modules.fused_pooling import Features, FusedPooling, Head, Options, Wanted, place_of_files
 
 __all__ = ["OnnxGraph"]
 
@@ -67,14 +67,7 @@ class OnnxGraph(FusedPooling, InputModule):
         found = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         return {name: found[name] for name in ("input_ids", "attention_mask")}
 
-    def forward(self, features: Features, **_: Any) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into ``features``."""
-        features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
-        return features
-
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         ids = features["input_ids"]
         if torch.is_grad_enabled() and self.training:
             raise RuntimeError("an ONNX graph is not trained, got a forward in training; train the model it is of.")
@@ -101,7 +94,6 @@ class OnnxGraph(FusedPooling, InputModule):
         return {**self.__dict__, "_session": None}  # copies, and other processes, open the file themselves
 
     def get_embedding_dimension(self) -> int:
-        """V."""
         return int(self.vocab_size)
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +106,6 @@ class OnnxGraph(FusedPooling, InputModule):
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> OnnxGraph:
-        """Read what :meth:`save` wrote."""
         given = place_of_files(kwargs)
         config = cls.load_config(model_name_or_path, subfolder=subfolder, **given)
         load_file_path(model_name_or_path, os.fspath(Path(subfolder, WEIGHTS)), **given)

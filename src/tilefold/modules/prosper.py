@@ -11,6 +11,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold.modules.fused_pooling import Features, Options, autocasts, place_of_files
+from tilefold.modules.head_pooling import pool_logits
 from tilefold.ops import lsr_head, token_scatter
 
 __all__ = ["ProsperTransformer", "literal_residual"]
@@ -85,7 +86,7 @@ class ProsperTransformer(Transformer):
         options: Options = {"pooling": self.pooling, "logit_scale": self.logit_scale, "impl": self.impl}
         final = base = lsr_head(hidden, weight, bias, attention_mask=mask, **options)
         if self.literal is not None:
-            pooled, special = pooled_activation(hidden, mask, self.pooling), self.tokenizer.all_special_ids
+            pooled, special = pool_logits(hidden, mask != 0, self.pooling, "log1p_relu"), self.tokenizer.all_special_ids
             operands = pooled, self.literal.weight, out["input_ids"], mask
             final = base + literal_residual(*operands, ignore_ids=special, impl=self.impl).to(base.dtype)
         return {**out, "sentence_embedding": final, "base_embedding": base}
@@ -163,18 +164,6 @@ def literal_residual(
         return token_scatter(
             gap, input_ids, weight.size(0), attention_mask=keep, reduce="max", activation="none", impl=impl
         )
-
-
-def pooled_activation(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """``pool_s log1p(relu(h_s))`` ``[B, D]`` over the valid tokens of ``[B, S, D]``; zero for a row without any."""
-    valid = attention_mask != 0
-    if pooling == "max":
-        return hidden.relu().log1p().masked_fill(~valid[:, :, None], 0).amax(dim=1)
-    positions = torch.arange(valid.size(1), device=valid.device).expand_as(valid)
-    chosen = positions.masked_fill(~valid, -1).amax(1) if pooling == "last" else valid.int().argmax(1)
-    rows = torch.arange(valid.size(0), device=valid.device)
-    picked = hidden[rows, chosen].relu().log1p()
-    return picked.masked_fill(~valid.any(1)[:, None], 0)
 
 
 def _give_back(hidden: Tensor) -> Tensor:

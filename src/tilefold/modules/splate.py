@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from tilefold.modules.fused_pooling import (
-    Dtype,
     Features,
     Head,
     PoolingModule,
-    SparseOptions,
+    Wanted,
     attended,
     autocasts,
     head_scores,
@@ -111,13 +110,7 @@ class SplateHead(PoolingModule):
         if train_bias:
             self.decoder.bias.requires_grad_(True)
 
-    def forward(self, features: Features) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into a copy of the features."""
-        return super().forward(dict(features))
-
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         hidden: Tensor = features["token_embeddings"]
         states = hidden + self.adapter(hidden)
         if self.transform is not None and self.norm is not None and self.activation is not None:
@@ -126,8 +119,8 @@ class SplateHead(PoolingModule):
             states = states.to(self.decoder.weight.dtype)
         places = attended(features)
         states = states if places.cu_seqlens is None else states.squeeze(0)
-        own, options = Head(states, self.decoder.weight, self.decoder.bias), {"logit_scale": self.logit_scale}
-        return head_scores(own, places, out_dtype=out_dtype, impl=impl, sparse=sparse, **options)
+        own = Head(states, self.decoder.weight, self.decoder.bias)
+        return head_scores(own, places, wanted, logit_scale=self.logit_scale)
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> SplateHead:

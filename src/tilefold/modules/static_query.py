@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from tilefold._typing import Tokenizer
-from tilefold.modules.fused_pooling import Dtype, Features, FusedPooling, Head, Options, SparseOptions, place_of_files
+from tilefold.modules.fused_pooling import Features, FusedPooling, Head, Options, Wanted, place_of_files
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["StaticQuery", "counted_tokens"]
@@ -54,20 +54,13 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         self.vocab_size = vocab_size
         self.num_dimensions = vocab_size
 
-    def forward(self, features: Features) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into ``features``."""
-        features["sentence_embedding"] = self.fused_scores(features, None, out_dtype=None, impl="auto", sparse=None)
-        return features
-
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)
         weights = self.weight.expand(ids.shape) if self.weight.numel() == 1 else self.weight[ids]
-        options: Options = {"attention_mask": mask, "out_dtype": out_dtype}
-        if sparse is not None:
-            return token_scatter_sparse(weights, ids, self.vocab_size, **options, **sparse._asdict())
-        return token_scatter(weights, ids, self.vocab_size, **options, impl=impl)
+        options: Options = {"attention_mask": mask, "out_dtype": wanted.out_dtype}
+        if wanted.sparse is not None:
+            return token_scatter_sparse(weights, ids, self.vocab_size, **options, **wanted.sparse._asdict())
+        return token_scatter(weights, ids, self.vocab_size, **options, impl=wanted.impl)
 
     def stock(self) -> SparseStaticEmbedding:
         """A frozen ``SparseStaticEmbedding`` with the same vectors, which loads without tilefold.

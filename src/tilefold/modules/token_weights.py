@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from tilefold.modules.fused_pooling import (
     ACTIVATIONS,
-    Dtype,
     Features,
     Head,
     Options,
     PoolingModule,
-    SparseOptions,
+    Wanted,
     activate,
     autocasts,
     places_of,
@@ -110,9 +109,7 @@ class TokenWeights(PoolingModule):
         weights = weights.clamp(min=0)
         return weights / (weights + self.saturation)
 
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         features["token_weights"] = weights = self.weights(features)
         few = len(self.ignore_ids) <= _MAX_IGNORED  # the operator compares with each of them
         places = places_of(features, () if few else tuple(self.ignore_ids))
@@ -123,13 +120,13 @@ class TokenWeights(PoolingModule):
             mask = None
         ignored = self.ignore_ids if few else None
         arguments: Options = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "ignore_ids": ignored}
-        arguments |= {"activation": "none", "out_dtype": out_dtype}
-        if sparse is not None:
-            return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **sparse._asdict())
+        arguments |= {"activation": "none", "out_dtype": wanted.out_dtype}
+        if wanted.sparse is not None:
+            return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **wanted.sparse._asdict())
         if self.activation != "none" or not self.training:
-            return token_scatter(weights, ids, self.vocab_size, **arguments, impl=impl)
+            return token_scatter(weights, ids, self.vocab_size, **arguments, impl=wanted.impl)
         # the largest weight of each term's tokens, also where it is negative: all are moved above 0 and back
         counted = weights.detach() if mask is None else weights.detach().masked_fill(~mask, 0)
         least = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
-        moved = token_scatter(weights - least, ids, self.vocab_size, **arguments, impl=impl)
+        moved = token_scatter(weights - least, ids, self.vocab_size, **arguments, impl=wanted.impl)
         return (moved + least.to(moved.dtype)).where(moved != 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefold.modules.fused_pooling import Dtype, Features, Head, PoolingModule, SparseOptions
+from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
 
 __all__ = ["LexicalWindow", "keep_heaviest"]
 
@@ -39,13 +39,7 @@ class LexicalWindow(PoolingModule):
             raise ValueError(f"normalize must be 'l2' or None, got {normalize!r}.")
         self.top_k, self.normalize, self.embedding_dimension = top_k, normalize, embedding_dimension
 
-    def forward(self, features: Features) -> Features:
-        """Replace ``sentence_embedding``, in a copy of the features."""
-        return super().forward(dict(features))
-
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         rows: Tensor = features["sentence_embedding"]
         rows = rows if rows.layout == torch.strided else rows.to_dense()
         self.embedding_dimension = rows.size(1)

@@ -12,13 +12,15 @@ from torch.nn import functional
 
 from tilefold.ops import lsr_head, token_scatter, token_scatter_sparse
 
+_REMEDY = "pass the output embeddings of the model, for instance model.get_output_embeddings()."
+
 
 class LinearParameters(nn.Module):
     """``weight`` ``[rows, D]`` and ``bias`` ``[rows]`` or ``None``, drawn as ``nn.Linear`` draws them."""
 
     weight: Tensor
     bias: Tensor | None
-    shown: tuple[str, ...]  # options that are printed
+    shown: tuple[str, ...]  # options of the operator, which are printed
 
     def __init__(
         self, hidden_size: int, rows: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -42,8 +44,11 @@ class LinearParameters(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.shown}
+
     def extra_repr(self) -> str:
-        shown = "".join(f", {name}={getattr(self, name)!r}" for name in self.shown)
+        shown = "".join(f", {name}={value!r}" for name, value in self._options().items())
         return f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}{shown}"
 
 
@@ -95,7 +100,7 @@ class LSRHead(LinearParameters):
         Raises:
             TypeError: if ``linear`` is no ``nn.Linear``.
         """
-        _check_linear(linear)
+        _check_linear("linear", linear, _REMEDY)
         head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
         head.tie_weights(linear)
         return head
@@ -106,7 +111,7 @@ class LSRHead(LinearParameters):
         Raises:
             TypeError: if ``linear`` is no ``nn.Linear``.
         """
-        _check_linear(linear)
+        _check_linear("linear", linear, _REMEDY)
         self.weight = linear.weight
         self.bias = linear.bias
 
@@ -118,25 +123,13 @@ class LSRHead(LinearParameters):
             attention_mask: ``[B, S]``, nonzero = keep; all tokens are kept without it.
             cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
         """
-        return lsr_head(
-            hidden,
-            self.weight,
-            self.bias,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            pooling=self.pooling,
-            activation=self.activation,
-            logit_scale=self.logit_scale,
-            impl=self.impl,
-        )
+        options: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, **self._options()}
+        return lsr_head(hidden, self.weight, self.bias, **options)
 
 
-def _check_linear(linear: object) -> None:
+def _check_linear(name: str, linear: object, remedy: str) -> None:
     if not isinstance(linear, nn.Linear):
-        raise TypeError(
-            f"linear must be a torch.nn.Linear, got {type(linear).__name__}; "
-            "pass the output embeddings of the model, for instance model.get_output_embeddings()."
-        )
+        raise TypeError(f"{name} must be a torch.nn.Linear, got {type(linear).__name__}; {remedy}")
 
 
 class TokenWeightHead(LinearParameters):
@@ -186,11 +179,7 @@ class TokenWeightHead(LinearParameters):
             TypeError: if ``layer`` is not an ``nn.Linear``.
             ValueError: if it has more than one output.
         """
-        if not isinstance(layer, nn.Linear):
-            raise TypeError(
-                f"layer must be a torch.nn.Linear, got {type(layer).__name__}; "
-                "call tilefold.token_scatter on the weights that other layers give."
-            )
+        _check_linear("layer", layer, "call tilefold.token_scatter on the weights that other layers give.")
         if layer.out_features != 1:
             raise ValueError(f"layer must have one output, got {layer.out_features}; a decoder goes into LSRHead.")
         head = cls(layer.in_features, vocab_size, layer.bias is not None, device="meta", **options)
@@ -206,7 +195,7 @@ class TokenWeightHead(LinearParameters):
     ) -> Tensor:
         """``[B, V]`` scores; ``input_ids`` are ``[B, S]`` or packed ``[T]``, the rest is as in :class:`LSRHead`."""
         operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
-        return token_scatter(*operands, **options, impl=self.impl)
+        return token_scatter(*operands, **options)
 
     def encode(
         self,
@@ -223,11 +212,11 @@ class TokenWeightHead(LinearParameters):
         """
         with torch.no_grad():
             operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)
+            del options["impl"]
             return token_scatter_sparse(*operands, **options, top_k=top_k, min_weight=min_weight)
 
     def _arguments(self, hidden: Tensor, input_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
-        options: dict[str, Any] = {"attention_mask": mask, "cu_seqlens": cu_seqlens, "reduce": self.reduce}
-        options |= {"activation": self.activation, "ignore_ids": self.ignore_ids}
+        options = {"attention_mask": mask, "cu_seqlens": cu_seqlens, **self._options()}
         return (functional.linear(hidden, self.weight, self.bias), input_ids, self.vocab_size), options
 
 

@@ -20,12 +20,12 @@ from tilefold.integrations.sentence_transformers.packed_inputs import on_device
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
 from tilefold.modules.fused_pooling import (
     STOCK_ACTIVATIONS,
-    Dtype,
     Features,
     FusedPooling,
     Head,
     Options,
     SparseOptions,
+    Wanted,
     autocasts,
 )
 from tilefold.modules.static_query import counted_tokens
@@ -71,12 +71,11 @@ class StockPooling(FusedPooling):
         """Its name, for messages."""
         return str(self.stock.pooling_strategy)
 
-    def fused_scores(
-        self, features: Features, head: Head | None, *, out_dtype: Dtype | None, impl: str, sparse: SparseOptions | None
-    ) -> Tensor:
+    def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         if head is None:
             raise ValueError("a SpladePooling must follow an LM head, got no head.")
         stock, cu_seqlens = self.stock, features.get("cu_seq_lens_q")
+        out_dtype, sparse = wanted.out_dtype, wanted.sparse
         if autocasts(head.hidden):
             kind = head.hidden.device.type
             how = stock.pooling_strategy, stock.activation_function, stock.training, cu_seqlens is not None
@@ -87,7 +86,7 @@ class StockPooling(FusedPooling):
             "pooling": stock.pooling_strategy,
             "activation": STOCK_ACTIVATIONS[stock.activation_function],
             "out_dtype": out_dtype,
-            "impl": impl,
+            "impl": wanted.impl,
         }
         scores: Any = None
         if sparse is not None:
@@ -139,9 +138,8 @@ class FusedForward(Replacement):
             if self.quantize is not None and not torch.is_grad_enabled():
                 head = head._replace(weight=quantize_weight(head.weight))
         sparse = None if torch.compiler.is_compiling() or not self.last else _sparse.get()[0]
-        features["sentence_embedding"] = self.pooling.fused_scores(
-            features, head, out_dtype=out_dtype, impl=self.impl, sparse=sparse
-        )
+        wanted = Wanted(out_dtype, self.impl, sparse)
+        features["sentence_embedding"] = self.pooling.fused_scores(features, head, wanted)
         return features
 
     # Python puts this name into errors of wrong calls, which then read like those of the stock forward
