@@ -22,7 +22,8 @@ from tests.refusals import refused
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index import exact
-from tilefold.retrieval.index.exact import Postings, StoredIds, fastest, portable, save_ids, top_positive
+from tilefold.retrieval.index.exact import Postings, fastest, portable, top_positive
+from tilefold.retrieval.index.protocol import StoredIds, save_ids
 from tilefold.retrieval.index.seismic import SeismicIndex, SeismicOptions
 
 Make = Callable[..., SparseVectors]
@@ -344,12 +345,12 @@ def test_arrays_that_do_not_fit_are_refused(make_vectors: Make, tmp_path: Path) 
     built.save(tmp_path / "index")
     offsets, text = built._postings.offsets, np.load(tmp_path / "index" / "ids.npy")
     cases = {
-        "documents.npy": (np.zeros(offsets[-1], np.int64), "expected .* numbers of int32, got int64"),
-        "weights.npy": (np.zeros(7, np.float32), r"got float32 of shape \(7,\)"),
-        "checksums.npy": (np.zeros(3, np.uint32), "expected 500 numbers of uint32"),
+        "documents.npy": (np.zeros(offsets[-1], np.int64), r"expected int32 of shape \[\d+\], got int64"),
+        "weights.npy": (np.zeros(7, np.float32), r"got float32 of shape \[7\]"),
+        "checksums.npy": (np.zeros(3, np.uint32), r"expected uint32 of shape \[500\]"),
         "offsets.npy": (offsets[::-1].copy(), "rise from 0"),
-        "id_ends.npy": (np.arange(1, 31), "expected the ids of 30 documents"),
-        "ids.npy": (text[:-1], "expected the ids of 30 documents"),
+        "id_offsets.npy": (np.arange(31), r"ids.npy: expected uint8 of shape \[30\]"),
+        "ids.npy": (text[:-1], "ids.npy: expected uint8 of shape"),
     }
     for name, (values, message) in cases.items():
         folder = tmp_path / name
@@ -372,4 +373,4 @@ def test_ids_are_stored_and_read_one_by_one(tmp_path_factory: pytest.TempPathFac
     stored = StoredIds.load(folder, len(ids))
     assert list(stored) == ids == [stored[at] for at in range(len(ids))]
     refused(IndexError, "at: expected a position", lambda: stored[len(ids)])
-    refused(DataError, "expected the ids of", StoredIds.load, folder, len(ids) + 1)
+    refused(DataError, r"id_offsets.npy: expected int64 of shape \[", StoredIds.load, folder, len(ids) + 1)

@@ -161,9 +161,9 @@ def test_an_index_that_another_process_writes_is_refused(tmp_path: Path, make_ve
 
 
 def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(tmp_path: Path, make_vectors: Any) -> None:
-    first = r.SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64)
+    first = r.SparseVectorWriter(tmp_path, r.VectorManifest(500, "f" * 64))
     first.write_shard(0, make_vectors(3))
-    second = r.SparseVectorWriter(tmp_path, vocab_size=500, fingerprint="f" * 64, resume=True)
+    second = r.SparseVectorWriter(tmp_path, r.VectorManifest(500, "f" * 64), resume=True)
     assert second.has_shard(0)
     assert second.finish().n_documents == 3
 

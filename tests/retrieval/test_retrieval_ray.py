@@ -58,7 +58,7 @@ class Held:
             "encoding": ENCODING,
             "load": lambda: self.model,
             "output": Output(self.folder, shard_size=2),
-            "identity": self.writer.identified(self.writer.manifest),
+            "identity": self.writer.manifest.identity,
             "beacon": "here.shared.tmp",
             "threads": 1,
         }
@@ -152,7 +152,7 @@ def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path
 
 
 def test_a_machine_that_does_not_have_what_the_command_has_is_told(held: Held) -> None:
-    identity = held.writer.identified(held.writer.manifest) | {"model_fingerprint": "0" * 64}
+    identity = held.writer.manifest.identity | {"model_fingerprint": "0" * 64}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"beacon": "elsewhere.shared.tmp"}, f"{held.folder}: is not the folder of the command on the machine"),
         ({"beacon": "elsewhere.shared.tmp"}, "that all machines share"),

@@ -144,7 +144,7 @@ def test_the_ensemble_is_the_sum_by_hand() -> None:
     assert np.argsort(like).tolist()[-2:] == [1, 0], "the order of the ensemble"
     assert ensemble(rows, {"one": given["one"]}, scale=1.0)[1] == pytest.approx(0.5, abs=1e-6)
     for options, message in (
-        ({"normalization": "z"}, "expected min_max or none"),
+        ({"normalization": "z"}, "expected one of min_max, none"),
         ({"like": "three"}, "like: expected one of the teachers one, two"),
         ({"like": "one", "scale": 3.0}, "expected one of them"),
         ({"scale": 0.0}, "scale: expected a finite number above 0"),

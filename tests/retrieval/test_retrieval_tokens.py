@@ -187,14 +187,14 @@ def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
 
 
 def test_sparse_and_token_vectors_are_told_apart(tmp_path: Path, make_vectors: Any) -> None:
-    from tilefold.retrieval import SparseVectorWriter, write_vectors
+    from tilefold.retrieval import SparseVectorWriter, VectorManifest, write_vectors
 
     store_of([make([3])], tmp_path / "t")
     write_vectors(make_vectors(3), tmp_path / "s")
     for call, message in (
         (lambda: r.read_vectors(tmp_path / "t"), r"expected sparse vectors, got token vectors.*--rerank"),
         (lambda: r.open_tokens(tmp_path / "s"), "expected token vectors of a multi-vector model, got sparse"),
-        (lambda: SparseVectorWriter(tmp_path / "t", vocab_size=500), "got token vectors"),
+        (lambda: SparseVectorWriter(tmp_path / "t", VectorManifest(500)), "got token vectors"),
         (lambda: r.TokenVectorWriter(tmp_path / "s", r.TokenManifest(D, "fp16")), "got sparse"),
         (lambda: store_of([make([3], "int8")], tmp_path / "n"), r"expected D=16 in torch.float16"),
     ):

@@ -67,7 +67,10 @@ def test_rows_by_name_come_in_the_order_of_the_folder(make_vectors: Make, tmp_pa
 
 
 def test_shards_have_receipts_and_those_without_vectors_are_made_again(make_vectors: Make, tmp_path: Path) -> None:
-    lister, other = r.SparseVectorWriter(tmp_path, **OWN), r.SparseVectorWriter(tmp_path, **OWN, lists=False)
+    lister, other = (
+        r.SparseVectorWriter(tmp_path, r.VectorManifest(**OWN)),
+        r.SparseVectorWriter(tmp_path, r.VectorManifest(**OWN), lists=False),
+    )
     failed = {f"f{i}": "RuntimeError: no memory" for i in range(16)}
     stored = other.store_shard(1, make_vectors(3, prefix="e"))
     assert not lister.has_shard(0)
@@ -75,7 +78,7 @@ def test_shards_have_receipts_and_those_without_vectors_are_made_again(make_vect
     other.leave_shard(1, r.SparseVectors.from_rows({}, 500, "f" * 64), failed, None)
     other.leave_shard(0, make_vectors(3), {"x": "expected a string, got int"}, None)
     assert lister.receive([0, 1]) == {0}
-    again = r.SparseVectorWriter(tmp_path, **OWN, resume=True)
+    again = r.SparseVectorWriter(tmp_path, r.VectorManifest(**OWN), resume=True)
     assert again.has_shard(0) and not again.has_shard(1)
     assert again.manifest.failed == {"x": "expected a string, got int"}
     again.list_shard(1, other.store_shard(1, make_vectors(3, prefix="e")))
@@ -88,7 +91,7 @@ def test_shards_have_receipts_and_those_without_vectors_are_made_again(make_vect
 def test_a_killed_writer_loses_only_its_last_shard(make_vectors: Make, tmp_path: Path, place: str) -> None:
     code = (
         "import os, sys, tilefold.retrieval._shards as s, tilefold.retrieval.vectors as v\n"
-        "writer = v.SparseVectorWriter(sys.argv[1], vocab_size=500, fingerprint='f' * 64)\n"
+        "writer = v.SparseVectorWriter(sys.argv[1], v.VectorManifest(500, 'f' * 64))\n"
         "rows = v.SparseVectors.from_rows({'d0': {1: 1.0}}, 500, 'f' * 64)\n"
         "writer.write_shard(0, rows)\n"
         f"{place} = lambda *given: os._exit(9)\n"
@@ -97,15 +100,15 @@ def test_a_killed_writer_loses_only_its_last_shard(make_vectors: Make, tmp_path:
     assert programs.run("-c", code, tmp_path).returncode == 9
     left = ".part-00001.parquet.*.tmp" if place == "s.sha256_file" else "part-00001.parquet"
     assert list(tmp_path.glob(left))
-    writer = r.SparseVectorWriter(tmp_path, **OWN, resume=True)
+    writer = r.SparseVectorWriter(tmp_path, r.VectorManifest(**OWN), resume=True)
     assert writer.has_shard(0) and not writer.has_shard(1)
     assert not list(tmp_path.glob(".part*"))
     writer.write_shard(1, make_vectors(2, prefix="e"))
     refused(DataError, r"2 shard\(s\) of an unfinished run", r.read_vectors, tmp_path)
     writer.finish()
     assert r.read_vectors(tmp_path).ids == ["d0", "e0", "e1"]
-    other, said = OWN | {"vocab_size": 600, "resume": True}, "vocab_size: 500 before, 600 now.*resume=False"
-    refused(DataError, said, r.SparseVectorWriter, tmp_path, **other)
+    other, said = r.VectorManifest(**OWN | {"vocab_size": 600}), "vocab_size: 500 before, 600 now.*resume=False"
+    refused(DataError, said, r.SparseVectorWriter, tmp_path, other, resume=True)
 
 
 def test_a_folder_of_other_files_is_never_written_to_nor_read(make_vectors: Make, tmp_path: Path) -> None:

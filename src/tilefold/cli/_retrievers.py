@@ -179,7 +179,7 @@ def where_of(asked: Asked, searcher: Searcher) -> Filter | None:
         if index.backend == "qdrant":
             matching = index.collection.count(chosen)
         else:
-            matching = sum(allowed_by(index, chosen).tolist())  # type: ignore[union-attr]
+            matching = sum(allowed_by(index.metadata, chosen).tolist())  # type: ignore[union-attr]
     if not matching:
         note(f"--where: none of the {index.n_documents} documents of the index matches")
     return chosen

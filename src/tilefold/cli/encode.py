@@ -191,9 +191,7 @@ def _encoding(made: str, asked: Asked) -> Encoding:
 
         shared["source"] = model if model == _models.PACKAGED else _models.absolute(model)
         shared |= _common.known({name: asked[name] for name in ("storage", "dimension")})
-        encoding = (DenseEncoding if made == "dense" else TokenEncoding)(**shared)
-        encoding.check()
-        return encoding
+        return (DenseEncoding if made == "dense" else TokenEncoding)(**shared)
     from tilefold.retrieval.encoding import SparseEncoding
 
     return SparseEncoding(top_k=asked["top_k"], special_tokens=asked["special_tokens"] is not False, **shared)

@@ -26,21 +26,31 @@ class TokenIds:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def rows(self, chosen: Int64) -> tuple[Int64, Int64]:
-        """Places of the given texts' tokens, in the given order, and the offsets that they then have."""
-        lengths = self.lengths[chosen]
-        offsets = offsets_of(lengths)
-        return np.repeat(self.offsets[chosen] - offsets[:-1], lengths) + np.arange(offsets[-1]), offsets
-
     def take(self, chosen: Int64) -> TokenIds:
         """The given texts, in the given order."""
-        at, offsets = self.rows(chosen)
+        at, offsets = gathered(self.offsets, chosen)
         return TokenIds(self.ids[at], self.positions[at], offsets)
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Int64:
     """``[0, lengths[0], lengths[0] + lengths[1], ...]``."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def gathered(offsets: Int64, chosen: Int64) -> tuple[Int64, Int64]:
+    """Places of the entries of the given rows, in the given order, and the offsets that they then have."""
+    lengths = np.diff(offsets)[chosen]
+    made = offsets_of(lengths)
+    return np.repeat(offsets[chosen] - made[:-1], lengths) + np.arange(made[-1]), made
+
+
+def spans(offsets: Int64, size: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
+    """Ranges of consecutive rows of up to `size` entries, of at least one row."""
+    high = len(offsets) - 1 if high is None else high
+    while low < high:
+        reach = int(np.searchsorted(offsets, offsets[low] + size, side="right")) - 1
+        low, start = max(low + 1, min(reach, high)), low
+        yield start, low
 
 
 def cut_batches(lengths: Int64, budget: int | None, most: int | None = None) -> Iterator[Int64]:

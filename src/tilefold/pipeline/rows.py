@@ -105,7 +105,6 @@ class SparseRows(NamedTuple):
     vocab_size: int
 
     def part(self, chosen: slice) -> SparseRows:
-        """Some rows."""
         at = entries_of(self.counts, chosen)
         return SparseRows(self.counts[chosen], self.columns[at], self.values[at], self.vocab_size)
 
@@ -222,7 +221,6 @@ class TokenRows(NamedTuple):
     scales: Tensor | None = None  # [T] of int8 values
 
     def part(self, chosen: slice) -> TokenRows:
-        """The vectors of some texts."""
         at = entries_of(self.counts, chosen)
         scales = None if self.scales is None else self.scales[at]
         return TokenRows(self.counts[chosen], self.finite[at], self.values[at], scales)

@@ -24,10 +24,10 @@ def check_least(name: str, value: float | None, least: int = 1) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}.")
 
 
-def check_choice(name: str, value: object, allowed: Collection[str], remedy: str = "") -> None:
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ``ValueError`` unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.{remedy}")
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}.")
 
 
 def check_share(name: str, value: float) -> None:

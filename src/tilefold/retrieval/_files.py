@@ -26,6 +26,11 @@ def require(module: str, package: str, purpose: str, extra: str = "retrieval") -
         raise MissingPackageError(f"{purpose} needs {package}, which cannot be imported ({error}). {remedy}") from error
 
 
+def arrow(purpose: str) -> tuple[ModuleType, ModuleType]:
+    """``pyarrow`` and ``pyarrow.parquet``."""
+    return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
+
+
 def write_json_object(path: Path, value: Mapping[str, object], *, durable: bool = False) -> None:
     """Write a JSON object with a checksum of itself, which :func:`read_json_object` compares."""
     write_json(path, {**value, CHECKSUM: _checksum(value)}, durable=durable)
@@ -75,7 +80,7 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
         raise no_string(what, next(name for name in ids if not isinstance(name, str))) from None
     if "\0" in whole or not is_unicode(whole):
         wrong = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
-        raise ValueError(f"{what}: expected ids without zero bytes that UTF-8 can hold, got {wrong!r}. Rename it.")
+        raise DataError(f"{what}: expected ids without zero bytes that UTF-8 can hold, got {wrong!r}. Rename it.")
 
 
 def no_string(what: str, name: object) -> TypeError:

@@ -227,7 +227,7 @@ class RankShards(Generic[M, V]):
             self.ranks.heard("over")  # the first rank says what differs
 
     def _identity(self) -> Json:
-        identity: Json = json.loads(json.dumps(self.writer.identified(self.writer.manifest)))
+        identity: Json = json.loads(json.dumps(self.writer.manifest.identity))
         return identity
 
     def _taken(self) -> Iterator[Shard[V] | None]:

@@ -22,8 +22,9 @@ from tilefold._files import (
     write_json,
 )
 from tilefold.pipeline.truncated import Truncation
-from tilefold.retrieval._files import Json, read_json_object, write_json_object
+from tilefold.retrieval._files import Json, read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import Provenance
 
 MANIFEST_NAME = "manifest.json"
 REMEDY = "Write the vectors again (tilefold encode)."
@@ -32,7 +33,6 @@ RECEIPTS = "part-*.receipt.json"
 _ANEW = "resume=False (with --fresh on the command line)"
 TOO_MANY = 16  # when every text of a shard of at least this size fails, the model is at fault, not the texts
 _OF_CUTS = {"count": int, "max_length": int | None}
-_OF_TOKENS = ("n_tokens", "layout")
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,6 @@ class Manifest:
     TOTALS: ClassVar[dict[str, str]] = {"n_documents": "rows"}  # fields that sum up those of the shards
 
     n_documents: int = 0
-    n_tokens: int | None = None  # this and `layout` of token vectors alone
     shards: list[Json] = field(default_factory=list)
     settings: Json = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -54,7 +53,7 @@ class Manifest:
     truncated: dict[str, int | None] = field(default_factory=dict)
     complete: bool = False
     n_texts: int | None = None
-    layout: str | None = None
+    layout: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
@@ -85,11 +84,21 @@ class Manifest:
             raise refused(f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed")
         return manifest
 
+    @property
+    def provenance(self) -> Provenance:
+        """Model and texts, as far as they are known."""
+        return Provenance.from_dict(self.identity)
+
     def to_dict(self) -> Json:
         """The JSON object in the file."""
         values, shared = asdict(self), [item.name for item in fields(Manifest)]
         ordered = sorted(values, key=lambda name: name in shared)
-        return {name: values[name] for name in ordered if values[name] is not None or name not in _OF_TOKENS}
+        return {name: values[name] for name in ordered}
+
+    @property
+    def identity(self) -> Json:
+        """Settings that make a folder this one, by name."""
+        return {name: getattr(self, name) for name in self.IDENTITY} | self.settings
 
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
         """Fields that are not of these `types`, or whose parts are not what they must be."""
@@ -174,21 +183,23 @@ class ShardWriter(ABC, Generic[M, V]):
     """
 
     suffix: ClassVar[str]
+    package: ClassVar[tuple[str, str, str]]  # arguments of :func:`require`
 
-    def __init__(self, path: Path, manifest: M, resume: bool, lists: bool = True) -> None:
-        self.path, self._kind = path, type(manifest)
+    def __init__(self, path: str | Path, manifest: M, *, resume: bool = False, lists: bool = True) -> None:
+        require(*self.package)
+        self.path, self._kind = Path(path), type(manifest)
         self._received: dict[int, Receipt] = {}
         if not lists:
             self.manifest = manifest
             return
         self._earlier()  # refuses a foreign folder before anything is written there
-        self._lock = hold_folder(path)
+        self._lock = hold_folder(self.path)
         earlier = self._earlier()
         receipts = list(self.path.glob(RECEIPTS))
         written = earlier is not None and bool(earlier.shards or earlier.partial or receipts)
         resume = resume and written  # else any settings do
         if earlier is not None and resume:
-            changed = differences(self.identified(earlier), self.identified(manifest), "before", "now")
+            changed = differences(earlier.identity, manifest.identity, "before", "now")
             if changed:
                 remedy = f"Go on with the former ones, choose another folder, or take {_ANEW}."
                 raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
@@ -227,10 +238,6 @@ class ShardWriter(ABC, Generic[M, V]):
             raise FileExistsError(f"{self.path}: {expected}. Choose another path; nothing was overwritten.")
         return None
 
-    def identified(self, manifest: M) -> Json:
-        """Settings that make a folder this one, by name."""
-        return {name: getattr(manifest, name) for name in self._kind.IDENTITY} | manifest.settings
-
     def has_shard(self, number: int) -> bool:
         """Whether shard `number` is complete: listed in the manifest or received, with an unchanged file."""
         if number < len(self.manifest.shards):
@@ -248,7 +255,7 @@ class ShardWriter(ABC, Generic[M, V]):
     @property
     def key(self) -> str:
         """SHA-256 of what makes the folder this one."""
-        return hashlib.sha256(json.dumps(self.identified(self.manifest), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.manifest.identity, sort_keys=True).encode()).hexdigest()
 
     def receive(self, numbers: Iterable[int] | None = None) -> set[int]:
         """Take and list shards whose receipts are there, as far as none is missing before; those that were found."""

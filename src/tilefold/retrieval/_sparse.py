@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tilefold.pipeline.ragged import offsets_of
+from tilefold.pipeline.ragged import gathered, offsets_of
 from tilefold.retrieval._checks import check_offsets, no_weight, outside
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
@@ -157,9 +157,7 @@ class SparseVectors:
     def take(self, rows: Sequence[int] | Longs) -> SparseVectors:
         """The given rows, in the given order, as vectors of their own."""
         chosen = np.asarray(rows, dtype=np.int64)
-        starts, lengths = self.indptr[chosen], np.diff(self.indptr)[chosen]
-        offsets = offsets_of(lengths)
-        at = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
+        at, offsets = gathered(self.indptr, chosen)
         ids = [self.ids[i] for i in chosen.tolist()]
         return replace(self, ids=ids, indptr=offsets, indices=self.indices[at], data=self.data[at])
 

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from tilefold._typing import Model
 from tilefold.pipeline.ahead import Behind
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, halved, say_unused_batch_tokens
 from tilefold.pipeline.truncated import Truncation, tell, watching
-from tilefold.retrieval._checks import check_least
+from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval._shards import M, Part, ShardWriter, V, check_some
 from tilefold.retrieval.errors import DataError
@@ -37,7 +37,8 @@ Kind = Literal["document", "query"]
 Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]  # items
 
 
-class Output(NamedTuple):
+@dataclass(frozen=True)
+class Output:
     """Folder of vectors, and how it is written, in the words of :func:`tilefold.retrieval.encode_collection`."""
 
     folder: Path
@@ -46,13 +47,11 @@ class Output(NamedTuple):
     progress: Callable[[int, int], None] | None = None
     resume: bool = True
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for sizes and times that no shard has."""
+    def __post_init__(self) -> None:
         check_least("shard_size", self.shard_size)
         check_least("save_minutes", self.save_minutes, 0)
 
     def report(self, done: int, total: int) -> None:
-        """Call `progress`, where there is one."""
         if self.progress is not None:
             self.progress(done, total)
 
@@ -69,11 +68,9 @@ class Encoding(ABC):
     batch_tokens: int | None = None
     max_length: int | None = None
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for a value that it cannot have."""
+    def __post_init__(self) -> None:
         check_least("max_length", self.max_length)
-        if self.kind not in ("document", "query"):
-            raise ValueError(f"kind: expected 'document' or 'query', got {self.kind!r}.")
+        check_choice("kind", self.kind, ("document", "query"))
         check_least("batch_size", self.batch_size)
         check_least("batch_tokens", self.batch_tokens)
 
@@ -155,7 +152,6 @@ class Job(ABC, Generic[M, V]):
         """The writer of the folder, which `lists` shards, or leaves them to another one."""
 
     def chunks(self) -> list[list[str]]:
-        """Ids of the texts of each shard."""
         ids, size = list(self.texts), self.output.shard_size
         return [ids[start : start + size] for start in range(0, len(ids), size)]
 
@@ -166,6 +162,8 @@ class Job(ABC, Generic[M, V]):
 
     def in_memory(self, what: str) -> V:
         """The vectors of all texts, in their order; an error says `what` they are."""
+        if not self.texts:
+            raise ValueError(f"{what}: expected at least one, got an empty mapping.")
         check_text_ids(what, self.texts)
         shard: Shard[V] = Shard(0, list(self.texts), self.texts)
         with closing(self.plain(iter([shard.window(self.model)]))) as items:
@@ -208,7 +206,6 @@ class Shard(Generic[V]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its texts are done."""
         return len(self) == len(self.ids)
 
     def resumed(self, before: Part[V] | None) -> Shard[V]:
@@ -219,7 +216,6 @@ class Shard(Generic[V]):
         return self
 
     def window(self, model: Model) -> Window:
-        """Its texts for a stream of a model."""
         known = {name for vectors in self.done for name in vectors.ids} | self.failed.keys()
         skip = frozenset(place for place, name in enumerate(self.strings) if name in known)
         return Window([str(self.texts[name]) for name in self.strings], skip, functools.partial(cut_texts, model))
@@ -252,7 +248,6 @@ class Shard(Generic[V]):
         return type(self.done[0]).concatenate(self.done)
 
     def written(self) -> None:
-        """Forget the vectors, which are on disk."""
         self.is_written, self.done = True, []
 
 

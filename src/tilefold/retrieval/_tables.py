@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from tilefold.retrieval._files import Json, require
+from tilefold.retrieval._files import Json, arrow, require
 from tilefold.retrieval.errors import DataError
 
 _logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _json_object(line: str, where: str) -> Json:
 
 
 def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
-    arrow, parquet = (require(name, "pyarrow", "Reading Parquet") for name in ("pyarrow", "pyarrow.parquet"))
+    pa, parquet = arrow("Reading Parquet")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -155,7 +155,7 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
                     number += 1
                     if number > skip:
                         yield f"{path}, row {number}", row
-    except arrow.ArrowException as error:
+    except pa.ArrowException as error:
         raise DataError(f"{path}: expected a Parquet file, got ({error}). Fetch it again.") from error
 
 

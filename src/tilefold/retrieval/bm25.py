@@ -5,24 +5,24 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_arrays, check_k, check_offsets, check_share, outside
-from tilefold.retrieval._files import check_text_ids, require
+from tilefold.retrieval._files import Json, check_text_ids, require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index.exact import top_positive
-from tilefold.retrieval.index.protocol import naming_versions, read_ids, read_manifest, saved_index
+from tilefold.retrieval.index.protocol import FolderIndex, StoredIds, naming_versions, read_array
 from tilefold.retrieval.metadata import Fields, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance, owned, provenance_of
 
@@ -38,6 +38,7 @@ _STOPPED = {
     "danish": "da", "dutch": "nl", "english": "en", "french": "fr", "german": "de", "italian": "it",
     "norwegian": "no", "portuguese": "pt", "russian": "ru", "spanish": "es", "swedish": "sv", "turkish": "tr",
 }  # fmt: skip
+Counts = npt.NDArray[np.int32]
 LANGUAGES = (*_STOPPED, "none")
 _ARRAYS = ("data", "indices", "indptr")
 _COUNTS = "counts.npy"
@@ -125,18 +126,18 @@ def _package() -> ModuleType:
         return require("bm25s", "bm25s", "BM25")
 
 
-class BM25Index:
+class BM25Index(FolderIndex):
     """BM25 (Lucene's variant) over texts, in memory or saved as a directory like the indexes of sparse vectors."""
 
-    backend: ClassVar[str] = "bm25"
-    fingerprint: ClassVar[str | None] = None  # BM25 has no model vocabulary
-    metadata: Metadata | None = None  # of the documents, for `where`
+    backend, package, own_files = "bm25", "bm25s", _OWN_NAMES
 
-    def __init__(self, engine: Any, ids: list[str], options: BM25Options, provenance: Provenance) -> None:
-        self._engine, self.ids = engine, ids
+    def __init__(
+        self, engine: Any, ids: Sequence[str], counts: Counts, options: BM25Options, provenance: Provenance
+    ) -> None:
+        self._engine, self.ids, self.vocab_size = engine, ids, len(engine.vocab_dict)
+        self._counts = counts  # how often a word is in a document, in the order of weights
         self.options, self.provenance = options, provenance
         self._tokenize = Tokenizer(options)
-        self._counts: npt.NDArray[np.int32] | None = None  # how often a word is in a document, in the order of weights
 
     @classmethod
     def build(
@@ -169,12 +170,11 @@ class BM25Index:
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
         engine = _package().BM25(k1=options.k1, b=options.b)
         engine.index(list(corpus.values()), show_progress=False)
-        made = cls(engine, list(corpus), options, provenance)
         places = [
             engine.vocab_dict[word] * len(corpus) + at for at, words in enumerate(corpus.values()) for word in words
         ]
-        made._counts = np.unique(np.array(places, np.int64), return_counts=True)[1].astype(np.int32)
-        return made
+        counts = np.unique(np.array(places, np.int64), return_counts=True)[1].astype(np.int32)
+        return cls(engine, list(corpus), counts, options, provenance)
 
     def updated(
         self,
@@ -185,13 +185,10 @@ class BM25Index:
         """An index without some documents, and with others and their metadata, which replace those of the same ids.
 
         Weights depend on all documents, so that it is made anew, of the words that are stored and those of the new
-        texts: the scores are those of :meth:`build` of all. Its texts have no fingerprint. A ``DataError`` for an index
-        of a version that stored no counts of words.
+        texts: the scores are those of :meth:`build` of all. Its texts have no fingerprint.
         """
         check_text_ids("documents", documents)
         _, at_documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
-        if self._counts is None or self._counts.size != at_documents.size:
-            raise DataError("index: expected one with counts of words. Build it again: tilefold index --backend bm25")
         words = {place: word for word, place in self._engine.vocab_dict.items()}
         corpus: dict[str, list[str]] = {name: [] for name in self.ids}
         for place in range(len(offsets) - 1):
@@ -210,18 +207,10 @@ class BM25Index:
         made.metadata = Metadata.concatenate(parts, [len(left), len(documents)])
         return made
 
-    @property
-    def n_documents(self) -> int:
-        return len(self.ids)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._engine.vocab_dict)
-
     def search(self, queries: Mapping[str, str], k: int, *, where: Where = None) -> Run:
         """At most `k` best documents per query, of those that match `where`, which share a word with it."""
         check_k(k)
-        allowed = allowed_by(self, where)
+        allowed = allowed_by(self.metadata, where)
         run: Run = {}
         for query_id, text in queries.items():
             run[query_id] = {}
@@ -238,7 +227,7 @@ class BM25Index:
         words = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
         order = np.lexsort((words, documents))
         rows = offsets_of(np.bincount(documents, minlength=len(self.ids)))
-        return SparseVectors(self.ids, rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
+        return SparseVectors(list(self.ids), rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
         """Term frequencies of each query; words that the index lacks are left out."""
@@ -251,29 +240,19 @@ class BM25Index:
     def _known(self, text: str) -> list[str]:
         return [token for token in self._tokenize(text) if token in self._engine.vocab_dict]
 
-    def save(self, path: str | Path) -> None:
-        """Write the index as a directory; only an earlier BM25 index is replaced."""
-        with saved_index(path, self, _OWN_NAMES, "bm25s", asdict(self.options), self.ids) as folder:
-            self._engine.save(folder)
-            if self._counts is not None:
-                np.save(folder / _COUNTS, self._counts)
+    def _write(self, folder: Path) -> None:
+        self._engine.save(folder)
+        np.save(folder / _COUNTS, self._counts)
 
     @classmethod
-    def load(cls, path: str | Path) -> BM25Index:
-        """Read an index that :meth:`save` wrote, its arrays memory-mapped; errors as of ``load_index``."""
-        folder = Path(path)
-        manifest = read_manifest(folder, cls.backend)
+    def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> BM25Index:
         bm25s = _package()
-        ids = read_ids(folder, manifest["n_documents"])
-        with naming_versions(folder, manifest, "bm25s"):  # which takes its files as they are, and fails later
+        with naming_versions(folder, manifest, cls.package):  # which takes its files as they are, and fails later
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))
-        index = cls(engine, ids, options, Provenance.from_dict(manifest))
-        if _COUNTS in manifest["files"]:
-            index._counts = np.load(folder / _COUNTS, mmap_mode="r", allow_pickle=False)
-        index.metadata = Metadata.load(folder, len(ids))
-        return index
+        counts = read_array(folder / _COUNTS, np.int32, engine.scores["data"].size)
+        return cls(engine, ids, counts, options, Provenance.from_dict(manifest))
 
 
 def _check_arrays(engine: Any, n_documents: int) -> None:

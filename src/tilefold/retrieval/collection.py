@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from tilefold._files import atomic_directory
+from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval._files import Json, check_text_ids, is_unicode, json_line
 from tilefold.retrieval._tables import (
     ROWS,
@@ -158,8 +159,7 @@ def load_beir(
     `documents_only` leaves queries and judgements unread, and `splits` those of other splits. Malformed rows, missing,
     repeated or unknown ids, or no row are a ``DataError`` that names file and line.
     """
-    if unknown not in ("error", "drop"):
-        raise ValueError(f"unknown: expected 'error' or 'drop', got {unknown!r}.")
+    check_choice("unknown", unknown, ("error", "drop"))
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")

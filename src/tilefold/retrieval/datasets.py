@@ -142,9 +142,6 @@ class StoredDocuments(Mapping[str, Document]):
             for offset in sorted(self._offsets.tolist()):
                 yield _read(stream, offset).id
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self.get(name) is not None
-
 
 def _read(stream: BinaryIO, offset: int) -> Document:
     stream.seek(offset)

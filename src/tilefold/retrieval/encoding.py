@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilefold._process_group import ranks_of
@@ -17,7 +18,6 @@ from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval._checks import check_least
-from tilefold.retrieval._files import Json
 from tilefold.retrieval._meeting import RankShards, meeting
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval._streamed import Encoding, FolderShards, Job, Kind, Output
@@ -99,8 +99,6 @@ def encode_to_folder(
     encoding: Encoding, model: Model, texts: Mapping[str, str], output: Output, group: object = None
 ) -> Any:
     """The complete manifest of texts that were encoded as :func:`encode_collection` says, with its errors."""
-    encoding.check()
-    output.check()
     if not texts:
         raise ValueError("texts: expected at least one, got an empty mapping.")
     job = encoding.job(model, texts, output, lambda: provenance_of(texts))
@@ -121,17 +119,14 @@ class SparseEncoding(Encoding):
     min_weight: float = 0.0
     special_tokens: bool = True
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for a value that it cannot have."""
-        super().check()
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k: expected None or at least 1, got {self.top_k}.")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least("top_k", self.top_k)
         check_least("min_weight", self.min_weight, 0)
 
     def job(
         self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
     ) -> SparseJob:
-        """See :meth:`Encoding.job`."""
         return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, made_of)
 
 
@@ -176,9 +171,9 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             "min_weight": how.min_weight,
             **({} if how.special_tokens else {"special_tokens": False}),
         }
-        of_model: Json = {"vocab_size": self.size, "fingerprint": self.vocabulary, "model_name": model_name(self.model)}
-        options: Json = {"kind": how.kind, "settings": settings, "resume": output.resume, "lists": lists}
-        return SparseVectorWriter(output.folder, **of_model, **options)
+        made_by = (self.vocabulary, model_name(self.model), how.kind)
+        manifest = VectorManifest(self.size, *made_by, settings=settings)
+        return SparseVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
 
 
 def encode_queries(
@@ -194,9 +189,6 @@ def encode_queries(
     No query or a wrong argument is a ``ValueError``, a query that cannot be encoded a ``DataError`` that names it.
     """
     encoding = SparseEncoding(kind="query", batch_size=batch_size, top_k=top_k, min_weight=min_weight)
-    encoding.check()
-    if not queries:
-        raise ValueError("queries: expected at least one, got an empty mapping.")
     return SparseJob(encoding, model, 1, queries).in_memory("queries")
 
 
@@ -250,12 +242,19 @@ def encode_batch(
     model: Model, texts: Sequence[str], kind: Kind, top_k: int | None = None, min_weight: float = 0.0
 ) -> Tensor:
     """The texts of one forward pass, ``[len(texts), V]``: dense from a stock model, CSR from an accelerated one."""
-    batch, made = cut_texts(model, texts), {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
     encode: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
     if encode is not None:
-        return encode(batch, task=kind, top_k=top_k, min_weight=min_weight)
+        return encode(cut_texts(model, texts), task=kind, top_k=top_k, min_weight=min_weight)
+    made = {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
+    rows: Tensor = encode_stock(model, texts, kind, max_active_dims=top_k, **made)
+    return rows
+
+
+@torch.no_grad()
+def encode_stock(model: Model, texts: Sequence[str], kind: Kind, **options: object) -> Any:
+    """Result of ``encode_document`` or ``encode_query`` for the texts of one forward pass."""
     encode = model.encode_document if kind == "document" else model.encode_query
-    return encode(batch, batch_size=len(batch), show_progress_bar=False, max_active_dims=top_k, **made)
+    return encode(cut_texts(model, texts), batch_size=len(texts), show_progress_bar=False, **options)
 
 
 def model_name(model: Model) -> str | None:

@@ -97,9 +97,8 @@ def conventions(run: _RunLike, qrels: _QrelsLike, depth: int = 100) -> dict[str,
     judged, tied = evaluate(run, qrels, ["Judged@10"])["Judged@10"], 0
     for query_id in qrels:
         with np.errstate(over="ignore"):
-            best = np.sort(np.array([*run.get(query_id, {}).values()], np.float64).astype(np.float32))[::-1][
-                : depth + 1
-            ]
+            scores = np.array([*run.get(query_id, {}).values()], np.float64).astype(np.float32)
+        best = np.sort(scores)[::-1][: depth + 1]
         tied += bool((best[1:] == best[:-1]).any())
     negative = sum(grade < 0 for grades in qrels.values() for grade in grades.values())
     return {"judged@10": judged, "negative": negative, "tied": tied}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,9 @@ def merge_vectors(folders: Sequence[str | Path], output_dir: str | Path) -> Mani
         if source.layout != first.layout:
             got = f"{source.layout} ones in {source.folder}"
             raise DataError(f"folders: expected {first.layout} vectors as in {first.folder}, got {got}.")
-        if changed := differences(first.identity, source.identity, f"in {first.folder}", f"in {source.folder}"):
+        if changed := differences(
+            first.manifest.identity, source.manifest.identity, f"in {first.folder}", f"in {source.folder}"
+        ):
             raise DataError(f"folders: expected vectors that were made alike, got others ({changed}).")
     for source in sources:
         for name in (*source.ids(), *source.manifest.failed):
@@ -79,8 +80,7 @@ class _Source:
             self.store = (open_dense if self.layout == "dense" else open_tokens)(folder)
             self.manifest = self.store.manifest
         settings = {name: value for name, value in self.manifest.settings.items() if name not in _OF_TEXTS}
-        self.identity = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY} | settings
-        self.settings = settings
+        self.manifest.settings = settings
 
     def shards(self) -> Iterator[Any]:
         if self.store is None:
@@ -95,14 +95,14 @@ class _Source:
             yield from (name for vectors in self.shards() for name in vectors.ids)
 
     def writer(self, output: Path) -> ShardWriter[Any, Any]:
-        """A writer of a new folder of vectors like these."""
-        made: dict[str, Any] = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}
-        if self.layout == "sparse":
-            return SparseVectorWriter(output, **made, settings=self.settings)
+        own = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}
+        made = type(self.manifest)(**own, settings=self.manifest.settings)
+        if self.store is None:
+            return SparseVectorWriter(output, made)
         from tilefold.retrieval.tokens import TokenVectorWriter
 
-        made["model_source"] = self.manifest.model_source
-        return TokenVectorWriter(output, type(self.manifest)(**made, settings=self.settings))
+        made.model_source = self.manifest.model_source
+        return TokenVectorWriter(output, made)
 
 
 def update_index(
@@ -136,7 +136,7 @@ def update_index(
         added = None if vectors is None else _segment(held, vectors, metadata, inside / f"{number:05d}")
         asked, new = set(delete), set() if added is None else set(added.ids)
         deleted = 0
-        for part, gone in zip(held.parts, held.removed, strict=True):
+        for part, gone in held.pairs():
             there = owned(part.ids, asked, new, held.provenance.passages) - gone
             deleted += len(owned(there, asked, (), held.provenance.passages))
             gone.update(there)
@@ -179,16 +179,13 @@ def _segment(
         raise DataError("vectors: were made by another model than the index. Encode documents with its own.")
     if isinstance(vectors, SparseVectors):
         check_same_vocabulary(held, vectors, "the index", "vectors")
-        options = asdict(first.options) if held.backend == "seismic" else {}
-        made = type(first).build(vectors, **options)
     else:
-        late = held.backend == "late"
         there = vectors.dimension, getattr(manifest, "similarity", None)
-        if there != (ours := (held.dimension, None if late else held.similarity)):
+        if there != (ours := (held.dimension, held.similarity)):
             raise DataError(f"vectors: expected (dimension, similarity) {ours} as in the index, got {there}.")
-        if late:
+        if held.backend == "late":
             options = {name: first.options[name] for name in ("storage", "pool_factor")}
             return type(first).build(vectors, folder, metadata=metadata, **options)
-        made = type(first).build(vectors)
+    made = type(first).build(vectors, **first.settings)
     made.metadata = Metadata.of(metadata, made.ids, made_by.passages)
     return made

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import date, time
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,12 +92,10 @@ class Filter:
                 value = {"gte": value, "lte": value}
             part = parts[sign == "!="]
             if name in part:
-                if not (
-                    isinstance(value, dict) and isinstance(part[name], dict) and value.keys().isdisjoint(part[name])
-                ):
-                    raise ValueError(
-                        f"where: expected one condition for {name!r}, got {text!r} too. Join values by commas."
-                    )
+                ranges = isinstance(value, dict) and isinstance(part[name], dict)
+                if not ranges or not value.keys().isdisjoint(part[name]):
+                    said = f"one condition for {name!r}, got {text!r} too. Join values by commas"
+                    raise ValueError(f"where: expected {said}.")
                 value |= part[name]
             part[name] = value
         return cls(*parts)
@@ -198,16 +196,13 @@ class Metadata:
         names = list(ids) if metadata else []
         if not (found := fields_by_id(metadata or {}, names, passages)):
             return None
-        rows: dict[str, list[tuple[str, int, Any]]] = {kind: [] for kind in _KINDS}
+        columns: dict[str, list[Any]] = {column: [] for column in _schema().names}
         for row, name in enumerate(names):
             for path, value in _values(found.get(name, {})):
-                rows[_kind(value)].append((path, row, value))
-        tables = [
-            _arrow().table(dict(zip(("field", "document", kind), map(list, zip(*each, strict=True)), strict=True)))
-            for kind, each in rows.items()
-            if each
-        ]
-        return cls(_arrow().concat_tables([_schema().empty_table(), *tables], promote_options="default"), len(names))
+                entry = {"field": path, "document": row, _kind(value): value}
+                for column, values in columns.items():
+                    values.append(entry.get(column))
+        return cls(_arrow().table(columns, _schema()), len(names))
 
     @cached_property
     def kinds(self) -> dict[str, list[str]]:
@@ -219,7 +214,6 @@ class Metadata:
         }
 
     def _part(self, name: str) -> Any:
-        """The rows of a field."""
         if name not in self._parts:
             self._parts[name] = self.table.filter(_compute().equal(self.table["field"], name))
         return self._parts[name]
@@ -273,15 +267,11 @@ class Metadata:
     def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:
         """Metadata of the documents of several indexes, of given sizes, one after the other; None without any."""
         lows = np.cumsum([0, *sizes]).tolist()
-        tables = [
-            part._moved(part.table["document"].to_numpy() + low)
-            for part, low in zip(parts, lows[:-1], strict=True)
-            if part is not None
-        ]
+        pairs = [(part, low) for part, low in zip(parts, lows[:-1], strict=True) if part is not None]
+        tables = [part._moved(part.table["document"].to_numpy() + low) for part, low in pairs]
         return cls(_arrow().concat_tables(tables), lows[-1]) if tables else None
 
     def save(self, folder: Path) -> None:
-        """Write the table as a Parquet file."""
         _arrow(".parquet").write_table(self.table, folder / FILE)
 
     @classmethod
@@ -299,21 +289,14 @@ class Metadata:
         return cls(table, n_documents)
 
 
-class HasMetadata(Protocol):
-    """An index."""
-
-    @property
-    def metadata(self) -> Metadata | None: ...
-
-
-def allowed_by(index: HasMetadata, where: Where, allowed: Mask | None = None) -> Mask | None:
-    """Mask ``[N]`` of the documents of an index that match, of those `allowed`; None for all of them."""
+def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = None) -> Mask | None:
+    """Mask ``[N]`` of the documents of an index, with its `metadata`, that match, of those `allowed`; None for all."""
     if (chosen := Filter.of(where)) is None:
         return allowed
-    if index.metadata is None:
+    if metadata is None:
         remedy = "Build it again with them: tilefold index --data, or metadata= in Python"
         raise ValueError(f"where: expected an index that keeps metadata of its documents, got one without. {remedy}.")
-    found = index.metadata.mask(chosen)
+    found = metadata.mask(chosen)
     return found if allowed is None else found & allowed
 
 

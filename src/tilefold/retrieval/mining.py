@@ -84,7 +84,6 @@ class Mined:
     same_text: int = 0  # candidates whose text is the query's or a relevant document's
 
     def rows(self, made_by: Mapping[str, object]) -> TrainingRows:
-        """The rows with their arrays."""
         names, relevant, rank, score = zip(*self.found, strict=True) if self.found else ((), (), (), ())
         documents = {name: at for at, name in enumerate(dict.fromkeys(names))}
         return TrainingRows(

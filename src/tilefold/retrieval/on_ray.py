@@ -109,9 +109,7 @@ def encode_on_ray(
         ClusterError: the cluster cannot be reached, has no room for a worker, or workers died again and again.
         DataError: as there; bad or repeated rows; a machine does not see the same folder, texts or model.
     """
-    encoding.check()
     output = Output(Path(output_dir).resolve(), shard_size, 0.0, None, resume)
-    output.check()
     if not isinstance(texts, Texts):
         texts = HeldTexts(texts) if isinstance(texts, Mapping) else StoredTexts(Path(texts))
     report = progress or (lambda done, total: None)
@@ -125,7 +123,7 @@ def encode_on_ray(
         writer = encoding.job(model, {}, output, lambda: made_of).open_writer(True)
         missing = {part.number: part for part in survey.ranges if not writer.has_shard(part.number)}
         with _beacon(writer.path) as beacon:
-            work = Work(encoding, load, output, writer.identified(writer.manifest), beacon, pool.cpus)
+            work = Work(encoding, load, output, writer.manifest.identity, beacon, pool.cpus)
             finished = survey.count - sum(part.count for part in missing.values())
             report(finished, survey.count)
             for numbers in _written(ray, pool, work, list(missing.values())) if missing else ():
@@ -304,9 +302,7 @@ class Worker:
         self.job: Job[Any, Any] = work.encoding.job(work.load(), {}, work.output, lambda: made_of)
         self.writer = self.job.open_writer(False)
         limit_length(self.job.model, work.encoding.kind, work.encoding.max_length)
-        mine = self.writer.identified(self.writer.manifest)
-        changed = differences(work.identity, mine, "in the command", "here")
-        if changed:
+        if changed := differences(work.identity, self.writer.manifest.identity, "in the command", "here"):
             said = f"the machine {socket.gethostname()} would encode something else ({changed})"
             raise ValueError(f"{said}. Give all machines the same folder, or the same release, of the model.")
 

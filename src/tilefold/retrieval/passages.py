@@ -55,9 +55,9 @@ class Passage(NamedTuple):
             raise DataError(f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the index again.")
         return cls(match[1], *map(int, match.groups()[1:]))
 
-    def contents(self, document: Document) -> str:
-        """Title of its document and the passage: the input of every encoder and of BM25."""
-        return Document(document.id, document.title, document.text[self.start : self.stop]).contents
+    def of_document(self, document: Document) -> Document:
+        """Title of its document and the passage, whose contents are the input of every encoder and of BM25."""
+        return Document(self.id, document.title, document.text[self.start : self.stop])
 
     def shown(self, document: Document | None) -> Json:
         """JSON object for a result, with the text where the document is known."""
@@ -146,7 +146,7 @@ class Passages:
         for name, document in documents.items():
             for number, (start, stop) in enumerate(self.ranges(document.text), start=1):
                 passage = Passage(name, number, start, stop)
-                texts[passage.id] = passage.contents(document)
+                texts[passage.id] = passage.of_document(document).contents
         digest = texts_digest({name: document.contents for name, document in documents.items()})
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))
 
@@ -179,13 +179,8 @@ class Passages:
             }
             for split, judged in collection.qrels.items()
         }
-        documents = collection.documents
-        cut = {
-            name: Document(
-                name, documents[passage.document].title, documents[passage.document].text[passage.start : passage.stop]
-            )
-            for name, passage in zip(texts, map(Passage.of, texts), strict=True)
-        }
+        passages = map(Passage.of, texts)
+        cut = {each.id: each.of_document(collection.documents[each.document]) for each in passages}
         return Collection(collection.name, cut, collection.queries, qrels)
 
 

@@ -28,7 +28,6 @@ class Provenance:
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
     def to_dict(self) -> dict[str, str | None]:
-        """JSON object for a manifest."""
         return {name: value for name, value in asdict(self).items() if value is not None or name != "passages"}
 
     @classmethod
@@ -64,7 +63,6 @@ class TextsDigest:
         self._digest = hashlib.sha256()
 
     def add(self, name: object, text: object) -> None:
-        """One more text."""
         if not isinstance(name, str):
             raise no_string("texts", name)
         for part in (name, text if isinstance(text, str) else repr(text)):
@@ -72,7 +70,6 @@ class TextsDigest:
             self._digest.update(len(encoded).to_bytes(8, "big") + encoded)
 
     def hexdigest(self) -> str:
-        """Digest of what was added so far."""
         return self._digest.hexdigest()
 
 

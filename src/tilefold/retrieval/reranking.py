@@ -209,7 +209,7 @@ class Reranker:
         if parts is None:
             parts = {q: {name: [name] for name in _ordered(scores)[: reranking.depth]} for q, scores in run.items()}
         chosen = [Passage.of(part) for of in parts.values() for names in of.values() for part in names]
-        return {passage.id: passage.contents(self._document(passage.document)) for passage in chosen}
+        return {passage.id: passage.of_document(self._document(passage.document)).contents for passage in chosen}
 
     def _document(self, name: str) -> Document:
         document = self.documents.get(name)
@@ -231,9 +231,7 @@ class Reranker:
                 for query, names in best.items()
             }
         held = self.tokens.passages
-        if missing := next((name for names in best.values() for name in names if name not in held), None):
-            raise DataError(f"documents: no token vectors of candidate {missing!r}. Encode the collection it is of.")
-        return {query: {name: held[name] for name in names} for query, names in best.items()}
+        return {query: {name: held.get(name, [name]) for name in names} for query, names in best.items()}
 
     def _whole(self, name: str) -> str:
         """Id of a document's text as one passage, for one that was found as a whole."""

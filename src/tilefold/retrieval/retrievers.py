@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._typing import Model
 from tilefold.retrieval._sparse import SparseVectors
@@ -15,7 +15,6 @@ from tilefold.retrieval.dense import encode_dense, rank_by_similarity
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.feedback import Feedback, expand_dense, expand_sparse, feedback_documents
 from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.index import SparseIndex, hits_to_run
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.metadata import Where
 from tilefold.retrieval.passages import PassageTexts
@@ -25,22 +24,45 @@ from tilefold.retrieval.vectors import read_manifest, read_rows
 if TYPE_CHECKING:
     import torch
 
-    from tilefold.retrieval.index.dense import DenseIndex
-    from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.tokens import TokenVectors
 
 __all__ = ["DenseIndexRetriever", "DenseRetriever", "LateRetriever", "SparseRetriever", "WordsRetriever"]
 
 
 @dataclass(frozen=True)
-class SparseRetriever:
+class _IndexRetriever:
+    """An index of vectors, and the model that encodes queries for it."""
+
+    made_by: ClassVar[str]  # class of the model
+
+    index: Any
+    model: Model | None = None  # None where vectors of queries are given
+    options: Mapping[str, object] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
+
+    @property
+    def provenance(self) -> Provenance:
+        made_by: Provenance = self.index.provenance
+        return made_by
+
+    def _encoder(self) -> Model:
+        if self.model is None:
+            raise ValueError(f"model: expected the {self.made_by} that made the index, to encode queries, got None.")
+        return self.model
+
+    def search(self, vectors: Any, names: Sequence[str], k: int, where: Where = None, **options: object) -> Run:
+        hits = self.index.search(vectors, k, where=where, **self.options, **options)
+        ids = getattr(vectors, "ids", names)
+        return {name: {hit.id: hit.score for hit in row} for name, row in zip(ids, hits, strict=True)}
+
+
+@dataclass(frozen=True)
+class SparseRetriever(_IndexRetriever):
     """An index of sparse vectors, and the model (or the words of BM25) that encodes queries for it."""
 
-    index: SparseIndex
-    model: Model | None = None  # a SparseEncoder; None where vectors of queries are given
+    made_by = "SparseEncoder"
+
     vectors: SparseVectors | Path | None = None  # of the documents; a folder is read row by row
     query_top_k: int | None = None  # terms kept of a query; None keeps all
-    options: Mapping[str, object] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
     words: BM25Index | None = None  # encodes queries instead of a model
 
     def __post_init__(self) -> None:
@@ -55,22 +77,12 @@ class SparseRetriever:
             said = f"{where}holds vectors of another model or of other documents than the index{cut}"
             raise DataError(f"vectors: {said}. Give its own, or build it again: tilefold index --vectors VECTORS")
 
-    @property
-    def provenance(self) -> Provenance:
-        return self.index.provenance
-
     def encode(self, queries: Mapping[str, str]) -> SparseVectors:
         if self.words is not None:
             return self.words.query_vectors(queries)
-        if self.model is None:
-            raise ValueError("model: expected the SparseEncoder that made the index, to encode queries, got None.")
         from tilefold.retrieval.encoding import encode_queries
 
-        return encode_queries(self.model, queries, top_k=self.query_top_k)
-
-    def search(self, vectors: SparseVectors, names: Sequence[str], k: int, where: Where = None) -> Run:
-        options: Any = self.options if where is None else {**self.options, "where": where}
-        return hits_to_run(vectors, self.index.search(vectors, k, **options))
+        return encode_queries(self._encoder(), queries, top_k=self.query_top_k)
 
     def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
         return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
@@ -154,24 +166,13 @@ class DenseRetriever:
 
 
 @dataclass(frozen=True)
-class DenseIndexRetriever:
+class DenseIndexRetriever(_IndexRetriever):
     """An index of dense vectors, and the ``SentenceTransformer`` that encodes queries for it."""
 
-    index: DenseIndex
-    model: Model | None = None  # None where vectors of queries are given
-
-    @property
-    def provenance(self) -> Provenance:
-        return self.index.provenance
+    made_by = "SentenceTransformer"
 
     def encode(self, queries: Mapping[str, str]) -> torch.Tensor:
-        if self.model is None:
-            raise ValueError("model: expected the SentenceTransformer that made the index, got None.")
-        return encode_dense(self.model, queries, kind="query")[:, : self.index.dimension]
-
-    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int, where: Where = None) -> Run:
-        hits = self.index.search(vectors, k, where=where)
-        return {name: {hit.id: hit.score for hit in row} for name, row in zip(names, hits, strict=True)}
+        return encode_dense(self._encoder(), queries, kind="query")[:, : self.index.dimension]
 
     def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
         found = feedback_documents(basis, feedback)
@@ -181,30 +182,19 @@ class DenseIndexRetriever:
 
 
 @dataclass(frozen=True)
-class LateRetriever:
+class LateRetriever(_IndexRetriever):
     """An index of token vectors, and the ``MultiVectorEncoder`` that encodes queries for it."""
 
-    index: LateIndex
-    model: Model | None = None  # None where vectors of queries are given
-    options: Mapping[str, object] = field(default_factory=dict)  # of the search, such as ``candidates``
-
-    @property
-    def provenance(self) -> Provenance:
-        return self.index.provenance
+    made_by = "MultiVectorEncoder"
 
     def encode(self, queries: Mapping[str, str]) -> TokenVectors:
-        if self.model is None:
-            raise ValueError("model: expected the MultiVectorEncoder that made the index, got None.")
         from tilefold.retrieval.token_encoding import encode_texts
 
-        return encode_texts(self.model, queries, kind="query")
+        return encode_texts(self._encoder(), queries, kind="query")
 
-    def search(self, vectors: TokenVectors, names: Sequence[str], k: int, where: Where = None) -> Run:
+    def search(self, vectors: Any, names: Sequence[str], k: int, where: Where = None, **options: object) -> Run:
         mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
-        options: Any = {**self.options, "where": where}
-        hits = self.index.search(vectors, k, reduction="mean" if mean else "sum", **options)
-        found = {name: {hit.id: hit.score for hit in row} for name, row in zip(vectors.ids, hits, strict=True)}
-        return {name: found.get(name, {}) for name in names}
+        return super().search(vectors, names, k, where, reduction="mean" if mean else "sum", **options)
 
     def expand(self, queries: TokenVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> TokenVectors:
         raise ValueError("feedback: expected None, an index of token vectors has no feedback. Search without.")

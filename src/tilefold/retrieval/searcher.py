@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from tilefold._typing import Model
 from tilefold.retrieval._checks import check_choice, check_k
@@ -14,15 +14,10 @@ from tilefold.retrieval._sparse import Row, SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.feedback import (
-    Feedback,
-    Interpolation,
-    with_feedback,
-)
+from tilefold.retrieval.feedback import Feedback, Interpolation, with_feedback
 from tilefold.retrieval.fusion import Fusion, Run
-from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index
+from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_parts
 from tilefold.retrieval.index.protocol import read_description
-from tilefold.retrieval.index.segments import open_segments
 from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
 from tilefold.retrieval.provenance import Provenance
@@ -49,16 +44,9 @@ WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or 
 def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
     """The saved index of any backend, of words, dense and token vectors too; errors as of ``load_index``."""
     backend = read_description(path)["backend"]
-    if backend == DENSE:
-        from tilefold.retrieval.index.dense import DenseIndex  # needs torch
-
-        dense: DenseIndex = open_segments(Path(path), DenseIndex.load(path), DenseIndex.load)
-        return dense
-    if backend == LATE:
-        from tilefold.retrieval.index.late import LateIndex
-
-        late: LateIndex = open_segments(Path(path), LateIndex.load(path), LateIndex.load)
-        return late
+    if backend in (DENSE, LATE):
+        vectors: DenseIndex | LateIndex = open_parts(path, backend)
+        return vectors
     return BM25Index.load(path) if backend == BM25Index.backend else load_index(path)
 
 
@@ -125,9 +113,7 @@ class Ranking:
     """Ranked documents of some queries, or passages (ids as of :class:`tilefold.retrieval.Passage`), and how."""
 
     run: Run  # best first
-    stages: dict[str, Run] = field(
-        default_factory=dict
-    )  # "sparse", "words", "dense", "tokens", "fusion", "late" -> ranking
+    stages: dict[str, Run] = field(default_factory=dict)  # "sparse", "words", "tokens", "fusion", "late", .. -> ranking
     before: Any = None  # vectors of the queries, as they were, and as they were searched with after feedback
     after: Any = None
     candidates: Run | None = None  # that were reranked
@@ -203,12 +189,12 @@ class Searcher:
         if isinstance(index, BM25Index | DenseRetriever):
             self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
         elif backend == DENSE:
-            self.retriever = DenseIndexRetriever(cast("DenseIndex", index), model)
+            self.retriever = DenseIndexRetriever(index, model)
         elif backend == LATE:
-            self.retriever = LateRetriever(cast("LateIndex", index), model, options or {})
+            self.retriever = LateRetriever(index, model, options or {})
         else:
             rows = Path(vectors) if isinstance(vectors, str) else vectors
-            self.retriever = SparseRetriever(cast("SparseIndex", index), model, rows, query_top_k, options or {})
+            self.retriever = SparseRetriever(index, model, options or {}, rows, query_top_k)
         self.stage = _STAGES[type(self.retriever)]
         if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(self.provenance):
             raise DataError("second: was made from other documents than those that are searched.")
@@ -247,11 +233,8 @@ class Searcher:
         ranking = self.rank(queries, request)
         first = next(iter(ranking.run["query"]), None)
         owner = document_of if request.by == "passage" else str
-        if (
-            first is not None
-            and self.documents
-            and not any(owner(name) in self.documents for name in ranking.run["query"])
-        ):
+        known = not self.documents or any(owner(name) in self.documents for name in ranking.run["query"])
+        if first is not None and not known:
             strange = f"none of the documents found is in the collection given (the first is {first!r})"
             raise DataError(f"documents: {strange}; give the one that the index was made from.")
         if request.reranking is not None:
@@ -264,9 +247,8 @@ class Searcher:
         for rank, (name, score) in enumerate(shown.items(), start=1):
             document, passage = self.documents.get(owner(name)), ranking.passage("query", name)
             title = (document.title or document.text) if document else ""
-            found.append(
-                {"rank": rank, "id": owner(name), "score": score, "title": title, "terms": terms.get(name, [])}
-            )
+            shared = terms.get(name, [])
+            found.append({"rank": rank, "id": owner(name), "score": score, "title": title, "terms": shared})
             if passage is not None:
                 found[-1]["passage"] = Passage.of(passage).shown(document)
             if ranking.candidates is not None:
@@ -318,9 +300,9 @@ class Searcher:
         plain = replace(request, k=depth if mix is None else max(depth, WHOLE), feedback=None, interpolation=None)
         vectors = None if isinstance(self.retriever, WordsRetriever) else ranking.before
         run = self.rank(queries, plain, vectors).run
-        return (
-            run if mix is None else _best(mix.mix(run, self.second_run(queries, plain.k, request, {}), plain.k), depth)
-        )
+        if mix is None:
+            return run
+        return _best(mix.mix(run, self.second_run(queries, plain.k, request, {}), plain.k), depth)
 
     def rerank(
         self,

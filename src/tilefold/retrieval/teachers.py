@@ -17,7 +17,7 @@ from tilefold._typing import Model
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.truncated import tell, watching
 from tilefold.retrieval._checks import check_choice
-from tilefold.retrieval._files import Json
+from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._shards import Manifest
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
@@ -208,18 +208,15 @@ def _words(index: BM25Index, task: _Task) -> Floats:
 
 def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> Floats:
     """The inner product of each row, summed in float64."""
-    scores = np.zeros(len(task.query), np.float32)
-    weights = np.zeros(queries.vocab_size)
-    order = np.argsort(task.query, kind="stable")
-    for rows in np.split(order, np.flatnonzero(np.diff(task.query[order])) + 1):
-        terms, values = queries.row(int(task.query[rows[0]]))
-        weights[terms] = values
-        distinct, which = np.unique(task.document[rows], return_inverse=True)  # two ids may have one text
-        part = documents.take(distinct)
-        owner = np.repeat(np.arange(len(part)), np.diff(part.indptr))
-        scores[rows] = np.bincount(owner, weights[part.indices] * part.data, minlength=len(part))[which]
-        weights[terms] = 0
-    return scores
+    sparse = require("scipy.sparse", "scipy", "Scores of sparse vectors")
+    sides = [
+        sparse.csr_array((each.data.astype(np.float64), each.indices, each.indptr), (len(each), each.vocab_size))
+        for each in (queries, documents)
+    ]
+    parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
+    pairs = [(sides[0][task.query[part]], sides[1][task.document[part]]) for part in parts]
+    scores = [np.asarray(asked.multiply(stored).sum(axis=1), np.float32) for asked, stored in pairs]
+    return np.concatenate(scores)
 
 
 def _late(model: Model, task: _Task) -> Floats:
@@ -266,8 +263,7 @@ def ensemble(
     """
     if not teachers:
         raise ValueError("teachers: expected at least one, got an empty mapping.")
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization: expected min_max or none, got {normalization!r}.")
+    check_choice("normalization", normalization, NORMALIZATIONS)
     if like is not None and scale is not None:
         raise ValueError("like, scale: expected one of them, got both.")
     if like is not None and like not in teachers:

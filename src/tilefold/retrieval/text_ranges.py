@@ -100,14 +100,10 @@ class StoredTexts:
                 yield (file, at), document.id, document.contents
 
     def _check_unique(self, keys: array[int]) -> None:
-        ordered = np.sort(np.frombuffer(keys, np.uint64))
-        twice = {int(key) for key in ordered[1:][ordered[1:] == ordered[:-1]]}
-        if twice:  # or two ids of one key
-            seen: dict[str, None] = {}
+        if len(np.unique(np.frombuffer(keys, np.uint64))) < len(keys):  # an id twice, or two ids of one key
+            seen: set[str] = set()
             for where, row in table_rows(self.path):
-                document = document_of_row(row, where, seen)
-                if id_key(document.id) in twice:
-                    seen[document.id] = None
+                seen.add(document_of_row(row, where, seen).id)
 
 
 Texts = HeldTexts | StoredTexts  # that can be given to other processes

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
-from tilefold.retrieval.encoding import encode_to_folder, model_fingerprint, model_name
+from tilefold.retrieval.encoding import encode_stock, encode_to_folder, model_fingerprint, model_name
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import (
     DENSE_STORAGES,
@@ -29,7 +29,6 @@ from tilefold.retrieval.tokens import (
     TokenVectorWriter,
     check_finite,
 )
-from tilefold.retrieval.truncation import cut_texts
 
 __all__ = ["DenseEncoding", "TokenEncoding", "encode_dense_collection", "encode_texts", "encode_tokens"]
 __all__ += ["token_model_fingerprint"]
@@ -78,15 +77,13 @@ class TokenEncoding(Encoding):
     storage: str = "fp16"
     source: str | None = None
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for a value that it cannot have."""
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("storage", self.storage, self.STORAGES)
 
     def job(
         self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
     ) -> TokenJob:
-        """See :meth:`Encoding.job`."""
         return TokenJob(self, model, token_dimension(model, self.kind), texts, output, made_of)
 
 
@@ -97,7 +94,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
     how: TokenEncoding
 
     def run(self, texts: list[str]) -> list[Tensor]:
-        rows: list[Tensor] = _run(self.model, texts, self.how.kind)
+        rows: list[Tensor] = encode_stock(self.model, texts, self.how.kind)
         return rows
 
     def vectors(self, names: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
@@ -119,7 +116,6 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
 
     @property
     def settings(self) -> Json:
-        """Settings that the manifest holds."""
         return self.how.settings(self.made_of()) | {"shard_size": self.output.shard_size}
 
     def open_writer(self, lists: bool) -> TokenVectorWriter:
@@ -170,15 +166,13 @@ class DenseEncoding(TokenEncoding):
     storage: str = "fp32"
     dimension: int | None = None
 
-    def check(self) -> None:
-        """Raise ``ValueError`` for a value that it cannot have."""
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_least("dimension", self.dimension)
 
     def job(
         self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
     ) -> DenseJob:
-        """See :meth:`Encoding.job`."""
         size = dense_dimension(model, self.kind)
         if self.dimension is not None and self.dimension > size:
             raise ValueError(f"dimension: expected at most {size}, as the model's vectors have, got {self.dimension}.")
@@ -192,7 +186,7 @@ class DenseJob(TokenJob):
     how: DenseEncoding
 
     def run(self, texts: list[str]) -> list[Tensor]:
-        rows = _run(self.model, texts, self.how.kind, convert_to_tensor=True)[:, : self.size].float()
+        rows = encode_stock(self.model, texts, self.how.kind, convert_to_tensor=True)[:, : self.size].float()
         if self.model.similarity_fn_name == "cosine":
             rows = torch.nn.functional.normalize(rows)
         return list(rows.unsqueeze(1))
@@ -203,7 +197,6 @@ class DenseJob(TokenJob):
 
     @property
     def settings(self) -> Json:
-        """See :attr:`TokenJob.settings`."""
         return super().settings | {"similarity": str(self.model.similarity_fn_name)}
 
 
@@ -212,7 +205,7 @@ def dense_dimension(model: Model, kind: Kind) -> int:
     expected = "model: expected a SentenceTransformer of dense vectors"
     if type(model).__name__ == "MultiVectorEncoder" or not hasattr(model, "similarity_fn_name"):
         raise ValueError(f"{expected}, got {type(model).__name__}.")
-    vectors = _run(model, ["a"], kind, convert_to_tensor=True)
+    vectors = encode_stock(model, ["a"], kind, convert_to_tensor=True)
     if not isinstance(vectors, Tensor) or vectors.is_sparse or vectors.layout != torch.strided or vectors.dim() != 2:
         raise ValueError(f"{expected}, got {type(model).__name__}, which makes others of a text.")
     return int(vectors.size(1))
@@ -223,9 +216,6 @@ def encode_texts(
 ) -> TokenVectors:
     """Encode id -> text into memory, queries or few texts; errors as of :func:`tilefold.retrieval.encode_queries`."""
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
-    encoding.check()
-    if not texts:
-        raise ValueError("texts: expected at least one, got an empty mapping.")
     return TokenJob(encoding, model, token_dimension(model, kind), texts).in_memory("texts")
 
 
@@ -243,15 +233,8 @@ def token_dimension(model: Model, kind: Kind) -> int:
     """Dimension of the model's vectors, found by encoding one word."""
     if not hasattr(model, "encode_query") or not hasattr(model, "similarity_fn_name"):
         raise ValueError(f"model: expected a MultiVectorEncoder, got {type(model).__name__}.")
-    (vectors,) = _run(model, ["a"], kind)
+    (vectors,) = encode_stock(model, ["a"], kind)
     if not isinstance(vectors, Tensor) or vectors.dim() != 2:
         got = f"{type(model).__name__}, whose vectors for one text are not a tensor [tokens, D]"
         raise ValueError(f"model: expected a MultiVectorEncoder, got {got}.")
     return int(vectors.size(1))
-
-
-def _run(model: Model, batch: list[str], kind: Kind, **options: bool) -> Any:
-    """One ``[n, D]`` tensor per text, or vectors as `options` of the model say."""
-    encode = model.encode_document if kind == "document" else model.encode_query
-    with torch.no_grad():
-        return encode(cut_texts(model, batch), batch_size=len(batch), show_progress_bar=False, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType, UnionType
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tilefold.ops import QuantizedTokens, quantize_tokens
+from tilefold.pipeline.ragged import gathered, offsets_of
 from tilefold.retrieval._checks import check_choice, check_offsets, no_weight
 from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
 from tilefold.retrieval._sparse import check_ids
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.passages import document_of
-from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["DENSE_STORAGES", "STORAGES", "DenseManifest", "TokenManifest", "TokenStore", "TokenVectorWriter"]
 __all__ += ["TokenVectors", "open_dense", "open_tokens"]
@@ -89,7 +89,6 @@ class TokenVectors:
 
     @property
     def dimension(self) -> int:
-        """D."""
         return int(self.values.size(1))
 
     def rows(self, i: int) -> Tensor:
@@ -104,12 +103,9 @@ class TokenVectors:
 
     def take(self, chosen: Sequence[int]) -> TokenVectors:
         """The given texts, in the given order, copied."""
-        index = torch.as_tensor(chosen, dtype=torch.int64)
-        lengths = self.offsets.diff()[index]
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        at = torch.repeat_interleave(self.offsets[index] - offsets[:-1], lengths) + torch.arange(int(offsets[-1]))
+        at, offsets = map(torch.from_numpy, gathered(self.offsets.numpy(), np.asarray(chosen, np.int64)))
         scales = None if self.scales is None else self.scales[at]
-        return TokenVectors([self.ids[i] for i in index.tolist()], offsets, self.values[at], scales)
+        return TokenVectors([self.ids[i] for i in chosen], offsets, self.values[at], scales)
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenVectors]) -> TokenVectors:
@@ -118,11 +114,8 @@ class TokenVectors:
         scales = [part.scales for part in parts if part.scales is not None]
         with torch.autocast("cpu", enabled=False):  # numpy, because torch lacks the operation for fp16 on the CPU
             values = torch.cat([part.values for part in parts])
-        names, offsets = (
-            [name for part in parts for name in part.ids],
-            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-        )
-        return cls(names, offsets, values, torch.cat(scales) if scales else None)
+        names, offsets = [name for part in parts for name in part.ids], offsets_of(lengths.numpy())
+        return cls(names, torch.from_numpy(offsets), values, torch.cat(scales) if scales else None)
 
 
 def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str, numbers: Tensor) -> None:
@@ -177,13 +170,7 @@ class TokenManifest(Manifest):
     n_tokens: int = field(default=0, kw_only=True)
     layout: str = field(default="tokens", kw_only=True)
 
-    @property
-    def provenance(self) -> Provenance:
-        """Model and texts, as far as they are known."""
-        return replace(Provenance.from_dict(self.settings), model_fingerprint=self.model_fingerprint)
-
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
-        """See :meth:`Manifest.wrong`."""
         return super().wrong(types) or ([] if self.storage in self.STORAGES else ["storage"])
 
 
@@ -209,13 +196,9 @@ class DenseManifest(TokenManifest):
 
 
 class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
-    """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does; `manifest` is of a new folder."""
+    """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does."""
 
-    suffix = "safetensors"
-
-    def __init__(self, path: str | Path, manifest: TokenManifest, *, resume: bool = False, lists: bool = True) -> None:
-        safetensors_package()
-        super().__init__(Path(path), manifest, resume, lists)
+    suffix, package = "safetensors", ("safetensors.torch", "safetensors", "Storing token vectors")
 
     def _check(self, vectors: TokenVectors) -> None:
         expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])
@@ -245,9 +228,8 @@ class TokenStore:
 
     """
 
-    def __init__(self, folder: Path, manifest: TokenManifest, *, verify: bool = True) -> None:
-        self.folder, self.manifest = folder, manifest
-        self._verify = verify
+    def __init__(self, folder: Path, manifest: TokenManifest) -> None:
+        self.folder, self.manifest, self.dimension = folder, manifest, manifest.dimension
         self._shards: dict[int, TokenVectors] = {}
         self.ids: dict[str, tuple[int, int]] = {}
         for number, shard in enumerate(manifest.shards):
@@ -269,23 +251,17 @@ class TokenStore:
             found.setdefault(document_of(name), []).append(name)
         return found
 
-    @property
-    def dimension(self) -> int:
-        """D."""
-        return self.manifest.dimension
-
     def shard(self, number: int) -> TokenVectors:
         """Shard `number`, memory-mapped; the first time, FileNotFoundError or ``DataError`` for a damaged one."""
         if number not in self._shards:
             listed = self.manifest.shards[number]
-            file = shard_file(self.folder, listed, verify=self._verify)
+            file = shard_file(self.folder, listed)
             vectors = _read_shard(file)
             expected = (self.dimension, _DTYPES[self.manifest.storage], listed["rows"], listed["tokens"])
             found = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
             if found != expected:
                 raise DataError(f"{file}: expected (D, dtype, texts, vectors) {expected}, got {found}. {REMEDY}")
-            if self._verify:
-                _check_finite(vectors, file)
+            _check_finite(vectors, file)
             self._shards[number] = vectors
         return self._shards[number]
 
@@ -310,20 +286,20 @@ class TokenStore:
         return found.take([place[name] for name in wanted])
 
 
-def open_tokens(path: str | Path, *, verify: bool = True) -> TokenStore:
-    """Open a folder of token vectors without loading it; `verify` compares a shard's checksum when it is first used."""
-    return _opened(TokenManifest, Path(path), verify)
+def open_tokens(path: str | Path) -> TokenStore:
+    """Open a folder of token vectors without loading it; a shard's checksum is compared when it is first used."""
+    return _opened(TokenManifest, Path(path))
 
 
-def open_dense(path: str | Path, *, verify: bool = True) -> TokenStore:
+def open_dense(path: str | Path) -> TokenStore:
     """Open a folder of dense vectors as :func:`open_tokens` does, a text having one vector each."""
-    return _opened(DenseManifest, Path(path), verify)
+    return _opened(DenseManifest, Path(path))
 
 
-def _opened(kind: type[TokenManifest], folder: Path, verify: bool) -> TokenStore:
+def _opened(kind: type[TokenManifest], folder: Path) -> TokenStore:
     manifest = kind.read(folder)
     check_whole(folder, manifest)
-    return TokenStore(folder, manifest, verify=verify)
+    return TokenStore(folder, manifest)
 
 
 def safetensors_package() -> ModuleType:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from tilefold._files import atomic_file
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._files import Json, require
+from tilefold.retrieval._files import Json, arrow
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
@@ -130,7 +130,6 @@ class TrainingRows:
 
     @property
     def scored(self) -> bool:
-        """Whether teachers scored the rows."""
         return self.target is not None
 
     @property
@@ -186,7 +185,7 @@ def queries_of(rows: TrainingRows, collection: Collection) -> dict[str, str]:
 
 def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
     """Write the Parquet file of this module's table, atomically; ValueError where there is no row."""
-    pa, pq = _arrow()
+    pa, pq = arrow("Storing training rows")
     if not len(rows):
         raise ValueError("rows: expected at least one row, got an empty table.")
     fields = [("query_id", pa.string()), ("document_id", pa.string()), ("rank", pa.int32())]
@@ -220,7 +219,7 @@ def read_training_rows(path: str | Path) -> TrainingRows:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file of training rows. Make one with: tilefold mine")
-    pa, pq = _arrow()
+    pa, pq = arrow("Storing training rows")
     try:
         table = pq.read_table(file, read_dictionary=["query_id", "document_id"])
     except (pa.ArrowException, OSError) as error:
@@ -296,8 +295,3 @@ def _made_by(table: Any) -> Json:
     if version != SCHEMA_VERSION:
         raise DataError(f"metadata: expected schema_version {SCHEMA_VERSION}, got {version!r}. {_REMEDY}")
     return dict(value)
-
-
-def _arrow() -> tuple[ModuleType, ModuleType]:
-    what = "Storing training rows"
-    return require("pyarrow", "pyarrow", what), require("pyarrow.parquet", "pyarrow", what)

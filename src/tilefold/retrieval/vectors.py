@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
@@ -14,22 +13,14 @@ from tilefold._files import atomic_file
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_least
-from tilefold.retrieval._files import Json, json_line, require
+from tilefold.retrieval._files import Json, arrow, json_line
 from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, layout_of, shard_file
 from tilefold.retrieval._sparse import Floats, Ints, Longs, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["SparseVectorWriter", "SparseVectors", "VectorManifest", "check_same_vocabulary", "export_jsonl"]
-__all__ += [
-    "iter_shards",
-    "layout_of",
-    "read_manifest",
-    "read_rows",
-    "read_vectors",
-    "vocabulary_fingerprint",
-    "write_vectors",
-]
+__all__ += ["iter_shards", "layout_of", "read_manifest", "read_rows", "read_vectors", "vocabulary_fingerprint"]
+__all__ += ["write_vectors"]
 
 
 @dataclass
@@ -58,14 +49,10 @@ class VectorManifest(Manifest):
     IDENTITY = ("vocab_size", "fingerprint", "model_name", "kind")
 
     vocab_size: int
-    fingerprint: str | None
-    model_name: str | None
+    fingerprint: str | None = None
+    model_name: str | None = None
     kind: str = "document"
-
-    @property
-    def provenance(self) -> Provenance:
-        """Model and texts, as far as the settings name them."""
-        return Provenance.from_dict(self.settings)
+    layout: str = field(default="sparse", kw_only=True)
 
     def vectors(self, ids: list[str], indptr: Longs, indices: Ints, weights: Floats) -> SparseVectors:
         """CSR arrays as vectors of this folder's vocabulary, model and texts."""
@@ -79,29 +66,13 @@ class VectorManifest(Manifest):
 class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """Write vectors shard by shard into the folder `path`; one process at a time may use it.
 
-    Shards and manifest are replaced atomically and a shard counts only once the manifest lists it: `resume` keeps those
-    of an earlier writer, else they are discarded. With ``lists=False``, shards are made for a writer in another
-    process. The others are fields of :class:`VectorManifest`. ``FileExistsError`` for a folder with other files,
-    ``DataError`` where it goes on with other settings.
+    `manifest` is that of a new folder. Shards and manifest are replaced atomically and a shard counts only once the
+    manifest lists it: `resume` keeps those of an earlier writer, else they are discarded. With ``lists=False``, shards
+    are made for a writer in another process. ``FileExistsError`` for a folder with other files, ``DataError`` where it
+    goes on with other settings.
     """
 
-    suffix = "parquet"
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        vocab_size: int,
-        fingerprint: str | None = None,
-        model_name: str | None = None,
-        kind: str = "document",
-        settings: Mapping[str, object] | None = None,
-        resume: bool = False,
-        lists: bool = True,
-    ) -> None:
-        _arrow()
-        manifest = VectorManifest(vocab_size, fingerprint, model_name, kind, settings=dict(settings or {}))
-        super().__init__(Path(path), manifest, resume, lists)
+    suffix, package = "parquet", ("pyarrow.parquet", "pyarrow", "Storing vectors")
 
     def _check(self, vectors: SparseVectors) -> None:
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")
@@ -110,7 +81,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         return {"rows": len(vectors), "nonzeros": int(vectors.indices.size)}
 
     def _store(self, vectors: SparseVectors, path: Path) -> None:
-        pa, parquet = _arrow()
+        pa, parquet = arrow("Storing vectors")
         if vectors.indices.size > np.iinfo(np.int32).max:
             raise ValueError(f"vectors: expected fewer than 2^31 weights per shard, got {vectors.indices.size}.")
         offsets = pa.array(vectors.indptr.astype(np.int32))
@@ -156,7 +127,7 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
             break
         file = shard_file(folder, shard, verify=False)
         with _as_data_error(file):
-            there = _arrow()[1].read_table(file, columns=["id"]).column("id").to_pylist()
+            there = arrow("Storing vectors")[1].read_table(file, columns=["id"]).column("id").to_pylist()
         rows = [row for row, name in enumerate(there) if name in wanted]
         if rows:
             parts.append(_read_shard(folder, shard, manifest).take(rows))
@@ -190,14 +161,9 @@ def write_vectors(
 ) -> VectorManifest:
     """Write vectors in memory to the folder `path`, replacing vectors that were there."""
     check_least("shard_size", shard_size)
-    writer = SparseVectorWriter(
-        path,
-        vocab_size=vectors.vocab_size,
-        fingerprint=vectors.fingerprint,
-        model_name=model_name,
-        kind=kind,
-        settings={name: value for name, value in vectors.provenance.to_dict().items() if value},
-    )
+    settings = {name: value for name, value in vectors.provenance.to_dict().items() if value}
+    manifest = VectorManifest(vectors.vocab_size, vectors.fingerprint, model_name, kind, settings=settings)
+    writer = SparseVectorWriter(path, manifest)
     for number, start in enumerate(range(0, len(vectors), shard_size)):
         writer.write_shard(number, vectors.take(range(start, min(start + shard_size, len(vectors)))))
     return writer.finish()
@@ -237,15 +203,10 @@ def export_jsonl(
             stream.write(json_line(line))
 
 
-def _arrow() -> tuple[ModuleType, ModuleType]:
-    """``pyarrow`` and ``pyarrow.parquet``, or an error that says how to install them."""
-    return require("pyarrow", "pyarrow", "Storing vectors"), require("pyarrow.parquet", "pyarrow", "Storing vectors")
-
-
 @contextmanager
 def _as_data_error(path: Path) -> Iterator[None]:
     """Turn Arrow's errors for a damaged or foreign file into one ``DataError`` that names it."""
-    pa, _ = _arrow()
+    pa, _ = arrow("Storing vectors")
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
@@ -253,7 +214,7 @@ def _as_data_error(path: Path) -> Iterator[None]:
 
 
 def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
-    _, pq = _arrow()
+    _, pq = arrow("Storing vectors")
     with _as_data_error(path):
         table = pq.read_table(path, columns=["id", "indices", "weights"]).combine_chunks()
         columns = [table.column(name).combine_chunks() for name in ("id", "indices", "weights")]

@@ -16,14 +16,12 @@ from tilefold.retrieval.vectors import SparseVectors
 
 __all__ = ["BACKENDS", "DENSE", "LATE", "Hit", "SparseIndex", "build_index", "hits_to_run", "load_index"]
 
-_CLASSES = {"exact": "ExactIndex", "seismic": "SeismicIndex", "qdrant": "QdrantIndex"}
-BACKENDS = tuple(_CLASSES)
+BACKENDS = ("exact", "seismic", "qdrant")
 DENSE, LATE = "dense", "late"  # backends of indexes of dense vectors, and of token vectors
 
 
-def _backend(name: str, where: str) -> type[SparseIndex]:
-    check_choice(where, name, BACKENDS)
-    return cast("type[SparseIndex]", getattr(import_module(f"{__name__}.{name}"), _CLASSES[name]))
+def _backend(name: str) -> Any:
+    return getattr(import_module(f"{__name__}.{name}"), f"{name.capitalize()}Index")
 
 
 def build_index(
@@ -40,10 +38,11 @@ def build_index(
     :meth:`tilefold.retrieval.index.qdrant.QdrantIndex.build`. An unknown backend or option, or no vector with a
     positive weight, is a ``ValueError``; a package that is not installed a ``MissingPackageError``.
     """
-    kind = _backend(backend, "backend")
+    check_choice("backend", backend, BACKENDS)
+    kind = _backend(backend)
     if backend == "qdrant":
-        return kind.build(vectors, metadata=metadata, **options)
-    built: Any = kind.build(vectors, **options)
+        return cast("SparseIndex", kind.build(vectors, metadata=metadata, **options))
+    built = kind.build(vectors, **options)
     built.metadata = Metadata.of(metadata, vectors.ids, vectors.provenance.passages)
     return cast("SparseIndex", built)
 
@@ -54,5 +53,11 @@ def load_index(path: str | Path) -> SparseIndex:
     others = {"bm25": "BM25. Use BM25Index", DENSE: "dense vectors. Use DenseIndex", LATE: "tokens. Use LateIndex"}
     if other := others.get(name):
         raise DataError(f"{path}: expected an index of sparse vectors, got one of {other}.load.")
-    load = _backend(name, f"{path}: backend").load
-    return cast("SparseIndex", open_segments(Path(path), load(path), load))
+    check_choice(f"{path}: backend", name, BACKENDS)
+    return cast("SparseIndex", open_parts(path, name))
+
+
+def open_parts(path: str | Path, backend: str) -> Any:
+    """The saved index of a backend of vectors, sparse or not, with its segments."""
+    load = _backend(backend).load
+    return open_segments(Path(path), load(path), load)

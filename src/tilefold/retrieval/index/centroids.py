@@ -20,9 +20,8 @@ from torch.nn.functional import normalize
 
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import ExactIndex
-from tilefold.retrieval.index.protocol import REMEDY
+from tilefold.retrieval.index.protocol import read_array
 
 Blocks = Callable[[], Iterator[tuple[npt.NDArray[np.int64], Tensor]]]  # lengths of documents, and vectors of all tokens
 _VECTORS, _LISTS = "centroids.npy", "candidates"
@@ -81,13 +80,8 @@ class Centroids:
         if not (folder / _VECTORS).exists():
             return None
         lists = ExactIndex.load(folder / _LISTS)
-        vectors = np.load(folder / _VECTORS, allow_pickle=False)
-        if vectors.dtype != np.float32 or vectors.shape != (lists.vocab_size, dimension):
-            got = f"{vectors.dtype} {vectors.shape}"
-            raise DataError(
-                f"{folder / _VECTORS}: expected fp32 [{lists.vocab_size}, {dimension}], got {got}. {REMEDY}"
-            )
-        return cls(torch.from_numpy(vectors), lists)
+        vectors = read_array(folder / _VECTORS, np.float32, lists.vocab_size, dimension)
+        return cls(torch.from_numpy(vectors.copy()), lists)
 
     def candidates(
         self, query: Tensor, count: int, allowed: npt.NDArray[np.bool_] | None = None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tilefold.retrieval._checks import check_choice, check_k
+from tilefold.retrieval._files import Json
 from tilefold.retrieval.errors import DataError, MissingDocumentError
-from tilefold.retrieval.index.exact import ID_FILES, StoredIds, save_ids
-from tilefold.retrieval.index.protocol import REMEDY, Hit, read_manifest, saved_index
+from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds
 from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import DenseManifest, TokenStore, TokenVectors, read_tensors, safetensors_package
@@ -24,10 +25,31 @@ __all__ = ["DenseIndex"]
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _FILE = "vectors.safetensors"
 _BLOCK, _QUERIES = 1 << 16, 256  # documents and queries of a block of scores: 64 MB
+T = TypeVar("T", bound="TorchIndex")
 _DTYPES = (torch.float32, torch.float16, torch.int8)
 
 
-class DenseIndex:
+class TorchIndex(FolderIndex):
+    """Base of the indexes that torch searches, on a CPU or a GPU."""
+
+    package = "torch"
+    device: torch.device | None = None  # that searches; None is a GPU if there is one
+
+    dimension: int  # D, the length of a vector
+
+    def _hits(self, scores: Iterable[float], rows: Iterable[int]) -> list[Hit]:
+        """Hits of rows, but for documents that were left out."""
+        return [Hit(self.ids[row], score) for score, row in zip(scores, rows, strict=True) if score > -math.inf]
+
+    def on(self: T, device: str = "cuda") -> T:
+        """The index, searched on a device."""
+        placed = copy.copy(self)
+        placed.device = torch.device(device)
+        torch.empty(1, device=placed.device)  # an error where there is none
+        return placed
+
+
+class DenseIndex(TorchIndex):
     """Exact search of dense vectors by the similarity that they were made for.
 
     Scores are taken in float32, whatever the storage, on a GPU if there is one and on the CPU otherwise: equal up to
@@ -35,14 +57,11 @@ class DenseIndex:
     query finds `k` of them. A GPU keeps the vectors where they fit into half of its free memory.
     """
 
-    backend: ClassVar[str] = "dense"
-    fingerprint: ClassVar[str | None] = None  # no vocabulary
-    metadata: Metadata | None = None  # of the documents, for `where`
-    device: torch.device | None = None  # that searches; None is a GPU if there is one
+    backend, own_files = "dense", (_FILE,)
 
     def __init__(
         self,
-        ids: list[str] | StoredIds,
+        ids: Sequence[str],
         values: Tensor,
         scales: Tensor | None,
         similarity: str,
@@ -57,6 +76,8 @@ class DenseIndex:
         ):
             raise DataError("scales: expected one for each vector in int8, and none for others.")
         self.ids, self.similarity, self.provenance = ids, similarity, provenance
+        self.options = {"similarity": similarity}
+        self.vocab_size = self.dimension = int(values.size(1))
         self._values, self._scales = values, scales
         self._placed: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
@@ -85,19 +106,6 @@ class DenseIndex:
         index.metadata = Metadata.of(metadata, index.ids, made_by.passages)
         return index
 
-    @property
-    def n_documents(self) -> int:
-        return len(self.ids)
-
-    @property
-    def dimension(self) -> int:
-        """D, the length of a vector."""
-        return int(self._values.size(1))
-
-    @property
-    def vocab_size(self) -> int:
-        return self.dimension
-
     def search(
         self,
         queries: Tensor,
@@ -117,7 +125,7 @@ class DenseIndex:
         if queries.dim() != 2 or queries.size(1) < self.dimension or not queries.isfinite().all():
             got = f"{list(queries.shape)}" + ("" if queries.isfinite().all() else " with NaN or infinity")
             raise ValueError(f"queries: expected finite vectors [Q, {self.dimension}], got {got}. Take the same model.")
-        allowed = allowed_by(self, where, allowed)
+        allowed = allowed_by(self.metadata, where, allowed)
         place = torch.device(device or self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         asked = queries[:, : self.dimension].to(place, torch.float32)
         if self.similarity == "cosine":
@@ -125,9 +133,7 @@ class DenseIndex:
         found: list[list[Hit]] = []
         for part in torch.split(asked, _QUERIES):
             scores, rows = (each.tolist() for each in self._best(part, k, allowed))
-            for values, at in zip(scores, rows, strict=True):
-                hits = zip(values, at, strict=True)
-                found.append([Hit(self.ids[row], score) for score, row in hits if score > -float("inf")])
+            found += [self._hits(*each) for each in zip(scores, rows, strict=True)]
         return found
 
     def _best(self, asked: Tensor, k: int, allowed: Mask | None) -> tuple[Tensor, Tensor]:
@@ -152,13 +158,6 @@ class DenseIndex:
             return asked @ block.T
         return -torch.cdist(asked, block, p=2 if self.similarity == "euclidean" else 1)
 
-    def on(self, device: str = "cuda") -> DenseIndex:
-        """The index, searched on a device."""
-        placed = copy.copy(self)
-        placed.device = torch.device(device)
-        torch.empty(1, device=placed.device)  # an error where there is none
-        return placed
-
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The vectors on a device, if they fit there, else where they are."""
         if device.type == "cpu":
@@ -174,7 +173,6 @@ class DenseIndex:
         return {name: row for row, name in enumerate(self.ids)}
 
     def holds(self, name: str) -> bool:
-        """Whether a document is there."""
         return name in self._rows
 
     def stored(self) -> TokenVectors:
@@ -190,28 +188,19 @@ class DenseIndex:
         values = self._values[rows].float()
         return values if self._scales is None else values * self._scales[rows, None]
 
-    def save(self, path: str | Path) -> None:
-        """Write the index as a directory; only an earlier dense index is replaced."""
+    def _write(self, folder: Path) -> None:
         tensors = {"values": self._values.contiguous()}
         if self._scales is not None:
             tensors["scales"] = self._scales.contiguous()
-        with saved_index(path, self, (_FILE, *ID_FILES), "torch", {"similarity": self.similarity}) as folder:
-            safetensors_package().torch.save_file(tensors, str(folder / _FILE), metadata={"format": "pt"})
-            save_ids(self.ids, folder)
+        safetensors_package().torch.save_file(tensors, str(folder / _FILE), metadata={"format": "pt"})
 
     @classmethod
-    def load(cls, path: str | Path) -> DenseIndex:
-        """Open an index that :meth:`save` wrote, its vectors memory-mapped; a ``DataError`` for a damaged one."""
-        folder = Path(path)
-        manifest = read_manifest(folder, cls.backend)
-        ids, found = StoredIds.load(folder, manifest["n_documents"]), read_tensors(folder / _FILE, "values")
-        similarity, made_by = manifest["options"].get("similarity"), Provenance.from_dict(manifest)
+    def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> DenseIndex:
+        found, made_by = read_tensors(folder / _FILE, "values"), Provenance.from_dict(manifest)
         try:
-            index = cls(ids, found["values"], found.get("scales"), similarity, made_by)
+            return cls(ids, found["values"], found.get("scales"), manifest["options"].get("similarity"), made_by)
         except ValueError as error:
             raise DataError(f"{folder}: {error} {REMEDY}") from error
-        index.metadata = Metadata.load(folder, len(ids))
-        return index
 
 
 def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

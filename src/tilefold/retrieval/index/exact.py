@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._checks import check_arrays, check_offsets
+from tilefold.pipeline.ragged import offsets_of, spans
+from tilefold.retrieval._checks import check_arrays
+from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import REMEDY, Hit, check_buildable, check_search, read_manifest, saved_index
-from tilefold.retrieval.metadata import Mask, Metadata, Where, allowed_by
+from tilefold.retrieval.index.protocol import (
+    REMEDY,
+    FolderIndex,
+    Hit,
+    StoredIds,
+    check_buildable,
+    check_search,
+    read_array,
+    read_offsets,
+)
+from tilefold.retrieval.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -30,12 +40,9 @@ _OFFSETS, _DOCUMENTS, _WEIGHTS, _CHECKSUMS = "offsets.npy", "documents.npy", "we
 _LARGE = (_DOCUMENTS, _WEIGHTS)  # checked term by term, when a query reads them
 _BLOCKS = 256, 64, 16  # scores in a block; few blocks bound badly
 _PIECE = 1 << 22  # weights that are transposed at a time
-ID_FILES = ("ids.npy", "id_ends.npy")
-_ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
 _SHORT_TERMS = 1 << 16  # below, terms are sorted as 16-bit integers, by radix
 
 Scores = npt.NDArray[np.float32]
-N = TypeVar("N", bound=np.generic)
 Lists = list[tuple[npt.NDArray[np.int32], Scores]]  # documents and weights
 Add = Callable[[Scores, Lists, Scores], None]
 
@@ -62,14 +69,14 @@ class Postings:
     def of(cls, vectors: SparseVectors) -> Postings:
         """The positive weights of `vectors`, transposed piece by piece: 8 bytes per weight, and 200 MB."""
         counts = np.zeros(vectors.vocab_size, np.int64)
-        for low, high in _pieces(vectors):
+        for low, high in spans(vectors.indptr, _PIECE):
             span = slice(vectors.indptr[low], vectors.indptr[high])
             counts += np.bincount(vectors.indices[span][vectors.data[span] > 0], minlength=vectors.vocab_size)
         offsets = offsets_of(counts)
         documents, weights = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.float32)
         free = offsets[:-1].copy()  # where the next posting of each term goes
         short = vectors.vocab_size <= _SHORT_TERMS
-        for low, high in _pieces(vectors):
+        for low, high in spans(vectors.indptr, _PIECE):
             span = slice(vectors.indptr[low], vectors.indptr[high])
             keep = vectors.data[span] > 0
             rows = np.repeat(np.arange(low, high, dtype=np.int32), np.diff(vectors.indptr[low : high + 1]))[keep]
@@ -118,16 +125,6 @@ class Postings:
     def checksum(self, term: int) -> int:
         span = slice(self.offsets[term], self.offsets[term + 1])
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
-
-
-def _pieces(vectors: SparseVectors) -> Iterator[tuple[int, int]]:
-    """Ranges of rows with about ``_PIECE`` weights each, at least one row."""
-    low = 0
-    while low < len(vectors):
-        reach = int(np.searchsorted(vectors.indptr, vectors.indptr[low] + _PIECE, side="right")) - 1
-        high = max(low + 1, reach)
-        yield low, high
-        low = high
 
 
 def portable(scores: Scores, lists: Lists, values: Scores) -> None:
@@ -217,51 +214,7 @@ def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64
     return np.flatnonzero(scores > 0)
 
 
-class StoredIds:
-    """Strings as UTF-8, one after the other (uint8), and where each ends (int64 ``[N]``)."""
-
-    def __init__(self, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
-        self._text, self._ends = text, ends
-
-    def __getitem__(self, at: int) -> str:
-        if not 0 <= at < len(self):
-            raise IndexError(f"at: expected a position in [0, {len(self)}), got {at}.")
-        low = int(self._ends[at - 1]) if at else 0
-        try:
-            return self._text[low : int(self._ends[at])].tobytes().decode("utf-8", _ERRORS)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{ID_FILES[0]}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[at] for at in range(len(self)))
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @classmethod
-    def load(cls, folder: Path, count: int) -> StoredIds:
-        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`."""
-        try:
-            text, ends = (np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in ID_FILES)
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{folder}: expected ids in {' and '.join(ID_FILES)}, got ({error}).") from error
-        fits = ends.shape == (count,) and ends.dtype == np.int64 and text.dtype == np.uint8 and text.ndim == 1
-        if not fits or (np.diff(ends, prepend=0) < 1).any() or (count and int(ends[-1]) != text.size):
-            got = f"{text.dtype} {text.shape} and {ends.dtype} {ends.shape}"
-            raise DataError(f"{folder}: expected the ids of {count} documents, got arrays {got}. {REMEDY}")
-        return cls(text, ends)
-
-
-def save_ids(ids: Iterable[str], folder: Path) -> None:
-    """Write `ids` for :meth:`StoredIds.load`."""
-    encoded = [name.encode("utf-8", _ERRORS) for name in ids]
-    ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-    text, where = ID_FILES
-    np.save(folder / text, np.frombuffer(b"".join(encoded), np.uint8))
-    np.save(folder / where, ends)
-
-
-class ExactIndex:
+class ExactIndex(FolderIndex):
     """Term-at-a-time exact inner products: the ground truth for approximate backends.
 
     A query adds the postings of its terms, ascending, to one float32 score per document. Results do not depend on
@@ -269,15 +222,12 @@ class ExactIndex:
     documents. Disk holds 8 bytes per weight; memory, what queries have read of that, and 4 bytes per document.
     """
 
-    backend: ClassVar[str] = "exact"
-    metadata: Metadata | None = None  # of the documents, for `where`
+    backend = "exact"
+    own_files, unread = (_OFFSETS, _CHECKSUMS, *_LARGE), _LARGE
 
-    def __init__(
-        self, ids: list[str] | StoredIds, postings: Postings, fingerprint: str | None, provenance: Provenance
-    ) -> None:
+    def __init__(self, ids: Sequence[str], postings: Postings, fingerprint: str | None, provenance: Provenance) -> None:
         self.ids, self._postings = ids, postings
-        self.n_documents, self.vocab_size = len(ids), postings.n_terms
-        self.fingerprint, self.provenance = fingerprint, provenance
+        self.vocab_size, self.fingerprint, self.provenance = postings.n_terms, fingerprint, provenance
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> ExactIndex:
@@ -305,7 +255,7 @@ class ExactIndex:
         `allowed`, bool ``[N]``, leaves documents out, as `where` does.
         """
         check_search(self, queries, k)
-        allowed = allowed_by(self, where, allowed)
+        allowed = allowed_by(self.metadata, where, allowed)
         scores = np.empty(self.n_documents, np.float32)
         results: list[list[Hit]] = []
         for i in range(len(queries)):
@@ -334,49 +284,20 @@ class ExactIndex:
 
         return DeviceIndex(self.ids, self.postings(), self, device)
 
-    def save(self, path: str | Path) -> None:
-        """Write the index as a directory of ``.npy`` files and JSON; only an earlier exact index is replaced."""
-        own_names = (*ID_FILES, _OFFSETS, _CHECKSUMS, *_LARGE)
-        with saved_index(path, self, own_names, "numpy", {}) as folder:
-            np.save(folder / _OFFSETS, self._postings.offsets)
-            np.save(folder / _DOCUMENTS, self._postings.documents)
-            np.save(folder / _WEIGHTS, self._postings.weights)
-            sums = map(self._postings.checksum, range(self.vocab_size))
-            np.save(folder / _CHECKSUMS, np.fromiter(sums, np.uint32, self.vocab_size))
-            save_ids(self.ids, folder)
+    def _write(self, folder: Path) -> None:
+        np.save(folder / _OFFSETS, self._postings.offsets)
+        np.save(folder / _DOCUMENTS, self._postings.documents)
+        np.save(folder / _WEIGHTS, self._postings.weights)
+        sums = map(self._postings.checksum, range(self.vocab_size))
+        np.save(folder / _CHECKSUMS, np.fromiter(sums, np.uint32, self.vocab_size))
 
     @classmethod
-    def load(cls, path: str | Path) -> ExactIndex:
-        """Open an index that :meth:`save` wrote; its arrays are mapped, and checked when a query asks for them."""
-        folder = Path(path)
-        manifest = read_manifest(folder, cls.backend, unread=_LARGE)
-        count, size = manifest["n_documents"], manifest["vocab_size"]
-        offsets = _array(folder / _OFFSETS, np.int64, size + 1)
-        try:
-            check_offsets(offsets, int(offsets[-1]), "offsets")
-        except DataError as error:
-            raise DataError(f"{folder / _OFFSETS}: {error} {REMEDY}") from error
+    def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> ExactIndex:
+        size = manifest["vocab_size"]
+        offsets = read_offsets(folder / _OFFSETS, size)
         fastest()  # its import is not part of the first query
-        postings = Postings(
-            offsets,
-            _array(folder / _DOCUMENTS, np.int32, int(offsets[-1])),
-            _array(folder / _WEIGHTS, np.float32, int(offsets[-1])),
-            count,
-            _array(folder / _CHECKSUMS, np.uint32, size),
-        )
-        made_of = manifest.get("fingerprint"), Provenance.from_dict(manifest)
-        index = cls(StoredIds.load(folder, count), postings, *made_of)
-        index.metadata = Metadata.load(folder, count)
-        return index
-
-
-def _array(file: Path, dtype: type[N], size: int) -> npt.NDArray[N]:
-    """The flat array in `file`, memory-mapped."""
-    try:
-        values = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file}: expected an array of an exact index, got ({error}). {REMEDY}") from error
-    if values.shape != (size,) or values.dtype != np.dtype(dtype):
-        got = f"{values.dtype} of shape {values.shape}"
-        raise DataError(f"{file}: expected {size} numbers of {np.dtype(dtype)}, got {got}. {REMEDY}")
-    return values
+        documents = read_array(folder / _DOCUMENTS, np.int32, int(offsets[-1]))
+        weights = read_array(folder / _WEIGHTS, np.float32, int(offsets[-1]))
+        sums = read_array(folder / _CHECKSUMS, np.uint32, size)
+        postings = Postings(offsets, documents, weights, len(ids), sums)
+        return cls(ids, postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))

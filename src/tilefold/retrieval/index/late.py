@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold._files import atomic_directory
 from tilefold.ops import maxsim_topk
 from tilefold.retrieval._checks import check_choice, check_count, check_k
 from tilefold.retrieval._files import Json
@@ -22,9 +20,8 @@ from tilefold.retrieval._sparse import check_ids
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import centroids, token_blocks
 from tilefold.retrieval.index.centroids import Centroids
-from tilefold.retrieval.index.dense import top_columns
-from tilefold.retrieval.index.exact import ID_FILES, StoredIds, save_ids
-from tilefold.retrieval.index.protocol import MANIFEST_NAME, REMEDY, SEGMENTS, Hit, read_manifest, write_manifest
+from tilefold.retrieval.index.dense import TorchIndex, top_columns
+from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds
 from tilefold.retrieval.index.token_blocks import (
     STORAGES,
     STREAMED,
@@ -35,13 +32,12 @@ from tilefold.retrieval.index.token_blocks import (
     chunks_of,
     scores_of,
 )
-from tilefold.retrieval.metadata import FILE, Fields, Mask, Metadata, Where, allowed_by
+from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import TokenManifest, TokenStore, TokenVectors
 
 __all__ = ["LateIndex"]
 
-_FILES = (*token_blocks.FILES, *ID_FILES, *centroids.FILES, FILE)
 _BLOCK = 1 << 17  # tokens of a block on a CPU
 _QUERIES = 64  # that share the pass over the documents
 _ROOM = 0.75  # of a GPU's free memory
@@ -50,7 +46,7 @@ _CANDIDATES = (250, 500, 1000, 2000, 4000)
 _RECALL, _ASKED, _WORDS = 0.985, 32, 16  # of the ten best; queries that it is measured on, and tokens of each
 
 
-class LateIndex:
+class LateIndex(TorchIndex):
     """Search by MaxSim over the token vectors of a collection, in a folder that is memory-mapped.
 
     ``score(q, d) = sum over query tokens i of max over document tokens j of q_i . d_j``, in fp32 of what is stored, as
@@ -64,20 +60,20 @@ class LateIndex:
         recall: share of the ten best that was then found, on queries that were held out; None without centroids.
     """
 
-    backend: ClassVar[str] = "late"
-    fingerprint: ClassVar[str | None] = None  # no vocabulary
-    metadata: Metadata | None = None  # of the documents, for `where`
-    device: torch.device | None = None  # that searches; None for a GPU if there is one
+    backend = "late"
+    own_files, unread = (*token_blocks.FILES, *centroids.FILES), token_blocks.FILES[:2]
 
     def __init__(
         self,
-        ids: list[str] | StoredIds,
+        ids: Sequence[str],
         files: TokenFiles,
         nearest: Centroids | None,
         options: Json,
         provenance: Provenance,
     ) -> None:
-        self.ids, self.files, self.options, self.provenance = ids, files, options, provenance
+        self.ids, self.files, self.provenance = ids, files, provenance
+        self.options: Json = options
+        self.vocab_size = self.dimension = files.dimension
         self._nearest = nearest
         self._without = files.lengths == 0
         self._shares: dict[tuple[str, ...], list[Share]] = {}
@@ -118,10 +114,10 @@ class LateIndex:
         if storage == "int4" and vectors.dimension % 2:
             raise ValueError(f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.")
         options: Json = {"storage": storage, "pool_factor": pool_factor, "dimension": vectors.dimension}
-        return cls._write(Path(folder), chunks_of(shards, storage, pool_factor), options, made_by, metadata, queries)
+        return cls._made(Path(folder), chunks_of(shards, storage, pool_factor), options, made_by, metadata, queries)
 
     @classmethod
-    def _write(
+    def _made(
         cls,
         folder: Path,
         chunks: Iterable[Chunk],
@@ -130,7 +126,7 @@ class LateIndex:
         metadata: Mapping[str, Fields] | Metadata | None,
         queries: TokenVectors | None = None,
     ) -> LateIndex:
-        with atomic_directory(folder, own_names=[MANIFEST_NAME, SEGMENTS, *_FILES]) as made:
+        with cls._replaced(folder) as made:
             ids, lengths, sums = list[str](), list[npt.NDArray[np.int64]](), list[int]()
             with (made / token_blocks.VALUES).open("wb") as values, (made / token_blocks.SCALES).open("wb") as scales:
                 for names, counts, found in chunks:
@@ -148,7 +144,6 @@ class LateIndex:
                 raise ValueError(f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.")
             np.save(made / token_blocks.OFFSETS, offsets)
             np.save(made / token_blocks.SUMS, np.array(sums, np.uint32))
-            save_ids(ids, made)
             files = TokenFiles(made, len(ids), options["dimension"], options["storage"])
             nearest = None
             if files.n_tokens >= centroids.FEWEST_TOKENS:
@@ -159,34 +154,28 @@ class LateIndex:
                 index.options |= index._measured(nearest, queries)
             made_of = made_by.passages
             index.metadata = metadata if isinstance(metadata, Metadata) else Metadata.of(metadata, ids, made_of)
-            if index.metadata is not None:
-                index.metadata.save(made)
-            write_manifest(made, index, "torch", index.options)
+            index._finish(made)
         return cls.load(folder)
 
     @classmethod
-    def load(cls, path: str | Path) -> LateIndex:
-        """Open an index that :meth:`build` wrote; a ``DataError`` for a damaged one, at the latest when it is read."""
-        folder = Path(path)
-        manifest = read_manifest(folder, cls.backend, unread=token_blocks.FILES[:2])
-        options, count = manifest["options"], manifest["n_documents"]
+    def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> LateIndex:
+        options = manifest["options"]
         if options.get("storage") not in STORAGES or options.get("dimension") != manifest["vocab_size"]:
-            raise DataError(
-                f"{folder}: expected a storage of {', '.join(STORAGES)} and a dimension, got {options}. {REMEDY}"
-            )
-        files = TokenFiles(folder, count, options["dimension"], options["storage"])
+            wanted = f"a storage of {', '.join(STORAGES)} and a dimension"
+            raise DataError(f"{folder}: expected {wanted}, got {options}. {REMEDY}")
+        files = TokenFiles(folder, len(ids), options["dimension"], options["storage"])
         nearest = Centroids.load(folder, files.dimension)
-        index = cls(StoredIds.load(folder, count), files, nearest, options, Provenance.from_dict(manifest))
-        index.metadata = Metadata.load(folder, count)
-        return index
+        return cls(ids, files, nearest, options, Provenance.from_dict(manifest))
+
+    def _write(self, folder: Path) -> None:
+        without_segments = shutil.ignore_patterns(SEGMENTS, ".*")
+        shutil.copytree(self.files.folder, folder, dirs_exist_ok=True, ignore=without_segments)
 
     def save(self, path: str | Path) -> None:
         """Copy the index to another folder; only an earlier index of its kind is replaced."""
-        if Path(path).resolve() == self.files.folder.resolve():
-            return
-        with atomic_directory(Path(path), own_names=[MANIFEST_NAME, SEGMENTS, *_FILES]) as made:
-            without_segments = shutil.ignore_patterns(SEGMENTS, ".*")
-            shutil.copytree(self.files.folder, made, dirs_exist_ok=True, ignore=without_segments)
+        if Path(path).resolve() != self.files.folder.resolve():
+            with self._replaced(path) as folder:
+                self._write(folder)
 
     @classmethod
     def merged(
@@ -206,27 +195,7 @@ class LateIndex:
                     yield [part.ids[row] for row in at.tolist()], part.files.lengths[at], part.files.take(at)[0]
 
         options = {name: parts[0].options[name] for name in ("storage", "pool_factor", "dimension")}
-        return cls._write(folder, chunks(), options, made_by, metadata)
-
-    def on(self, device: str = "cuda") -> LateIndex:
-        """The index, searched on a device."""
-        placed = copy.copy(self)
-        placed.device = torch.device(device)
-        torch.empty(1, device=placed.device)  # an error where there is none
-        return placed
-
-    @property
-    def n_documents(self) -> int:
-        return len(self.ids)
-
-    @property
-    def dimension(self) -> int:
-        """D, the length of a vector."""
-        return self.files.dimension
-
-    @property
-    def vocab_size(self) -> int:
-        return self.dimension
+        return cls._made(folder, chunks(), options, made_by, metadata)
 
     @property
     def n_candidates(self) -> int:
@@ -268,7 +237,7 @@ class LateIndex:
             finite = "" if queries.scales is not None or queries.values.isfinite().all() else " with NaN or infinity"
             got = f"{queries.values.dtype} of dimension {queries.dimension}{finite}"
             raise ValueError(f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, got {got}.")
-        allowed = allowed_by(self, where, allowed)
+        allowed = allowed_by(self.metadata, where, allowed)
         usable = ~self._without if allowed is None else allowed & ~self._without
         places = self._places(device or self.device)
         asked = [row for row, length in enumerate(queries.offsets.diff().tolist()) if length]
@@ -281,20 +250,15 @@ class LateIndex:
                 near = there if len(there) <= scored else self._nearest.candidates(queries.rows(row), scored, usable)
                 scores = scores_of(Asked.of([queries.rows(row)], places[0]), *self.files.take(near), reduction)
                 best, columns = top_columns(scores, k)
-                found[row] = self._hits(best[0], columns[0], near)
+                found[row] = self._hits(best[0].tolist(), near[columns[0].numpy()].tolist())
             return found
         most = max(1, min(_QUERIES, _SCORES // max(1, self.n_documents)))
         for low in range(0, len(asked), most):
             part = asked[low : low + most]
             tops = self._best([queries.rows(row) for row in part], k, places, usable, reduction)
             for row, values, at in zip(part, *tops, strict=True):
-                found[row] = self._hits(values, at)
+                found[row] = self._hits(values.tolist(), at.tolist())
         return found
-
-    def _hits(self, scores: Tensor, at: Tensor, documents: npt.NDArray[np.int64] | None = None) -> list[Hit]:
-        pairs = zip(scores.tolist(), at.tolist(), strict=True)
-        kept = [(score, place) for score, place in pairs if score > -float("inf")]
-        return [Hit(self.ids[place if documents is None else int(documents[place])], score) for score, place in kept]
 
     def _best(
         self,
@@ -364,29 +328,22 @@ class LateIndex:
 
     def _measured(self, nearest: Centroids, queries: TokenVectors | None) -> Json:
         """How many candidates hold enough of the ten best, and the share that they hold."""
-        lengths, chooser = self.files.lengths, np.random.default_rng(0)
+        lengths, chooser, own = self.files.lengths, np.random.default_rng(0), list[int]()
         if queries is not None:
-            asked, own = (
-                [queries.rows(row) for row in range(min(len(queries), _ASKED)) if queries.rows(row).numel()],
-                [],
-            )
+            asked = [rows for rows in map(queries.rows, range(min(len(queries), _ASKED))) if rows.numel()]
         else:
             own = chooser.choice(np.flatnonzero(lengths), min(_ASKED, int((lengths > 0).sum())), replace=False).tolist()
             starts = [int(chooser.integers(max(1, int(lengths[row]) - _WORDS))) for row in own]
             rows = [self.files.between(row, row + 1).floats() for row in own]
             asked = [row[start : start + _WORDS] for row, start in zip(rows, starts, strict=True)]
         found = self._best(asked, 11 if own else 10, [torch.device("cpu")], ~self._without)[1].tolist()
-        best = [
-            [at for at in row if at != mine][:10] for row, mine in zip(found, own or [-1] * len(found), strict=True)
-        ]
+        mine = own or [-1] * len(found)
+        best = [[at for at in row if at != not_it][:10] for row, not_it in zip(found, mine, strict=True)]
         count, share = 0, 0.0
         for count in _CANDIDATES:
             near = [set(nearest.candidates(query, count, ~self._without).tolist()) for query in asked]
-            share = float(
-                np.mean(
-                    [len(near_it.intersection(row)) / len(row) for near_it, row in zip(near, best, strict=True) if row]
-                )
-            )
+            shares = [len(these.intersection(row)) / len(row) for these, row in zip(near, best, strict=True) if row]
+            share = float(np.mean(shares))
             if share >= _RECALL:
                 break
         return {"n_candidates": count, "recall": round(share, 4)}

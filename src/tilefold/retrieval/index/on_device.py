@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -17,14 +17,6 @@ from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.index.protocol import Described, Hit, check_search
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
-
-
-class Ids(Protocol):
-    """A list of ids, or those of a folder."""
-
-    def __getitem__(self, at: int, /) -> str: ...
-    def __iter__(self) -> Iterator[str]: ...
-    def __len__(self) -> int: ...
 
 
 class TermLists(Protocol):
@@ -47,7 +39,7 @@ class DeviceIndex:
 
     def __init__(
         self,
-        ids: Ids,
+        ids: Sequence[str],
         lists: TermLists,
         described: Described,
         device: torch.device | str = "cuda",
@@ -73,7 +65,7 @@ class DeviceIndex:
     ) -> list[list[Hit]]:
         """See :class:`SparseIndex`; with `among`, a mask of :meth:`mask`, only those documents are found."""
         check_search(self, queries, k)
-        if (matching := allowed_by(self, where)) is not None:
+        if (matching := allowed_by(self.metadata, where)) is not None:
             mask = torch.from_numpy(matching).to(self.device, torch.uint8)
             among = mask if among is None else mask * among
         terms, weights = (part.to(self.device) for part in self._padded(queries))

@@ -1,17 +1,23 @@
-"""The interface of every sparse index, and the folder with a manifest that all of them write."""
+"""The interface of every sparse index, and the folder with ids, metadata and a manifest that all of them write."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import UnionType
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from types import MappingProxyType, UnionType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from tilefold._files import atomic_directory, sha256_file, write_json
+import numpy as np
+import numpy.typing as npt
+
+from tilefold._files import atomic_directory, sha256_file
 from tilefold._version import __version__
-from tilefold.retrieval._checks import check_k
+from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval._checks import check_k, check_offsets
 from tilefold.retrieval._files import Json, read_json_object, write_json_object
 from tilefold.retrieval._sparse import HasVocabulary, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
@@ -21,7 +27,7 @@ from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 
-MANIFEST_NAME, IDS_NAME = "index.json", "ids.json"
+MANIFEST_NAME = "index.json"
 SEGMENTS = "segments"  # folder of what was added to an index since it was built
 SCHEMA_VERSION = 1
 _TYPES: dict[str, type | UnionType] = {
@@ -32,6 +38,11 @@ _TYPES: dict[str, type | UnionType] = {
     **dict.fromkeys(("fingerprint", "model_fingerprint", "texts_sha256", "passages"), str | None),
 }
 REMEDY = "Build the index again (tilefold index)."
+_IDS, _OFFSETS = ID_FILES = "ids.npy", "id_offsets.npy"
+_ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
+
+N = TypeVar("N", bound=np.generic)
+F = TypeVar("F", bound="FolderIndex")
 
 
 class Hit(NamedTuple):
@@ -125,26 +136,6 @@ def write_manifest(
     write_json_object(folder / MANIFEST_NAME, manifest)
 
 
-@contextmanager
-def saved_index(
-    path: str | Path,
-    index: Described,
-    own_names: Collection[str],
-    package: str,
-    options: Mapping[str, object],
-    ids: list[str] | None = None,
-) -> Iterator[Path]:
-    """A folder for an index, its `own_names` and what `package` writes, which then replaces the one at `path`."""
-    own_names = [MANIFEST_NAME, SEGMENTS, FILE, *own_names, *([] if ids is None else [IDS_NAME])]
-    with atomic_directory(Path(path), own_names=own_names) as folder:
-        yield folder
-        if ids is not None:
-            write_json(folder / IDS_NAME, {"ids": ids})
-        if index.metadata is not None:
-            index.metadata.save(folder)
-        write_manifest(folder, index, package, options)
-
-
 def read_description(path: str | Path) -> Json:
     """The ``index.json`` of the index at `path`, without a look at its other files."""
     file = Path(path) / MANIFEST_NAME
@@ -175,14 +166,114 @@ def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = (
     return manifest
 
 
-def read_ids(folder: Path, n_documents: int) -> list[str]:
-    """The ids that :func:`saved_index` wrote; ``DataError`` unless they are `n_documents`."""
-    path = folder / IDS_NAME
-    ids = read_json_object(path, REMEDY).get("ids")
-    if not isinstance(ids, list) or len(ids) != n_documents:
-        got = len(ids) if isinstance(ids, list) else repr(ids)[:80]
-        raise DataError(f"{path}: expected the ids of {n_documents} documents, got {got}. {REMEDY}")
-    return [str(value) for value in ids]
+def read_array(file: Path, dtype: type[N], *shape: int) -> npt.NDArray[N]:
+    """The array of an index in `file`, memory-mapped; ``DataError`` for another one."""
+    try:
+        found = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{file}: expected an array of an index, got ({error}). {REMEDY}") from error
+    if found.shape != shape or found.dtype != np.dtype(dtype):
+        got = f"{found.dtype} of shape {list(found.shape)}"
+        raise DataError(f"{file}: expected {np.dtype(dtype)} of shape {list(shape)}, got {got}. {REMEDY}")
+    return found
+
+
+def read_offsets(file: Path, count: int) -> npt.NDArray[np.int64]:
+    """Offsets ``[count + 1]`` of an index that rise from 0; ``DataError`` for others."""
+    offsets = read_array(file, np.int64, count + 1)
+    try:
+        check_offsets(offsets, max(0, int(offsets[-1])), "offsets")
+    except DataError as error:
+        raise DataError(f"{file}: {error} {REMEDY}") from error
+    return offsets
+
+
+class StoredIds(Sequence[str]):
+    """Strings as UTF-8, one after the other (uint8), and offsets (int64 ``[N + 1]``)."""
+
+    def __init__(self, text: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> None:
+        self._text, self._offsets = text, offsets
+
+    def __getitem__(self, at: int) -> str:  # type: ignore[override]
+        if not 0 <= at < len(self):
+            raise IndexError(f"at: expected a position in [0, {len(self)}), got {at}.")
+        try:
+            return self._text[self._offsets[at] : self._offsets[at + 1]].tobytes().decode("utf-8", _ERRORS)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{_IDS}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @classmethod
+    def load(cls, folder: Path, count: int) -> StoredIds:
+        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`."""
+        offsets = read_offsets(folder / _OFFSETS, count)
+        return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
+
+
+def save_ids(ids: Iterable[str], folder: Path) -> None:
+    """Write `ids` for :meth:`StoredIds.load`."""
+    encoded = [name.encode("utf-8", _ERRORS) for name in ids]
+    np.save(folder / _IDS, np.frombuffer(b"".join(encoded), np.uint8))
+    np.save(folder / _OFFSETS, offsets_of([len(name) for name in encoded]))
+
+
+class FolderIndex(ABC):
+    """Base of the indexes that are written as a folder: their ids, metadata, and files of their own."""
+
+    backend: ClassVar[str]
+    package: ClassVar[str] = "numpy"  # that reads and writes its files
+    own_files: ClassVar[tuple[str, ...]]  # names of them
+    unread: ClassVar[tuple[str, ...]] = ()  # of these, those that are checked when a query asks for them
+    fingerprint: str | None = None  # of the vocabulary
+    metadata: Metadata | None = None  # of the documents, for `where`
+    ids: Sequence[str]
+    vocab_size: int
+    provenance: Provenance
+    options: Any = MappingProxyType({})  # a mapping or a data class
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.ids)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options, with which another index like this one is built."""
+        return dict(self.options) if isinstance(self.options, Mapping) else asdict(self.options)
+
+    @abstractmethod
+    def _write(self, folder: Path) -> None: ...
+    @classmethod
+    @abstractmethod
+    def _read(cls: type[F], folder: Path, manifest: Json, ids: StoredIds) -> F: ...
+
+    @classmethod
+    def _replaced(cls, path: str | Path) -> AbstractContextManager[Path]:
+        """A new folder, which then replaces an earlier index of this kind at `path`."""
+        return atomic_directory(Path(path), own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *cls.own_files])
+
+    def _finish(self, folder: Path) -> None:
+        """Write what all indexes have into a folder that has the rest."""
+        save_ids(self.ids, folder)
+        if self.metadata is not None:
+            self.metadata.save(folder)
+        write_manifest(folder, self, self.package, self.settings)
+
+    def save(self, path: str | Path) -> None:
+        """Write the index as a directory; only an earlier one of its kind is replaced."""
+        with self._replaced(path) as folder:
+            self._write(folder)
+            self._finish(folder)
+
+    @classmethod
+    def load(cls: type[F], path: str | Path) -> F:
+        """Open an index that :meth:`save` wrote; a ``DataError`` for a damaged one, at the latest when it is read."""
+        folder = Path(path)
+        manifest = read_manifest(folder, cls.backend, unread=cls.unread)
+        index = cls._read(folder, manifest, StoredIds.load(folder, manifest["n_documents"]))
+        index.metadata = Metadata.load(folder, index.n_documents)
+        return index
 
 
 @contextmanager

@@ -58,7 +58,6 @@ class QdrantIndex:
 
     @property
     def n_documents(self) -> int:
-        """Number of documents in the collection now."""
         return len(self.collection)
 
     @property

@@ -8,8 +8,8 @@ part with ``ids`` and ``search(queries, k)``, whose scores must not depend on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,20 +40,23 @@ class Segments:
 
     def __init__(self, parts: Sequence[Any], removed: Sequence[Collection[str]]) -> None:
         self.parts, self.removed = list(parts), [set(names) for names in removed]
-        self.backend, self.vocab_size = self.parts[0].backend, self.parts[0].vocab_size
+        first = self.parts[0]
+        self.backend, self.vocab_size = first.backend, first.vocab_size
+        self.dimension, self.similarity = (getattr(first, name, None) for name in ("dimension", "similarity"))
         self.fingerprint = next((part.fingerprint for part in self.parts if part.fingerprint), None)
         self.provenance = replace(Provenance.shared(part.provenance for part in self.parts), texts_sha256=None)
 
+    def pairs(self) -> Iterator[tuple[Any, set[str]]]:
+        """Parts, and what is removed of each."""
+        return zip(self.parts, self.removed, strict=True)
+
     @property
     def n_documents(self) -> int:
-        return sum(part.n_documents - len(gone) for part, gone in zip(self.parts, self.removed, strict=True))
+        return sum(part.n_documents - len(gone) for part, gone in self.pairs())
 
     @property
     def ids(self) -> list[str]:
-        """Ids of the documents that are there."""
-        return [
-            name for part, gone in zip(self.parts, self.removed, strict=True) for name in part.ids if name not in gone
-        ]
+        return [name for part, gone in self.pairs() for name in part.ids if name not in gone]
 
     @cached_property
     def metadata(self) -> Metadata | None:
@@ -63,14 +66,13 @@ class Segments:
     @cached_property
     def _there(self) -> Mask:
         """Which documents of all parts are not removed."""
-        pairs = zip(self.parts, self.removed, strict=True)
-        return np.array([name not in gone for part, gone in pairs for name in part.ids], bool)
+        return np.array([name not in gone for part, gone in self.pairs() for name in part.ids], bool)
 
     def search(self, queries: Any, k: int, *, where: Where = None, **options: object) -> list[list[Hit]]:
         """The `k` best documents of all parts for each query, of those that match `where`; see the backend."""
         found: list[list[Hit]] = [[] for _ in range(len(queries))]
-        allowed, high = allowed_by(self, where), 0
-        for part, gone in zip(self.parts, self.removed, strict=True):
+        allowed, high = allowed_by(self.metadata, where), 0
+        for part, gone in self.pairs():
             low, high = high, high + part.n_documents
             mask, more = (None if allowed is None else allowed[low:high]), len(gone)
             if more > _FEW and self.backend != "seismic":
@@ -80,23 +82,13 @@ class Segments:
                 row += [hit for hit in hits if hit.id not in gone]
         return [sorted(row, key=lambda hit: -hit.score)[:k] for row in found]
 
-    @property
-    def dimension(self) -> int:
-        """Entries of a dense vector."""
-        return int(self.parts[0].dimension)
-
-    @property
-    def similarity(self) -> str:
-        """Similarity of dense vectors."""
-        return str(self.parts[0].similarity)
-
     def vectors(self, names: Iterable[str]) -> torch.Tensor:
         """The dense vectors of documents, as :meth:`DenseIndex.vectors`."""
         import torch
 
         rows = []
         for name in names:
-            there = (p for p, gone in zip(self.parts, self.removed, strict=True) if name not in gone and p.holds(name))
+            there = (p for p, gone in self.pairs() if name not in gone and p.holds(name))
             if (part := next(there, None)) is None:
                 raise MissingDocumentError("vectors", name)
             rows.append(part.vectors([name]))
@@ -114,20 +106,14 @@ class Segments:
 
     def merged(self, folder: Path) -> Any:
         """One index of all the documents, with the options of the first part, to be saved in `folder`."""
-        chosen = [
-            [row for row, name in enumerate(part.ids) if name not in gone]
-            for part, gone in zip(self.parts, self.removed, strict=True)
-        ]
+        chosen = [[row for row, name in enumerate(part.ids) if name not in gone] for part, gone in self.pairs()]
         metadata = [part.metadata and part.metadata.take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
         fields = Metadata.concatenate(metadata, [len(rows) for rows in chosen])
         if self.backend == "late":
             return type(self.parts[0]).merged(self.parts, chosen, folder, self.provenance, fields)
         kept: list[Any] = [part.stored().take(rows) for part, rows in zip(self.parts, chosen, strict=True)]
         first, vectors = self.parts[0], type(kept[0]).concatenate(kept)
-        if self.backend == "dense":
-            built = type(first).build(vectors, self.similarity)
-        else:
-            built = type(first).build(vectors, **(asdict(first.options) if self.backend == "seismic" else {}))
+        built = type(first).build(vectors, **first.settings)
         built.provenance = self.provenance
         built.metadata = fields
         return built

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +29,14 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import (
     REMEDY,
+    FolderIndex,
     Hit,
+    StoredIds,
     check_buildable,
     check_search,
     naming_versions,
-    read_ids,
-    read_manifest,
-    saved_index,
 )
-from tilefold.retrieval.metadata import Mask, Metadata, Where, allowed_by
+from tilefold.retrieval.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["SeismicIndex", "SeismicOptions"]
@@ -49,6 +48,8 @@ _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where
 _INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
 _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
 _PACKAGE = "pyseismic-lsr"
+Terms = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.int64]
 _Origin = tuple[int, str | None, Provenance]  # size and fingerprint of the vocabulary, model and texts
 _STEM = "seismic"
 _FILE, _TERMS, _FILLED = f"{_STEM}.index.seismic", "terms.npy", "filled.npy"
@@ -116,23 +117,22 @@ class SeismicOptions:
         return replace(self, **missing)
 
 
-class SeismicIndex:
+class SeismicIndex(FolderIndex):
     """Clustered inverted lists with summaries; documents are found approximately.
 
     Scores are inner products of all query terms with weights rounded to 16-bit floats (relative error below
     1e-3). Building uses random clustering, so two builds may miss different documents.
     """
 
-    backend: ClassVar[str] = "seismic"
-    metadata: Metadata | None = None  # of the documents, for `where`
+    backend, package, own_files = "seismic", _PACKAGE, (_TERMS, _FILLED, _FILE)
 
     def __init__(
-        self, engine: Any, ids: list[str], terms: npt.NDArray[np.int32], options: SeismicOptions, made_of: _Origin
+        self, engine: Any, ids: Sequence[str], terms: Terms, filled: Rows, options: SeismicOptions, made_of: _Origin
     ) -> None:
         self._engine, self.ids, self._terms, self.options = engine, ids, terms, options
-        self.n_documents, (self.vocab_size, self.fingerprint, self.provenance) = len(ids), made_of
+        self._filled = filled  # rows of documents with terms, which alone are in the engine
+        self.vocab_size, self.fingerprint, self.provenance = made_of
         self._folder: Path | None = None  # that it was read from
-        self._filled: npt.NDArray[np.int64] | None = None  # rows of documents with terms, which alone are in the engine
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
@@ -161,9 +161,8 @@ class SeismicIndex:
             )  # those without terms are left out
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
-        index = cls(engine, list(vectors.ids), terms.astype(np.int32), chosen, origin)
-        index._filled = np.flatnonzero(np.diff(offsets))
-        return index
+        filled = np.flatnonzero(np.diff(offsets))
+        return cls(engine, list(vectors.ids), terms.astype(np.int32), filled, chosen, origin)
 
     def search(
         self,
@@ -183,7 +182,7 @@ class SeismicIndex:
         check_search(self, queries, k)
         changed: Json = {"query_cut": query_cut, "heap_factor": heap_factor}
         chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})
-        if (mask := allowed_by(self, where, allowed)) is None:
+        if (mask := allowed_by(self.metadata, where, allowed)) is None:
             found = self._found(queries, k, chosen)
         else:
             deep = _DEEPER * k * self.n_documents // max(1, int(mask.sum()))
@@ -198,15 +197,13 @@ class SeismicIndex:
 
     def stored(self) -> SparseVectors:
         """The vectors of the documents as they are stored, without zero weights, in memory."""
-        if self._filled is None:
-            raise DataError(f"index: expected one that says which of its documents are empty. {REMEDY}")
         found = (self._engine.get(at) for at in range(len(self._filled)))
         rows = [(np.array(terms, np.int32), np.array(weights, np.float32)) for terms, weights in found]
         counts = np.zeros(self.n_documents, np.int64)
         counts[self._filled] = [len(terms) for terms, _ in rows]
         terms, weights = self._terms[np.concatenate([row for row, _ in rows])], np.concatenate([row for _, row in rows])
         made_of = self.vocab_size, self.fingerprint, self.provenance
-        return SparseVectors(self.ids, offsets_of(counts), terms, weights, *made_of)
+        return SparseVectors(list(self.ids), offsets_of(counts), terms, weights, *made_of)
 
     @cached_property
     def _exact(self) -> ExactIndex:
@@ -253,27 +250,20 @@ class SeismicIndex:
                 raise
             raise DataError(f"{self._folder}: could not be searched ({error}). {REMEDY}") from error
 
-    def save(self, path: str | Path) -> None:
-        """Write the index as a directory."""
-        with saved_index(path, self, (_TERMS, _FILLED, _FILE), _PACKAGE, asdict(self.options), self.ids) as folder:
-            with _quiet():
-                self._engine.save(str(folder / _STEM))
-            np.save(folder / _TERMS, self._terms)
-            if self._filled is not None:
-                np.save(folder / _FILLED, self._filled)
+    def _write(self, folder: Path) -> None:
+        with _quiet():
+            self._engine.save(str(folder / _STEM))
+        np.save(folder / _TERMS, self._terms)
+        np.save(folder / _FILLED, self._filled)
 
     @classmethod
-    def load(cls, path: str | Path) -> SeismicIndex:
-        """Read an index that :meth:`save` wrote; a ``DataError`` for files that the installed version cannot read."""
-        folder = Path(path)
-        manifest = read_manifest(folder, cls.backend)
+    def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> SeismicIndex:
         seismic = _package()
-        ids = read_ids(folder, manifest["n_documents"])
         with naming_versions(folder, manifest, _PACKAGE):
             options = SeismicOptions.parse(manifest["options"])
             if None in (getattr(options, name) for name in _CHOSEN):
                 raise DataError(f"options: expected numbers for {', '.join(_CHOSEN)}, got {options}.")
-            terms = np.load(folder / _TERMS, allow_pickle=False)
+            terms, filled = (np.load(folder / name, allow_pickle=False) for name in (_TERMS, _FILLED))
             if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
                 raise DataError(f"{_TERMS}: expected ascending int32 terms, got {terms.dtype} {terms.shape}.")
             if (at := outside(terms, manifest["vocab_size"])) is not None:
@@ -281,16 +271,12 @@ class SeismicIndex:
             kind = seismic.SeismicIndexLV if terms.size > _SMALL_VOCABULARY else seismic.SeismicIndex
             with _quiet():
                 engine = kind.load(str(folder / _FILE))
-            if engine.dim != terms.size or engine.len > len(ids):  # those without terms are not in it
-                wanted = f"{len(ids)} texts of {terms.size} terms"
+            if engine.dim != terms.size or engine.len != filled.size or outside(filled, len(ids)) is not None:
+                wanted = f"{filled.size} of {len(ids)} texts, of {terms.size} terms"
                 raise DataError(f"{_FILE}: expected {wanted}, got {engine.len}, {engine.dim}.")
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
-        index = cls(engine, ids, terms, options, origin)
-        index._folder, index.metadata = folder, Metadata.load(folder, len(ids))
-        if _FILLED in manifest["files"]:
-            index._filled = np.load(folder / _FILLED, allow_pickle=False)
-        elif engine.len == len(ids):
-            index._filled = np.arange(len(ids))
+        index = cls(engine, ids, terms, filled, options, origin)
+        index._folder = folder
         return index
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
-from tilefold.retrieval._checks import check_offsets
+from tilefold.pipeline.ragged import offsets_of, spans
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import REMEDY
+from tilefold.retrieval.index.protocol import REMEDY, read_array, read_offsets
 from tilefold.retrieval.tokens import TokenVectors
 
 STORAGES = ("int8", "fp16", "int4")
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
     """Token vectors as they are stored."""
 
     values: Tensor  # [T, D] int8 or fp16, or [T, D / 2] uint8
-    scales: Tensor | None  # [T] fp32, or bfloat16 of int4
+    scales: Tensor | None = None  # [T] fp32, or bfloat16 of int4
 
     def decoded(self) -> Tensor | QuantizedTokens:
         """The document argument of :func:`tilefold.ops.maxsim`."""
@@ -54,11 +54,9 @@ class Packed(NamedTuple):
         return found.dequantize() if isinstance(found, QuantizedTokens) else found.float()
 
     def to(self, device: torch.device) -> Packed:
-        """The vectors on a device."""
         return Packed(self.values.to(device), None if self.scales is None else self.scales.to(device))
 
     def part(self, low: int, high: int) -> Packed:
-        """Tokens number `low` to `high`."""
         return Packed(self.values[low:high], None if self.scales is None else self.scales[low:high])
 
 
@@ -94,43 +92,16 @@ class TokenFiles:
 
     def __init__(self, folder: Path, count: int, dimension: int, storage: str) -> None:
         self.folder, self.dimension, self.storage = folder, dimension, storage
-        self.offsets = self._array(OFFSETS, np.int64, count + 1)
-        self._sums = self._array(SUMS, np.uint32, count)
-        try:
-            check_offsets(self.offsets, max(0, int(self.offsets[-1])), "offsets")
-        except DataError as error:
-            raise DataError(f"{folder / OFFSETS}: {error} {REMEDY}") from error
+        self.offsets, self._sums = read_offsets(folder / OFFSETS, count), read_array(folder / SUMS, np.uint32, count)
+        self.lengths, self.n_tokens = np.diff(self.offsets), int(self.offsets[-1])  # of each document, and of all
         kind, factors = _DTYPES[storage]
         self.values = self._mapped(VALUES, kind, (self.n_tokens, dimension // 2 if storage == "int4" else dimension))
         self.scales = None if factors is None else self._mapped(SCALES, factors, (self.n_tokens,))
         self._trusted = np.zeros(count, bool)
 
     @property
-    def n_tokens(self) -> int:
-        return int(self.offsets[-1])
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of all vectors."""
         return sum(array.nbytes for array in self._arrays())
-
-    @property
-    def lengths(self) -> Places:
-        """Tokens of each document, ``[N]``."""
-        return np.diff(self.offsets)
-
-    def _array(self, name: str, dtype: type, size: int) -> npt.NDArray[Any]:
-        try:
-            found = np.load(self.folder / name, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(
-                f"{self.folder / name}: expected an array of token vectors, got ({error}). {REMEDY}"
-            ) from error
-        if found.dtype != dtype or found.shape != (size,):
-            got = f"{found.dtype} {found.shape}"
-            raise DataError(f"{self.folder / name}: expected {size} numbers of {np.dtype(dtype)}, got {got}. {REMEDY}")
-        read: npt.NDArray[Any] = found
-        return read
 
     def _mapped(self, name: str, dtype: type, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         path, wanted = self.folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -150,13 +121,10 @@ class TokenFiles:
     def take(self, documents: Places) -> tuple[Packed, Tensor]:
         """Vectors of some documents, copied, and their offsets in int32."""
         self.check(documents)
-        spans = [
-            slice(*span)
-            for span in zip(self.offsets[documents].tolist(), self.offsets[documents + 1].tolist(), strict=True)
-        ]
-        parts = [array if not spans else np.concatenate([array[span] for span in spans]) for array in self._arrays()]
-        offsets = torch.nn.functional.pad(torch.from_numpy(self.lengths[documents]).cumsum(0), (1, 0))
-        return self._tensors(parts), offsets.int()
+        found = [slice(*span) for span in zip(self.offsets[documents], self.offsets[documents + 1], strict=True)]
+        parts = [array if not found else np.concatenate([array[span] for span in found]) for array in self._arrays()]
+        offsets = offsets_of(self.lengths[documents]).astype(np.int32)
+        return self._tensors(parts), torch.from_numpy(offsets)
 
     def between(self, low: int, high: int) -> Packed:
         """Vectors of documents number `low` to `high`, as they lie in the files."""
@@ -171,20 +139,11 @@ class TokenFiles:
         values, *scales = map(torch.from_numpy, parts)
         if self.storage == "int4":
             scales = [scales[0].view(torch.bfloat16)]
-        return Packed(values, scales[0] if scales else None)
-
-    def ranges(self, tokens: int, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int]]:
-        """Consecutive documents of up to so many tokens, at least one."""
-        end = len(self._sums) if high is None else high
-        while low < end:
-            reach = int(np.searchsorted(self.offsets, self.offsets[low] + tokens, side="right")) - 1
-            stop = max(low + 1, min(reach, end))
-            yield low, stop
-            low = stop
+        return Packed(values, *scales)
 
     def blocks(self, tokens: int) -> Iterator[tuple[Places, Tensor]]:
         """Lengths of documents, and the vectors of all their tokens in fp32."""
-        for low, high in self.ranges(tokens):
+        for low, high in spans(self.offsets, tokens):
             yield self.lengths[low:high], self.between(low, high).floats()
 
 
@@ -221,11 +180,11 @@ class Share:
         first = int(self.files.offsets[self.low])
         if self.held is not None:
             size = _DECODED if self.files.storage == "int4" else 1 << 30
-            for low, high in self.files.ranges(size, self.low, self.high):
+            for low, high in spans(self.files.offsets, size, self.low, self.high):
                 span = (int(self.files.offsets[at]) - first for at in (low, high))
                 yield low, high, self.held.part(*span), self._offsets(low, high)
             return
-        ranges = self.files.ranges(tokens, self.low, self.high)
+        ranges = spans(self.files.offsets, tokens, self.low, self.high)
         yield from self._streamed(ranges) if self.device.type == "cuda" else map(self._mapped, ranges)
 
     def _mapped(self, span: tuple[int, int]) -> tuple[int, int, Packed, Tensor]:
@@ -258,13 +217,7 @@ class Share:
                 sent[slot].record(stream)
             for part in copied:
                 part.record_stream(main)
-            following = (
-                low,
-                high,
-                Packed(copied[0], copied[1] if copied[1:] else None),
-                self._offsets(low, high),
-                sent[slot],
-            )
+            following = low, high, Packed(*copied), self._offsets(low, high), sent[slot]
             if ahead is not None:
                 yield self._awaited(ahead, main)
             ahead = following

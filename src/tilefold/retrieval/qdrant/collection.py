@@ -51,7 +51,7 @@ class QdrantCollection:
     """
 
     def __init__(self, engine: Engine, record: Record) -> None:
-        self._engine, self._record = engine, record
+        self._engine, self._record, self.place = engine, record, engine.place
         self._let_go = weakref.finalize(self, _close_quietly, engine)
 
     @classmethod
@@ -109,10 +109,6 @@ class QdrantCollection:
     @property
     def layout(self) -> Layout:
         return self._record.layout
-
-    @property
-    def place(self) -> str:
-        return self._engine.place
 
     @property
     def complete(self) -> bool:

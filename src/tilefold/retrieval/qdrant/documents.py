@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tilefold.retrieval._files import Json, is_unicode
+from tilefold.retrieval._files import Json, check_text_ids, is_unicode
 from tilefold.retrieval._sparse import SparseVectors, check_ids, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.qdrant.engine import DENSE, ID, SPARSE, TOKENS, Layout, Point, check_models
@@ -32,17 +32,11 @@ def key_of(name: str) -> str:
 
 def list_of_ids(ids: Iterable[str]) -> list[str]:
     """List of the ids that somebody asks for: a ``TypeError`` for one text, whose letters may be ids too."""
-    names = [] if isinstance(ids, str) else list(ids)
-    if isinstance(ids, str) or not all(isinstance(name, str) for name in names):
+    if isinstance(ids, str):
         raise TypeError(f"ids: expected a list of texts, got {ids!r:.80}. Pass [id] for one document.")
-    _check_unicode(names)
+    names = list(ids)
+    check_text_ids("ids", names)
     return names
-
-
-def _check_unicode(names: Iterable[str]) -> None:
-    for name in names:
-        if not is_unicode(name):
-            raise DataError(f"ids: expected Unicode, got half a surrogate pair in {name!r}. Rename that document.")
 
 
 @dataclass
@@ -135,7 +129,7 @@ class Documents(Queries):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_unicode(self.ids)
+        check_text_ids("ids", self.ids)
         known = set(self.ids)
         for name, payload in self.payloads.items():
             if name not in known:
@@ -217,13 +211,10 @@ def _finite(dense: object, ids: list[str]) -> Dense:
     return array
 
 
-def _integers(value: object) -> Iterator[int]:
-    """The integers in what JSON can hold."""
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    for part in parts:
-        yield from _integers(part)
-    if isinstance(value, int):
-        yield value
+def _int64(digits: str) -> int:
+    if not _INTEGERS[0] <= int(digits) <= _INTEGERS[1]:
+        raise ValueError("an integer of more than 64 bits, which would be rounded")
+    return int(digits)
 
 
 def _check_payload(name: str, payload: Mapping[str, object]) -> None:
@@ -233,9 +224,7 @@ def _check_payload(name: str, payload: Mapping[str, object]) -> None:
         text = json.dumps(dict(payload), allow_nan=False)
         if not all(isinstance(key, str) for key in payload):
             raise TypeError("a field whose name is no text")
-        if not is_unicode(json.dumps(json.loads(text), ensure_ascii=False)):
+        if not is_unicode(json.dumps(json.loads(text, parse_int=_int64), ensure_ascii=False)):
             raise ValueError("half a surrogate pair")
-        if any(not _INTEGERS[0] <= number <= _INTEGERS[1] for number in _integers(payload)):
-            raise ValueError("an integer of more than 64 bits, which would be rounded")
     except (TypeError, ValueError) as error:
         raise DataError(f"payloads: expected what JSON can hold for {name!r}, got other values ({error}).") from error

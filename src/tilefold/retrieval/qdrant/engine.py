@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from tilefold.retrieval._checks import check_choice, check_count
 from tilefold.retrieval._files import Json
-from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval._sparse import check_same_vocabulary
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.metadata import Filter, Wanted, check_field
 
 SCHEMA_VERSION = 1
@@ -72,10 +73,7 @@ class Layout:
 
     def check_same(self, other: Layout, place: str) -> None:
         """Raise an error unless `other` may be asked for where this is: of the same vectors, vocabulary and models."""
-        mine, others = (self.vocab_size, self.fingerprint), (other.vocab_size, other.fingerprint)
-        if mine[0] != others[0] or (None not in (mine[1], others[1]) and mine[1] != others[1]):
-            remedy = "Encode with the same model, or choose another collection."
-            raise VocabularyMismatchError(f"layout: expected the vocabulary of {place} {mine}, got {others}. {remedy}")
+        check_same_vocabulary(self, other, place, "layout")
         for name in ("dense", "tokens", "weights", "distance", "passages"):
             own, got = getattr(self, name), getattr(other, name)
             if own != got:
