@@ -79,20 +79,16 @@ class _Source:
 
             self.store = (open_dense if self.layout == "dense" else open_tokens)(folder)
             self.manifest = self.store.manifest
-        settings = {name: value for name, value in self.manifest.settings.items() if name not in _OF_TEXTS}
-        self.manifest.settings = settings
+        for name in _OF_TEXTS:
+            self.manifest.settings.pop(name, None)
 
     def shards(self) -> Iterator[Any]:
-        if self.store is None:
-            yield from iter_shards(self.folder, self.manifest)
-        else:
-            yield from (self.store.shard(number) for number in range(len(self.manifest.shards)))
+        each: Iterator[Any] = iter_shards(self.folder, self.manifest) if self.store is None else self.store.each()
+        return each
 
     def ids(self) -> Iterator[str]:
-        if self.store is not None:
-            yield from self.store.ids
-        else:
-            yield from (name for vectors in self.shards() for name in vectors.ids)
+        of_shards = (name for vectors in self.shards() for name in vectors.ids)
+        return of_shards if self.store is None else iter(self.store.ids)
 
     def writer(self, output: Path) -> ShardWriter[Any, Any]:
         own = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.pipeline.ragged import gathered, offsets_of
-from tilefold.retrieval._checks import check_choice, check_offsets, no_weight
+from tilefold.retrieval._checks import check_choice, check_offsets
 from tilefold.retrieval._files import require
 from tilefold.retrieval._shards import REMEDY, Manifest, ShardWriter, check_whole, shard_file
 from tilefold.retrieval._sparse import check_ids
@@ -344,13 +344,10 @@ def _read_shard(path: Path) -> TokenVectors:
 
 def _check_finite(vectors: TokenVectors, path: Path) -> None:
     """Raise ``DataError`` for numbers, or factors of int8 values, that are NaN or infinite."""
-    scales = vectors.scales
-    if scales is not None:
-        numbers, what, whole = scales, "a scale of ", no_weight(scales.numpy()) is None
-    else:  # the least and the largest are NaN where there is one
-        numbers, what = vectors.values, ""
-        whole = not numbers.numel() or all(math.isfinite(end) for end in numbers.aminmax())
-    if not whole:
-        wrong = ~numbers.isfinite() if scales is None else ~numbers.isfinite() | (numbers < 0)
-        got = named(vectors.ids, vectors.offsets, numbers, wrong)
+    numbers, least, what = vectors.values, -math.inf, ""
+    if vectors.scales is not None:
+        numbers, least, what = vectors.scales, 0.0, "a scale of "
+    low, high = numbers.aminmax() if numbers.numel() else (0.0, 0.0)  # both are NaN where there is one
+    if not (math.isfinite(low) and math.isfinite(high) and low >= least):
+        got = named(vectors.ids, vectors.offsets, numbers, ~numbers.isfinite() | (numbers < least))
         raise DataError(f"{path}: expected finite token vectors, got {what}{got}. {REMEDY}")

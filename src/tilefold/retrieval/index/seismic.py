@@ -182,18 +182,15 @@ class SeismicIndex(FolderIndex):
         check_search(self, queries, k)
         changed: Json = {"query_cut": query_cut, "heap_factor": heap_factor}
         chosen = replace(self.options, **{name: value for name, value in changed.items() if value is not None})
-        if (mask := allowed_by(self.metadata, where, allowed)) is None:
-            found = self._found(queries, k, chosen)
-        else:
+        mask, deep = allowed_by(self.metadata, where, allowed), k
+        if mask is not None:
             deep = _DEEPER * k * self.n_documents // max(1, int(mask.sum()))
-            answered = deep < self.n_documents // _DEEPER
-            found = self._found(queries, deep, chosen) if answered else [[] for _ in range(len(queries))]
-            found = [[each for each in row if mask[each[0]]][:k] for row in found]
-            short = [at for at, row in enumerate(found) if len(row) < k]
-            exact = self._exact.search(queries.take(short), k, allowed=mask) if short else []
-            hits = [[Hit(self.ids[at], score) for at, score in row] for row in found]
-            return [dict(zip(short, exact, strict=True)).get(at, row) for at, row in enumerate(hits)]
-        return [[Hit(self.ids[at], score) for at, score in row] for row in found]
+        answered = mask is None or deep < self.n_documents // _DEEPER
+        found = self._found(queries, deep, chosen) if answered else [[] for _ in range(len(queries))]
+        hits = [[Hit(self.ids[at], score) for at, score in row if mask is None or mask[at]][:k] for row in found]
+        short = [] if mask is None else [at for at, row in enumerate(hits) if len(row) < k]
+        exact = self._exact.search(queries.take(short), k, allowed=mask) if short else []
+        return [dict(zip(short, exact, strict=True)).get(at, row) for at, row in enumerate(hits)]
 
     def stored(self) -> SparseVectors:
         """The vectors of the documents as they are stored, without zero weights, in memory."""
