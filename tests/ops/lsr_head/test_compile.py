@@ -92,7 +92,7 @@ def check_plan(plan: Plan, names: Names, capability: int, only: str) -> set[str]
     names = names | {name: each.dtype if isinstance(each, Buffer) else None for name, each in plan.buffers.items()}
     # gradients of sums are products in fp32; places are counts that were added up
     names |= {
-        each.makes: {"place": I64, "state": I32, "kept": torch.int8}.get(each.makes, F32)
+        each.makes: {"place": I64, "state": I32}.get(each.makes, F32)
         for each in plan.steps
         if isinstance(each, TorchStep)
     }
@@ -168,7 +168,7 @@ def test_max_pooling_builds_without_spills(capability: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=NAMES.get)
 def test_the_screen_builds_without_spills(dtype: torch.dtype, layout: str, needs: tuple[bool, ...] | None) -> None:
     found = check_head(90, dtype, layout=layout, needs=needs, given_up=(), screen=True)
-    assert {"screen_hopper_kernel", "refine_kernel", "list_kernel", "round_rows_kernel"} <= found
+    assert {"screen_hopper_kernel", "refine_kernel", "list_kernel", "round_kernel", "sample_kernel"} <= found
 
 
 @HOPPER

@@ -76,14 +76,21 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
     rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
     terms = torch.full((3, V), float("nan"), device=DEVICE)
     constants = {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": uniform}
-    screen.largest_kernel[(T // 16,)](rows, offset, state, B, T, length, **constants)
-    screen.round_rows_kernel[(T // 16,)](rows, offset, state, rows8, B, T, length, **constants)
-    screen.round_weight_kernel[(V // 4,)](
-        weight, weight8, terms, state, V, 1, 0, D=D, BLOCK_D=BLOCK, BLOCK_ROWS=4, TILE_V=V
+    limits = (32 * B, B * V)
+    kept = torch.full((B, V), -1, dtype=torch.int8, device=DEVICE)
+    screen.sample_kernel[(B, 2)](
+        weight, rows, bias, offset, state, B, V, length, 1.0,
+        D=D, BLOCK_V=16, BLOCK_T=16, BLOCK_K=16, MOST_T=32, HAS_BIAS=True, UNIFORM=uniform,
+    )  # fmt: skip
+    sampled = int(state[screen.TOO_MANY.value]) / (32 * B)
+    assert sampled == 1 if kind == "everything" else sampled < 0.6 or kind not in ("trained", "small")
+    screen.largest_kernel[(T // 16,)](rows, offset, state, B, T, length, limits[0], **constants)
+    screen.round_kernel[(-(-V // 16) + T // 16,)](
+        weight, rows, offset, state, weight8, rows8, terms, kept, B, V, T, length, limits[0], **constants
     )
+    assert bool((kept == 0).all())
     parts = [slice(*pair) for pair in itertools.pairwise(offsets)]
     best = torch.stack([(rows8[part].float() @ weight8.float().T).amax(0) for part in parts]).int()
-    kept = torch.full((B, V), -1, dtype=torch.int8, device=DEVICE)
     _stays_kernel[(B,)](best, state, terms, bias, kept, B, V, 1.0, D=D, BLOCK=BLOCK)
     logits = [rows[part].double() @ weight.double().T + bias.double() for part in parts]
     exact = torch.stack([each.amax(0) for each in logits])
@@ -92,9 +99,11 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
         assert kept.float().mean() < 0.6  # and the bound is of use
 
     entries = torch.full((B, V), -1, dtype=torch.int32, device=DEVICE)
-    limits = (0, B * V)
-    screen.list_kernel[(B, 1)](kept, state, entries, B, V, *limits, BLOCK=BLOCK)
-    out, winner = torch.zeros(B, V, device=DEVICE), torch.zeros(B, V, dtype=torch.int32, device=DEVICE)
+    out, winner = torch.full((B, V), 7.0, device=DEVICE), torch.full((B, V), 7, dtype=torch.int32, device=DEVICE)
+    screen.list_kernel[(B, 1)](
+        kept, state, entries, offset, out, winner, B, V, length, *limits,
+        BLOCK=BLOCK, UNIFORM=uniform, WITH_WINNERS=True, NO_WINNER=-1,
+    )  # fmt: skip
     screen.refine_kernel[(2,)](
         weight, rows, bias, offset, None, state, entries, out, winner, B, V, T, length, *limits, 1.0,
         D=D, BLOCK_V=16, BLOCK_T=32, BLOCK_K=16, BLOCK_B=16, ACTIVATION="relu", HAS_BIAS=True, HAS_POSITIONS=False,

@@ -52,7 +52,9 @@ MAX_FORWARD = (
 # The screen, on 9.0: pays off where products of LEAST_SCREENED operations are many, unless more than MOST_SAMPLED of a
 # sample stay, or MOST_KEPT of all, which costs both.
 LEAST_SCREENED, MOST_SAMPLED, MOST_KEPT, WIDEST_SCREENED = 2e11, 0.12, 0.25, 1024
-SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6, "SAMPLE_TILES": 4}
+SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6}
+SAMPLE = {"BLOCK_V": 64, "BLOCK_T": 128, "BLOCK_K": 64, "MOST_T": 256, "num_warps": 4, "num_stages": 4}
+SAMPLED = 12  # sequences of a sample, at most
 REFINE = {"BLOCK_V": 128, "BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "PROGRAMS": 1}
 # Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN looks at SPLIT_V.
 SCAN = (

@@ -138,61 +138,48 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
     instead = None if setting.capability == (0, 0) else configs.instead_of(name)
     steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
     if config["WARP_ROLES"] and configs.may_screen(steps.options, setting, total, vocab, dim):
-        _screen(steps, total, length, training)
+        _screen(steps, total, length)
     steps.launch(kernel, (setting.multiprocessors,), config, tma=tma, instead=instead)
     if cuts:
         steps.launch(combine_kernel, (steps.tokens.batch, cdiv(vocab, COMBINE_BLOCK)), {"BLOCK": COMBINE_BLOCK})
 
 
-def _screen(steps: HeadSteps, total: int, length: int, training: bool) -> None:
+def _screen(steps: HeadSteps, total: int, length: int) -> None:
     """Launches that leave out scores which cannot be positive; the kernel after them runs where too many can."""
     from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
     from tilefold.ops.lsr_head._triton import screen_hopper
 
-    batch, (vocab, dim) = steps.tokens.batch, steps.tensors.weight.shape
-    config, block_v = dict(configs.SCREEN), 2 * hopper.HALF_V.value
-    stride = max(2, cdiv(vocab, block_v) // config.pop("SAMPLE_TILES"))
-    sampled = cdiv(cdiv(vocab, block_v), stride) * block_v * batch
+    batch, (vocab, dim), group = steps.tokens.batch, steps.tensors.weight.shape, steps.values["GROUP"]
+    block_v, block_t, block_k = 2 * hopper.HALF_V.value, configs.SCREEN["BLOCK_T"], configs.SCREEN["BLOCK_K"]
+    programs, sampled = steps.setting.multiprocessors, min(batch, configs.SAMPLED)
+    sample, groups = (sampled, programs // sampled), cdiv(total, group)
     steps.values |= {
         "SCREENED": True, "limit": int(configs.MOST_KEPT * batch * vocab), "BLOCK_D": power_of_two(dim),
-        "sample_limit": int(configs.MOST_SAMPLED * sampled),
+        "sample_limit": int(configs.MOST_SAMPLED * sample[0] * sample[1] * configs.SAMPLE["BLOCK_V"]),
     }  # fmt: skip
-    steps.fills |= {"scores": 0.0} | (
-        {"winners": no_winner(winner_dtype(steps.tokens.length_bound))} if training else {}
-    )
     steps.buffer("rows8", (total, dim), torch.int8)
     steps.buffer("weight8", (vocab, dim), torch.int8)
     steps.buffer("terms", (3, vocab))
     steps.buffer("list", (batch, vocab), torch.int32)
     steps.buffer("state", (screen.STATE.value + screen.PER_SEQUENCE * batch,), torch.int32)
     steps.buffer("kept", (batch, vocab), torch.int8)
-    for name in ("state", "kept"):
-        steps.torch(name, Tensor.zero_, name)
-    groups, named = (cdiv(total, steps.values["GROUP"]),), {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
-    steps.launch(screen.largest_kernel, groups, {"num_warps": 8})
-    steps.launch(screen.round_rows_kernel, groups, {"num_warps": 8}, named)
-    block_t, block_k, programs = config["BLOCK_T"], config["BLOCK_K"], steps.setting.multiprocessors
-    rounds = {"BLOCK_ROWS": screen.BLOCK_WEIGHT, "TILE_V": block_v}
-    splits = {"splits": cdiv(total, 4 * block_t), "multiple": 1}  # of a sample that keeps the device busy
-    places = {"weight_desc": "weight8", "rows_desc": "rows8"}
+    steps.torch("state", Tensor.zero_, "state")
+    steps.launch(screen.sample_kernel, sample, configs.SAMPLE)
+    steps.launch(screen.largest_kernel, (groups,), {"num_warps": 8})
+    named = {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
+    steps.launch(screen.round_kernel, (cdiv(vocab, group) + groups,), {"num_warps": 8}, named)
     tma = {
         name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))
         for name, rows, block in (("weight8", vocab, hopper.HALF_V.value), ("rows8", total, block_t))
     }
-    for every in (stride, 1):
-        own = {**rounds, "v_stride": every}
-        tiles = cdiv(cdiv(vocab, block_v), every)
-        steps.launch(screen.round_weight_kernel, (tiles * block_v // screen.BLOCK_WEIGHT,), own, named)
-        if every == 1:
-            splits = dict(
-                zip(splits, configs.plan_splits(total, vocab, length, block_v, block_t, programs), strict=True)
-            )
-        own = {**config, **splits, "v_stride": every, "IS_SAMPLE": every > 1}
-        instead = configs.instead_of(configs.BY_SCREEN)
-        steps.launch(screen_hopper.screen_hopper_kernel, (programs,), own, places, tma, instead)
+    splits, multiple = configs.plan_splits(total, vocab, length, block_v, block_t, programs)
+    own = {**configs.SCREEN, "splits": splits, "multiple": multiple}
+    places = {"weight_desc": "weight8", "rows_desc": "rows8"}
+    instead = configs.instead_of(configs.BY_SCREEN)
+    steps.launch(screen_hopper.screen_hopper_kernel, (programs,), own, places, tma, instead)
     steps.launch(screen.list_kernel, (batch, cdiv(vocab, screen.BLOCK_LIST)), {"BLOCK": screen.BLOCK_LIST})
     own = dict(configs.REFINE) | {"BLOCK_B": min(1024, power_of_two(batch))}
-    steps.launch(screen.refine_kernel, (steps.setting.multiprocessors * own.pop("PROGRAMS"),), own)
+    steps.launch(screen.refine_kernel, (programs * own.pop("PROGRAMS"),), own)
 
 
 def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., TensorDescriptor]:

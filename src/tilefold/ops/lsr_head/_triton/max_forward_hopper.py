@@ -108,16 +108,16 @@ def _reduce_groups(
 @gluon.jit
 def _load_tiles(
     weight_desc, rows_desc, w_ring, h_ring, full, empty,
-    V, n_tiles, split_tiles, v_stride, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    V, n_tiles, split_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: fill the ring in the order in which the groups read it, every ``v_stride``-th tile of V."""
+    """The loading warp: fill the ring in the order in which the groups read it."""
     n_splits = gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.cdiv(gl.cdiv(V, 2 * HALF_V), v_stride) * n_splits
+    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
-        v0 = (item // n_splits) * v_stride * 2 * HALF_V
+        v0 = (item // n_splits) * 2 * HALF_V
         t0 = split * split_tiles
         t1 = gl.minimum(t0 + split_tiles, n_tiles)
         for t in range(t0, t1):
@@ -296,7 +296,7 @@ def max_forward_hopper_kernel(
                 UNIFORM, QUANTIZED, LEAN_PLACES, 1,
             )),
             (_load_tiles, (
-                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, 1, K_STEPS, BLOCK_T,
+                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, K_STEPS, BLOCK_T,
                 BLOCK_K, STAGES,
             )),
         ],

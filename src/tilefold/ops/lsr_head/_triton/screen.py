@@ -21,7 +21,7 @@ PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
 SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 TOO_MANY = tl.constexpr(0)  # places of counters: entries of the sample that stay, and of all
 KEPT = tl.constexpr(1)
-BLOCK_WEIGHT = 4  # rows of the weight that a program rounds
+BLOCK_CLEAR = tl.constexpr(32)  # sequences whose marks are cleared at a time
 STATE = tl.constexpr(4)  # place of the first number of a sequence in the state, which begins with the counters
 PER_SEQUENCE = 4  # numbers, each for all sequences: largest entry, norm and error of rounded rows, entries listed
 BLOCK_LIST = 1024  # entries of a sequence that a program lists
@@ -33,21 +33,75 @@ def runs_screened(state_ptr, sample_limit, limit):
     return (tl.load(state_ptr + TOO_MANY) <= sample_limit) & (tl.load(state_ptr + KEPT) <= limit)
 
 
-@triton.jit(do_not_specialize=["B", "T", "uniform_length"])
+@triton.jit(do_not_specialize=["B", "V", "uniform_length", "logit_scale"])
+def sample_kernel(
+    weight_ptr, rows_ptr, bias_ptr, offset_ptr, state_ptr, B, V, uniform_length, logit_scale,
+    D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, MOST_T: tl.constexpr,
+    HAS_BIAS: tl.constexpr, UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Count, in a sample, entries that would stay: of some sequences and columns, by a guess of the bound.
+
+    Once most of a program's entries would stay, it looks no further.
+    """
+    seq = (tl.program_id(0).to(tl.int64) * B // tl.num_programs(0)).to(tl.int32)
+    place = (tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    v = place * V // (tl.num_programs(1) * BLOCK_V)
+    start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
+    end = tl.minimum(sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM), start + MOST_T)
+    weights = weight_ptr + v[:, None] * D
+    bias = tl.zeros((BLOCK_V,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + v).to(tl.float32)
+    best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    h_square, h_largest = tl.zeros((BLOCK_T,), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
+    count = 0
+    r0 = start
+    while (r0 < end) & (2 * count < BLOCK_V):
+        row = r0 + tl.arange(0, BLOCK_T)
+        rows = rows_ptr + row.to(tl.int64)[None, :] * D
+        acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
+        w_square, w_largest = tl.zeros((BLOCK_V,), tl.float32), tl.zeros((BLOCK_V,), tl.float32)
+        square = tl.zeros((BLOCK_T,), tl.float32)
+        for k in range(0, D, BLOCK_K):
+            d = k + tl.arange(0, BLOCK_K)
+            w = tl.load(weights + d[None, :], mask=(d < D)[None, :], other=0.0)
+            h = tl.load(rows + d[:, None], mask=(d < D)[:, None] & (row < end)[None, :], other=0.0)
+            acc = tl.dot(w, h, acc)
+            w, h = w.to(tl.float32), h.to(tl.float32)
+            w_square += tl.sum(w * w, axis=1)
+            w_largest = tl.maximum(w_largest, tl.max(tl.abs(w), axis=1))
+            square += tl.sum(h * h, axis=0)
+            h_largest = tl.maximum(h_largest, tl.max(tl.abs(h), axis=0))
+        h_square = tl.maximum(h_square, square)
+        best = tl.maximum(best, tl.max(tl.where((row < end)[None, :], acc, float("-inf")), axis=1))
+        # errors of rounding are spread evenly over a step, whose square is 1/12 on average
+        error = tl.max(h_largest) * tl.sqrt(w_square) + w_largest * tl.sqrt(tl.max(h_square))
+        bound = (best + error * (tl.sqrt(D / 12.0) / LEVELS)) * logit_scale + bias
+        count = tl.sum((~(bound <= 0.0)).to(tl.int32))
+        r0 += BLOCK_T
+    tl.atomic_add(state_ptr + TOO_MANY, count, sem="relaxed")
+
+
+@triton.jit
+def _largest(state_ptr, place, x):
+    """Keep the largest of numbers that are not negative, by their bits: NaN is above all."""
+    tl.atomic_max(state_ptr + place, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["B", "T", "uniform_length", "sample_limit"])
 def largest_kernel(
-    rows_ptr, offset_ptr, state_ptr, B, T, uniform_length,
+    rows_ptr, offset_ptr, state_ptr, B, T, uniform_length, sample_limit,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Largest entry of each sequence, as the bits of a number that is not negative: NaN is above all."""
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
-    if row < n_rows:
+    if (row < n_rows) & (tl.load(state_ptr + TOO_MANY) <= sample_limit):
         seq = first_sequence(offset_ptr, row, B, uniform_length, UNIFORM)
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(tl.float32)
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(state_ptr + STATE + seq, tl.max(bits), sem="relaxed")
+        _largest(state_ptr, STATE + seq, x)
 
 
 @triton.jit
@@ -63,48 +117,49 @@ def _rounded(x, scale, D: tl.constexpr):
     return near, norm * (1.0 + SLACK) + off, off
 
 
-@triton.jit(do_not_specialize=["B", "T", "uniform_length"])
-def round_rows_kernel(
-    rows_ptr, offset_ptr, state_ptr, values_ptr, B, T, uniform_length,
+@triton.jit
+def _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``; no entry of theirs is marked yet."""
+    d = tl.arange(0, BLOCK_D)
+    offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
+    x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    scale = bits.to(tl.float32, bitcast=True) / LEVELS
+    near, norm, error = _rounded(x, scale, D)
+    tl.store(weight_values_ptr + offs, near, mask=inside)
+    tl.store(terms_ptr + v, scale, mask=v < V)
+    tl.store(terms_ptr + V + v, norm, mask=v < V)
+    tl.store(terms_ptr + 2 * V + v, error, mask=v < V)
+    for b0 in range(0, B, BLOCK_CLEAR):
+        b = (b0 + tl.arange(0, BLOCK_CLEAR)).to(tl.int64)[:, None]
+        tl.store(kept_ptr + b * V + v[None, :], (b * 0 + v[None, :] * 0).to(tl.int8), mask=(b < B) & (v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["B", "V", "T", "uniform_length", "sample_limit"])
+def round_kernel(
+    weight_ptr, rows_ptr, offset_ptr, state_ptr, weight_values_ptr, values_ptr, terms_ptr, kept_ptr,
+    B, V, T, uniform_length, sample_limit,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Integers of a group of rows; the largest norms of a sequence, as bits."""
+    """Integers of a group of rows, of the weight first, then of the tokens; the latter's largest norms by sequence."""
+    v0 = tl.program_id(0) * GROUP
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
-    row = tl.program_id(0) * GROUP
-    if row < n_rows:
-        seq = first_sequence(offset_ptr, row, B, uniform_length, UNIFORM)
-        scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
-        r = (row + tl.arange(0, GROUP)).to(tl.int64)
-        d = tl.arange(0, BLOCK_D)
-        offs, inside = r[:, None] * D + d[None, :], (d < D)[None, :]
-        x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-        near, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32), D)
-        tl.store(values_ptr + offs, near, mask=inside)
-        tl.atomic_max(state_ptr + STATE + B + seq, tl.max(norm.to(tl.int32, bitcast=True) & 0x7FFFFFFF), sem="relaxed")
-        tl.atomic_max(
-            state_ptr + STATE + 2 * B + seq, tl.max(error.to(tl.int32, bitcast=True) & 0x7FFFFFFF), sem="relaxed"
-        )
-
-
-@triton.jit(do_not_specialize=["V", "v_stride", "sample_limit"])
-def round_weight_kernel(
-    weight_ptr, weight_values_ptr, terms_ptr, state_ptr, V, v_stride, sample_limit,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_V: tl.constexpr,
-):  # fmt: skip
-    """Integers of rows of every ``v_stride``-th tile of the weight; by row its scale, norm and error, ``[3, V]``."""
-    v0 = tl.program_id(0) * BLOCK_ROWS
-    v = v0 // TILE_V * v_stride * TILE_V + v0 % TILE_V + tl.arange(0, BLOCK_ROWS)
-    if tl.load(state_ptr + TOO_MANY) <= sample_limit:
-        d = tl.arange(0, BLOCK_D)
-        offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
-        x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-        scale = bits.to(tl.float32, bitcast=True) / LEVELS
-        near, norm, error = _rounded(x, scale, D)
-        tl.store(weight_values_ptr + offs, near, mask=inside)
-        tl.store(terms_ptr + v, scale, mask=v < V)
-        tl.store(terms_ptr + V + v, norm, mask=v < V)
-        tl.store(terms_ptr + 2 * V + v, error, mask=v < V)
+    row = v0 - (V + GROUP - 1) // GROUP * GROUP
+    if (row < n_rows) & (tl.load(state_ptr + TOO_MANY) <= sample_limit):
+        if row < 0:
+            v = v0 + tl.arange(0, GROUP)
+            _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D, BLOCK_D)
+        else:
+            seq = first_sequence(offset_ptr, row, B, uniform_length, UNIFORM)
+            scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
+            r = (row + tl.arange(0, GROUP)).to(tl.int64)
+            d = tl.arange(0, BLOCK_D)
+            offs, inside = r[:, None] * D + d[None, :], (d < D)[None, :]
+            x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+            near, norm, error = _rounded(x, scale + tl.zeros((GROUP,), tl.float32), D)
+            tl.store(values_ptr + offs, near, mask=inside)
+            _largest(state_ptr, STATE + B + seq, norm)
+            _largest(state_ptr, STATE + 2 * B + seq, error)
 
 
 @triton.jit
@@ -130,13 +185,23 @@ def stays(
     return mask_v & ~((bound <= 0.0) & ordinary)
 
 
-@triton.jit(do_not_specialize=["B", "V", "sample_limit", "limit"])
-def list_kernel(kept_ptr, state_ptr, list_ptr, B, V, sample_limit, limit, BLOCK: tl.constexpr):
-    """Entries that stay, by sequence, in any order: none of them depends on another."""
+@triton.jit(do_not_specialize=["B", "V", "uniform_length", "sample_limit", "limit"])
+def list_kernel(
+    kept_ptr, state_ptr, list_ptr, offset_ptr, out_ptr, winner_ptr, B, V, uniform_length, sample_limit, limit,
+    BLOCK: tl.constexpr, UNIFORM: tl.constexpr, WITH_WINNERS: tl.constexpr, NO_WINNER: tl.constexpr,
+):  # fmt: skip
+    """Entries that stay, by sequence, in any order, since none depends on another; the others score 0."""
     b = tl.program_id(0).to(tl.int64)
-    if runs_screened(state_ptr, sample_limit, limit):
+    start = sequence_offset(offset_ptr, b, B, uniform_length, UNIFORM)
+    any_token = start < sequence_offset(offset_ptr, b + 1, B, uniform_length, UNIFORM)  # else its scores are there
+    if any_token & runs_screened(state_ptr, sample_limit, limit):
         v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        kept = tl.load(kept_ptr + b * V + v, mask=v < V, other=0).to(tl.int32)
+        offs = b * V + v
+        kept = tl.load(kept_ptr + offs, mask=v < V, other=0).to(tl.int32)
+        none = (v < V) & (kept == 0)
+        tl.store(out_ptr + offs, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=none)
+        if WITH_WINNERS:
+            tl.store(winner_ptr + offs, tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty), mask=none)
         total = tl.sum(kept)
         if total > 0:
             base = tl.atomic_add(state_ptr + STATE + 3 * B + b, total, sem="relaxed")

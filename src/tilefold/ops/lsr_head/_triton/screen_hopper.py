@@ -39,19 +39,19 @@ def _fold_tiles(
 ):  # fmt: skip
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
     (
-        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows,
-        n_tiles, split_tiles, v_stride, uniform_length, logit_scale,
+        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, B, V, n_rows,
+        n_tiles, split_tiles, uniform_length, logit_scale,
     ) = given  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
     n_splits = gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.cdiv(gl.cdiv(V, 2 * HALF_V), v_stride) * n_splits
+    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
     step = 0
     kept = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
-        offs_v = (item // n_splits) * v_stride * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
+        offs_v = (item // n_splits) * 2 * HALF_V + HALF * HALF_V + gl.arange(0, HALF_V, layout=column)
         mask_v = offs_v < V
         _, bias = column_terms(None, bias_ptr, offs_v, mask_v, HAS_BIAS, False)
         t0 = split * split_tiles
@@ -103,27 +103,25 @@ def _fold_tiles(
                 best, offs_v, mask_v, seq, state_ptr, terms_ptr, bias, kept_ptr, B, V, logit_scale,
                 D, HAS_BIAS,
             )  # fmt: skip
-    gl.atomic_add(state_ptr + place, kept, sem="relaxed")
+    gl.atomic_add(state_ptr + KEPT, kept, sem="relaxed")
 
 
 @gluon.jit(
-    do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "v_stride", "sample_limit", "logit_scale"]
+    do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "sample_limit", "logit_scale"]
 )
 def screen_hopper_kernel(
     weight_desc, rows_desc, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr,
-    B, V, T, uniform_length, splits, multiple, v_stride, sample_limit, logit_scale,
+    B, V, T, uniform_length, splits, multiple, sample_limit, logit_scale,
     D: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr, IS_SAMPLE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, UNIFORM: gl.constexpr,
 ):  # fmt: skip
-    """A sample of the vocabulary's tiles, every ``v_stride``-th; or all, where few enough of the sample stay."""
+    """Marks of the entries that stay, where few enough of the sample do."""
     K_STEPS: gl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     n_rows = T
     if not UNIFORM:
         n_rows = gl.load(offset_ptr + B)
-    place = gl.where(v_stride > 1, TOO_MANY, KEPT)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
-    if not IS_SAMPLE:
-        n_tiles = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_tiles)
+    n_tiles = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_tiles)
     w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
     h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -132,15 +130,15 @@ def screen_hopper_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     given = (
-        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, place, B, V, n_rows,
-        n_tiles, split_tiles, v_stride, uniform_length, logit_scale,
+        w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, B, V, n_rows,
+        n_tiles, split_tiles, uniform_length, logit_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 0)),
             (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 1)),
             (_load_tiles, (
-                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, v_stride, K_STEPS,
+                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, K_STEPS,
                 BLOCK_T, BLOCK_K, STAGES,
             )),
         ],
