@@ -83,7 +83,7 @@ def fp8_documents(queries: Tensor, documents: Tensor, **options: Any) -> Tensor:
 
 
 SCREENED = Sample(
-    "lsr_head", lsr_head, ((8, 512, 768), (32768, 768)), {"screen": True}, dtype=torch.bfloat16, inference=True
+    "lsr_head", lsr_head, ((32, 512, 768), (32768, 768)), {"screen": True}, dtype=torch.bfloat16, inference=True
 )
 LONG_MASK = [[1] * 40 + [0] * 2060, [0] * 2100]
 PACKED = {"cu_seqlens": OFFSETS}

@@ -107,7 +107,13 @@ class Acceleration:
 
 
 def accelerate(
-    model: Model, *, impl: str = "auto", check: bool = True, quantize: str | None = None, packed: bool = True
+    model: Model,
+    *,
+    impl: str = "auto",
+    check: bool = True,
+    quantize: str | None = None,
+    packed: bool = True,
+    screen: bool = True,
 ) -> Acceleration:
     """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
 
@@ -178,7 +184,7 @@ def accelerate(
         if check:
             check_pair(pair, impl)
     for pair in pairs:
-        pair.pooling.forward = FusedForward(pair.pooling, pair.head, impl, quantize, pair.last)
+        pair.pooling.forward = FusedForward(pair.pooling, pair.head, impl, quantize, pair.last, screen)
     for pair in with_head:
         pair.head.forward = pass_hidden_states
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():

@@ -59,8 +59,8 @@ def pass_hidden_states(hidden: Tensor) -> Tensor:
 class StockPooling(FusedPooling):
     """The fused scores of a stock ``SpladePooling``, whose options are read at every call."""
 
-    def __init__(self, pooling: SpladePooling) -> None:
-        self.stock = pooling
+    def __init__(self, pooling: SpladePooling, screen: bool) -> None:
+        self.stock, self.screen = pooling, screen
 
     @property
     def quantizable(self) -> bool:
@@ -89,21 +89,23 @@ class StockPooling(FusedPooling):
             "impl": wanted.impl,
         }
         scores: Any = None
-        if sparse is not None:
+        if sparse is None:
+            scores = lsr_head(*head, **arguments, screen=self.screen)
+        else:
             arguments |= sparse._asdict()
             if (capacity := _sparse.get()[1]) is not None:
-                scores = lsr_head_rows(*head, **arguments, capacity=capacity)
-        if scores is None:
-            scores = (lsr_head if sparse is None else lsr_head_sparse)(*head, **arguments)
+                scores = lsr_head_rows(*head, **arguments, screen=self.screen, capacity=capacity)
+            if scores is None:
+                scores = lsr_head_sparse(*head, **arguments)
         if stock.embedding_dimension is None:
             stock.embedding_dimension = scores.vocab_size if isinstance(scores, CapacityRows) else scores.shape[1]
         found: Tensor = scores
         return found
 
 
-def fused_pooling(pooling: FusedPooling | SpladePooling) -> FusedPooling:
+def fused_pooling(pooling: FusedPooling | SpladePooling, screen: bool = False) -> FusedPooling:
     """The fused scores of a module: of one of ours its own, of a stock ``SpladePooling`` an adapter's."""
-    return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling)
+    return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling, screen)
 
 
 class FusedForward(Replacement):
@@ -121,9 +123,10 @@ class FusedForward(Replacement):
         impl: str,
         quantize: str | None = None,
         last: bool = True,
+        screen: bool = False,
     ) -> None:
         super().__init__(pooling)
-        self.pooling = fused_pooling(pooling)
+        self.pooling = fused_pooling(pooling, screen)
         self.head, self.impl, self.quantize, self.last = head, impl, quantize, last
 
     def __call__(self, features: Features) -> Features:

@@ -222,6 +222,7 @@ def lsr_head_rows(
     out_dtype: torch.dtype | None = None,
     top_k: int | None = None,
     min_weight: float = 0.0,
+    screen: bool = False,
     impl: str = "auto",
 ) -> CapacityRows | None:
     """:func:`lsr_head_sparse` whose rows have room for ``capacity`` entries each, made without waiting for the GPU.
@@ -247,12 +248,13 @@ def lsr_head_rows(
     columns = torch.empty(batch, capacity, dtype=torch.int32, device=device)
     values = torch.empty(batch, capacity, dtype=torch.float32, device=device)
     call = functools.partial(lsr_head, hidden, attention_mask=attention_mask, cu_seqlens=cu_seqlens, pooling=pooling)
+    call = functools.partial(call, activation=activation, out_dtype=torch.float32, screen=screen, impl=impl)
     with torch.no_grad():
         for v0 in range(0, vocab, block):
             whole, part = v0 == 0 and block >= vocab, slice(v0, v0 + block)
             some = bias if whole or bias is None else bias[part]
             rows = weight if whole else weight[part]
-            scores = call(rows, some, activation=activation, out_dtype=torch.float32, impl=impl)
+            scores = call(rows, some)
             failed = attempt(append_rows, scores, v0, min_weight, counts, columns, values)
             if isinstance(failed, KernelUnavailableError):
                 give_up(COMPACTION, device, str(failed), "lsr_head_sparse runs instead, which waits for the GPU.")

@@ -49,12 +49,13 @@ MAX_FORWARD = (
     Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
                       "PRECISION": "ieee"}, SMALL),
 )  # fmt: skip
-# The screen, on 9.0: pays off where products of LEAST_SCREENED operations are many, unless more than MOST_SAMPLED of a
-# sample stay, or MOST_KEPT of all, which costs both.
-LEAST_SCREENED, MOST_SAMPLED, MOST_KEPT, WIDEST_SCREENED = 2e11, 0.12, 0.25, 1024
+# The screen, on 9.0, of work that takes so long that a sample of it is cheap; unless more than MOST_SAMPLED of that stay
+# (the first 128 tokens of a text find half to two thirds of what stays), or MOST_KEPT of all, which costs both.
+WHEN_SCREENED = (Row({}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED),)
 SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6}
-SAMPLE = {"BLOCK_V": 64, "BLOCK_T": 128, "BLOCK_K": 64, "MOST_T": 256, "num_warps": 4, "num_stages": 4}
+SAMPLE = {"BLOCK_V": 64, "BLOCK_T": 64, "BLOCK_K": 64, "MOST_T": 128, "num_warps": 4, "num_stages": 4}
 SAMPLED = 12  # sequences of a sample, at most
+ROUND = {"num_warps": 8}
 REFINE = {"BLOCK_V": 128, "BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "PROGRAMS": 1}
 # Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN looks at SPLIT_V.
 SCAN = (
@@ -133,8 +134,9 @@ def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) 
 
 def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, dim: int) -> bool:
     """Whether an 8-bit product first looks which scores can be positive."""
-    fits = dim % 16 == 0 and dim <= WIDEST_SCREENED and options.logit_scale > 0 and "relu" in options.activation
-    worth = 2.0 * rows * vocab * dim >= LEAST_SCREENED
+    when = lookup(WHEN_SCREENED)
+    fits = dim % 16 == 0 and dim <= when["WIDEST"] and options.logit_scale > 0 and "relu" in options.activation
+    worth = 2.0 * rows * vocab * dim >= when["LEAST_WORK"]
     return options.screen and fits and worth and BY_SCREEN not in setting.given_up
 
 

@@ -15,6 +15,7 @@ from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.plan import Plan, Setting, Steps, cdiv, contiguous, power_of_two
+from tilefold.ops._shared.tuning import lookup
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs
@@ -152,10 +153,10 @@ def _screen(steps: HeadSteps, total: int, length: int) -> None:
     batch, (vocab, dim), group = steps.tokens.batch, steps.tensors.weight.shape, steps.values["GROUP"]
     block_v, block_t, block_k = 2 * hopper.HALF_V.value, configs.SCREEN["BLOCK_T"], configs.SCREEN["BLOCK_K"]
     programs, sampled = steps.setting.multiprocessors, min(batch, configs.SAMPLED)
-    sample, groups = (sampled, programs // sampled), cdiv(total, group)
+    sample, groups, when = (sampled, programs // sampled), cdiv(total, group), lookup(configs.WHEN_SCREENED)
     steps.values |= {
-        "SCREENED": True, "limit": int(configs.MOST_KEPT * batch * vocab), "BLOCK_D": power_of_two(dim),
-        "sample_limit": int(configs.MOST_SAMPLED * sample[0] * sample[1] * configs.SAMPLE["BLOCK_V"]),
+        "SCREENED": True, "limit": int(when["MOST_KEPT"] * batch * vocab), "BLOCK_D": power_of_two(dim),
+        "sample_limit": int(when["MOST_SAMPLED"] * sample[0] * sample[1] * configs.SAMPLE["BLOCK_V"]),
     }  # fmt: skip
     steps.buffer("rows8", (total, dim), torch.int8)
     steps.buffer("weight8", (vocab, dim), torch.int8)
@@ -165,9 +166,9 @@ def _screen(steps: HeadSteps, total: int, length: int) -> None:
     steps.buffer("kept", (batch, vocab), torch.int8)
     steps.torch("state", Tensor.zero_, "state")
     steps.launch(screen.sample_kernel, sample, configs.SAMPLE)
-    steps.launch(screen.largest_kernel, (groups,), {"num_warps": 8})
+    steps.launch(screen.largest_kernel, (groups,), configs.ROUND)
     named = {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
-    steps.launch(screen.round_kernel, (cdiv(vocab, group) + groups,), {"num_warps": 8}, named)
+    steps.launch(screen.round_kernel, (cdiv(vocab, group) + groups,), configs.ROUND, named)
     tma = {
         name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))
         for name, rows, block in (("weight8", vocab, hopper.HALF_V.value), ("rows8", total, block_t))

@@ -106,9 +106,7 @@ def _fold_tiles(
     gl.atomic_add(state_ptr + KEPT, kept, sem="relaxed")
 
 
-@gluon.jit(
-    do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "sample_limit", "logit_scale"]
-)
+@gluon.jit(do_not_specialize=["B", "V", "T", "uniform_length", "splits", "multiple", "sample_limit", "logit_scale"])
 def screen_hopper_kernel(
     weight_desc, rows_desc, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr,
     B, V, T, uniform_length, splits, multiple, sample_limit, logit_scale,

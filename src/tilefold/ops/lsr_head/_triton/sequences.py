@@ -36,6 +36,8 @@ def store_scores(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_POSITIONS: tl.constexpr, WITH_WINNERS: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):  # fmt: skip
+    if WITH_WINNERS:  # where a logit is NaN, how the tokens were cut shall not choose its gradient's
+        winner = tl.where(best == best, winner, start)
     if QUANTIZED:
         best *= scale
     if HAS_BIAS:
