@@ -59,7 +59,7 @@ def pass_hidden_states(hidden: Tensor) -> Tensor:
 class StockPooling(FusedPooling):
     """The fused scores of a stock ``SpladePooling``, whose options are read at every call."""
 
-    def __init__(self, pooling: SpladePooling, screen: bool) -> None:
+    def __init__(self, pooling: SpladePooling, screen: bool | str) -> None:
         self.stock, self.screen = pooling, screen
 
     @property
@@ -88,13 +88,14 @@ class StockPooling(FusedPooling):
             "out_dtype": out_dtype,
             "impl": wanted.impl,
         }
+        screen = not torch.is_grad_enabled() if isinstance(self.screen, str) else self.screen  # of "auto"
         scores: Any = None
         if sparse is None:
-            scores = lsr_head(*head, **arguments, screen=self.screen)
+            scores = lsr_head(*head, **arguments, screen=screen)
         else:
             arguments |= sparse._asdict()
             if (capacity := _sparse.get()[1]) is not None:
-                scores = lsr_head_rows(*head, **arguments, screen=self.screen, capacity=capacity)
+                scores = lsr_head_rows(*head, **arguments, screen=screen, capacity=capacity)
             if scores is None:
                 scores = lsr_head_sparse(*head, **arguments)
         if stock.embedding_dimension is None:
@@ -103,7 +104,7 @@ class StockPooling(FusedPooling):
         return found
 
 
-def fused_pooling(pooling: FusedPooling | SpladePooling, screen: bool = False) -> FusedPooling:
+def fused_pooling(pooling: FusedPooling | SpladePooling, screen: bool | str = False) -> FusedPooling:
     """The fused scores of a module: of one of ours its own, of a stock ``SpladePooling`` an adapter's."""
     return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling, screen)
 
@@ -123,7 +124,7 @@ class FusedForward(Replacement):
         impl: str,
         quantize: str | None = None,
         last: bool = True,
-        screen: bool = False,
+        screen: bool | str = False,
     ) -> None:
         super().__init__(pooling)
         self.pooling = fused_pooling(pooling, screen)

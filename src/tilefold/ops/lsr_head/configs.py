@@ -49,8 +49,8 @@ MAX_FORWARD = (
     Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
                       "PRECISION": "ieee"}, SMALL),
 )  # fmt: skip
-# The screen, on 9.0, of work that takes so long that a sample of it is cheap; unless more than MOST_SAMPLED of that stay
-# (the first 128 tokens of a text find half to two thirds of what stays), or MOST_KEPT of all, which costs both.
+# The screen, on 9.0, of work that takes so long that a sample is cheap; unless more than MOST_SAMPLED of the sample stay
+# (128 tokens of a text find half to two thirds of what stays of it), or MOST_KEPT of all, which costs both.
 WHEN_SCREENED = (Row({}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED),)
 SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6}
 SAMPLE = {"BLOCK_V": 64, "BLOCK_T": 64, "BLOCK_K": 64, "MOST_T": 128, "num_warps": 4, "num_stages": 4}

@@ -119,7 +119,7 @@ def _rounded(x, scale, D: tl.constexpr):
 
 @triton.jit
 def _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``; no entry of theirs is marked yet."""
+    """Integers of rows of the weight; by row its scale, norm and error, ``[3, V]``; no mark is set at their entries."""
     d = tl.arange(0, BLOCK_D)
     offs, inside = v.to(tl.int64)[:, None] * D + d[None, :], (v < V)[:, None] & (d < D)[None, :]
     x = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
