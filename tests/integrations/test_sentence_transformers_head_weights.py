@@ -23,7 +23,8 @@ from tests.integrations.splade_models import (
     without_dropout,
 )
 from tests.refusals import refused
-from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
+from tilefold.integrations.sentence_transformers import _pooling, accelerate, encode_sparse, restore
+from tilefold.ops import lsr_head
 from tilefold.testing import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # peft, on a second adapter
@@ -185,7 +186,25 @@ def test_copies_and_pickles_carry_no_rounded_weight(model: SparseEncoder) -> Non
         assert torch.equal(encode(again), expected)
 
 
+@pytest.mark.parametrize(("screen", "asked"), [("auto", [True, False]), (True, [True, True]), (False, [False, False])])
+def test_a_screen_is_asked_for_in_encode_or_in_training_too(
+    model: SparseEncoder, screen: bool | str, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def watched(*head: Any, screen: bool, **options: Any) -> torch.Tensor:
+        seen.append(screen)
+        return lsr_head(*head, screen=screen, **options)
+
+    accelerate(model, screen=screen)
+    monkeypatch.setattr(_pooling, "lsr_head", watched)
+    model.encode(TEXTS)
+    model(model.preprocess(TEXTS))
+    assert [seen[0], seen[-1]] == asked
+
+
 def test_what_cannot_be_rounded_is_said(model: SparseEncoder) -> None:
+    refused(ValueError, "screen must be 'auto', True or False, got 'always'", accelerate, model, screen="always")
     refused(ValueError, "quantize must be 'fp8' or None, got 'int4'", accelerate, model, quantize="int4")
     model[1].pooling_strategy = "sum"
     refused(ValueError, "quantize must be None for pooling 'sum', got 'fp8'", accelerate, model, quantize="fp8")

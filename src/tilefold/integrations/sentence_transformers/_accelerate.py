@@ -162,11 +162,7 @@ def accelerate(
         RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
-    if quantize not in {None, "fp8"}:
-        remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
-        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
-    if screen != "auto" and not isinstance(screen, bool):
-        raise ValueError(f"screen must be 'auto', True or False, got {screen!r}.")
+    _check_bits(quantize, screen)
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
@@ -199,6 +195,14 @@ def accelerate(
     _carry(model, SparseBatchEncoder(model), "encode_sparse_batch")
     setattr(model, ASKED, NoReplicas(model))
     return Acceleration(model, len({id(pair.head) for pair in with_head}), _packed(model, check, packed))
+
+
+def _check_bits(quantize: object, screen: object) -> None:
+    if quantize not in {None, "fp8"}:
+        remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
+        raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
+    if screen != "auto" and not isinstance(screen, bool):
+        raise ValueError(f"screen must be 'auto', True or False, got {screen!r}.")
 
 
 def _carry(model: Model, encoder: object, name: str) -> None:

@@ -49,7 +49,7 @@ MAX_FORWARD = (
     Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
                       "PRECISION": "ieee"}, SMALL),
 )  # fmt: skip
-# The screen, on 9.0, of work that takes so long that a sample is cheap; unless more than MOST_SAMPLED of the sample stay
+# The screen, on 9.0, of work that takes long enough for a sample; unless more than MOST_SAMPLED of the sample stay
 # (128 tokens of a text find half to two thirds of what stays of it), or MOST_KEPT of all, which costs both.
 WHEN_SCREENED = (Row({}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED),)
 SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6}
