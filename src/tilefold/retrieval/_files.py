@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tilefold._files import write_json
+from tilefold._files import sha256_file, write_json
 from tilefold.retrieval.errors import DataError, MissingPackageError
 
 CHECKSUM = "checksum"  # of the other members of a JSON object, in it
@@ -55,6 +55,16 @@ def read_json_object(path: Path, remedy: str) -> Json:
         said = f"damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy}"
         raise DataError(f"{path}: {said} After an edit of your own, remove its {CHECKSUM!r}.")
     return value
+
+
+def listed_file(folder: Path, name: str, digest: str | None, manifest: str, remedy: str) -> Path:
+    """The file of a `name` that a manifest lists; an error where it is not there, or has not that SHA-256, if given."""
+    file = folder / name
+    if Path(name).name != name or not file.is_file():
+        raise FileNotFoundError(f"{file}: listed in {manifest}, but there is no such file. {remedy}")
+    if digest is not None and sha256_file(file) != digest:
+        raise DataError(f"{file}: damaged; its checksum is not the one in {manifest}. {remedy}")
+    return file
 
 
 def json_line(value: object) -> str:

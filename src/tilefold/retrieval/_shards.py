@@ -22,7 +22,7 @@ from tilefold._files import (
     write_json,
 )
 from tilefold.pipeline.truncated import Truncation
-from tilefold.retrieval._files import Json, read_json_object, require, write_json_object
+from tilefold.retrieval._files import Json, listed_file, read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance
 
@@ -403,10 +403,4 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
 
 def shard_file(folder: Path, shard: Json, *, verify: bool = True) -> Path:
     """The file of a listed shard, checked against its checksum."""
-    name = str(shard["file"])
-    file = folder / name
-    if Path(name).name != name or not file.is_file():
-        raise FileNotFoundError(f"{file}: listed in the manifest, but there is no such file. {REMEDY}")
-    if verify and sha256_file(file) != shard["sha256"]:
-        raise DataError(f"{file}: damaged; its checksum is not the one in the manifest. {REMEDY}")
-    return file
+    return listed_file(folder, str(shard["file"]), shard["sha256"] if verify else None, "the manifest", REMEDY)

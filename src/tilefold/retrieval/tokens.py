@@ -53,16 +53,10 @@ class TokenVectors:
     def __post_init__(self) -> None:
         check_ids(self.ids)
         n, offsets, values = len(self.ids), self.offsets, self.values
-        if values.dim() != 2 or values.dtype not in (torch.float16, torch.float32, torch.int8):
-            raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
+        check_values(values, self.scales)
         if offsets.dtype != torch.int64 or tuple(offsets.shape) != (n + 1,):
             raise DataError(f"offsets: expected {n + 1} int64 offsets for {n} ids, got {_described(offsets)}.")
         check_offsets(offsets.cpu().numpy(), values.size(0), "offsets")
-        if (self.scales is not None) != (values.dtype == torch.int8):
-            raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
-        scales, wanted = self.scales, (values.size(0),)
-        if scales is not None and (scales.dtype != torch.float32 or tuple(scales.shape) != wanted):
-            raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(scales)}.")
 
     @classmethod
     def pack(cls, ids: Sequence[str], vectors: Sequence[Tensor], dimension: int, storage: str) -> TokenVectors:
@@ -116,6 +110,16 @@ class TokenVectors:
             values = torch.cat([part.values for part in parts])
         names, offsets = [name for part in parts for name in part.ids], offsets_of(lengths.numpy())
         return cls(names, torch.from_numpy(offsets), values, torch.cat(scales) if scales else None)
+
+
+def check_values(values: Tensor, scales: Tensor | None) -> None:
+    """Raise ``DataError`` unless these are vectors, and scales where they are int8."""
+    if values.dim() != 2 or values.dtype not in _DTYPES.values():
+        raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
+    if (scales is not None) != (values.dtype == torch.int8):
+        raise DataError(f"scales: expected for int8 values only, got values in {values.dtype}.")
+    if scales is not None and (scales.dtype != torch.float32 or tuple(scales.shape) != (values.size(0),)):
+        raise DataError(f"scales: expected [{values.size(0)}] in fp32, got {_described(scales)}.")
 
 
 def check_finite(ids: Sequence[str], offsets: Tensor, finite: Tensor, storage: str, numbers: Tensor) -> None:
@@ -211,11 +215,8 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
 
     def _store(self, vectors: TokenVectors, path: Path) -> None:
         names = json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        tensors = {"values": vectors.values.contiguous(), "offsets": vectors.offsets.contiguous()}
-        tensors["ids"] = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
-        if vectors.scales is not None:
-            tensors["scales"] = vectors.scales.contiguous()
-        safetensors_package().torch.save_file(tensors, str(path), metadata={"format": "pt"})
+        ids = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
+        save_tensors(path, values=vectors.values, offsets=vectors.offsets, ids=ids, scales=vectors.scales)
 
     def _read(self, path: Path) -> TokenVectors:
         return _read_shard(path)
@@ -306,6 +307,12 @@ def safetensors_package() -> ModuleType:
     """``safetensors``, or an error that says how to install it."""
     require("safetensors.torch", "safetensors", "Storing token vectors")
     return require("safetensors", "safetensors", "Storing token vectors")
+
+
+def save_tensors(path: Path, **tensors: Tensor | None) -> None:
+    """Write a shard of those tensors that there are, for :func:`read_tensors`."""
+    there = {name: each.contiguous() for name, each in tensors.items() if each is not None}
+    safetensors_package().torch.save_file(there, str(path), metadata={"format": "pt"})
 
 
 def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds
 from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.tokens import DenseManifest, TokenStore, TokenVectors, read_tensors, safetensors_package
+from tilefold.retrieval.tokens import DenseManifest, TokenStore, TokenVectors, check_values, read_tensors, save_tensors
 
 __all__ = ["DenseIndex"]
 
@@ -26,7 +26,6 @@ SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _FILE = "vectors.safetensors"
 _BLOCK, _QUERIES = 1 << 16, 256  # documents and queries of a block of scores: 64 MB
 T = TypeVar("T", bound="TorchIndex")
-_DTYPES = (torch.float32, torch.float16, torch.int8)
 
 
 class TorchIndex(FolderIndex):
@@ -68,13 +67,9 @@ class DenseIndex(TorchIndex):
         provenance: Provenance,
     ) -> None:
         check_choice("similarity", similarity, SIMILARITIES)
-        if values.dtype not in _DTYPES or values.dim() != 2 or not values.numel() or len(values) != len(ids):
-            got = f"{values.dtype} {list(values.shape)}"
-            raise DataError(f"vectors: expected [{len(ids)}, D] in fp32, fp16 or int8, at least one, got {got}.")
-        if (scales is None) == (values.dtype == torch.int8) or (
-            scales is not None and scales.shape != values.shape[:1]
-        ):
-            raise DataError("scales: expected one for each vector in int8, and none for others.")
+        check_values(values, scales)
+        if not values.numel() or len(values) != len(ids):
+            raise DataError(f"vectors: expected [{len(ids)}, D], at least one, got {list(values.shape)}.")
         self.ids, self.similarity, self.provenance = ids, similarity, provenance
         self.options = {"similarity": similarity}
         self.vocab_size = self.dimension = int(values.size(1))
@@ -189,10 +184,7 @@ class DenseIndex(TorchIndex):
         return values if self._scales is None else values * self._scales[rows, None]
 
     def _write(self, folder: Path) -> None:
-        tensors = {"values": self._values.contiguous()}
-        if self._scales is not None:
-            tensors["scales"] = self._scales.contiguous()
-        safetensors_package().torch.save_file(tensors, str(folder / _FILE), metadata={"format": "pt"})
+        save_tensors(folder / _FILE, values=self._values, scales=self._scales)
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> DenseIndex:

@@ -18,7 +18,7 @@ from tilefold._files import atomic_directory, sha256_file
 from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_k, check_offsets
-from tilefold.retrieval._files import Json, read_json_object, write_json_object
+from tilefold.retrieval._files import Json, listed_file, read_json_object, write_json_object
 from tilefold.retrieval._sparse import HasVocabulary, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
@@ -158,11 +158,7 @@ def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = (
         got = f"{manifest['backend']!r}. Load it as such"
         raise DataError(f"{path}: expected an index of backend {backend!r}, got {got}.")
     for name, digest in manifest["files"].items():
-        part = Path(path) / name
-        if Path(name).name != name or not part.is_file():
-            raise FileNotFoundError(f"{part}: listed in {MANIFEST_NAME}, but there is no such file. {REMEDY}")
-        if name not in unread and sha256_file(part) != digest:
-            raise DataError(f"{part}: damaged; its checksum is not the one in {MANIFEST_NAME}. {REMEDY}")
+        listed_file(Path(path), name, None if name in unread else digest, MANIFEST_NAME, REMEDY)
     return manifest
 
 
