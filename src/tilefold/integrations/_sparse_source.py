@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 from tilefold._typing import Model
 
-__all__ = ["ServerError", "SparseSource"]
-
 Side = Literal["query", "document"]
 Vector = tuple[list[int], list[float]]
 _BUSY = 429

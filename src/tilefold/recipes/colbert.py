@@ -8,19 +8,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from tilefold._typing import Tokenizer
+from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
-from tilefold.recipes.loading import (
-    load_whole,
-    quiet_libraries,
-    run_fast,
-    saved_kind,
-    saved_modules,
-    seeded,
-    stay_offline,
-)  # fmt: skip
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
@@ -100,19 +92,19 @@ def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
 
     packaged = recipe.base_model == "minilm"
     base = str(minilm_path()) if packaged else recipe.base_model
-    kind = saved_kind(base)
-    with seeded(recipe.seed):
-        model = load_whole(MultiVectorEncoder, base)
+    kind = loading.saved_kind(base)
+    with loading.seeded(recipe.seed):
+        model = loading.load_whole(MultiVectorEncoder, base)
         if not isinstance(model[0], Transformer):
             got = f"{type(model[0]).__name__} in {recipe.base_model}; the recipe trains no routes or static embeddings."
             raise ValueError(f"base_model must begin with a Transformer, got {got}")
         if kind != "multi-vector":
-            projected = kind == "dense" and any(module.endswith(".Dense") for module in saved_modules(base))
+            projected = kind == "dense" and any(module.endswith(".Dense") for module in loading.saved_modules(base))
             model = _with_own_modules(model, recipe, keep_projection=projected)
     model[0].document_length = min(recipe.max_length, model[0].document_length or recipe.max_length, _positions(model))
     if packaged:
         model[0].model.config._name_or_path = MINILM_NAME
-    return stay_offline(model)
+    return loading.stay_offline(model)
 
 
 def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_projection: bool) -> MultiVectorEncoder:
@@ -155,7 +147,7 @@ def _positions(model: MultiVectorEncoder) -> int:
 
 def untrained_colbert() -> MultiVectorEncoder:
     """The model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of MiniLM."""
-    with quiet_libraries():
+    with loading.quiet_libraries():
         model = load_base_model(ColbertRecipe(max_steps=0, dimension=None))
-        run_fast(model)
+        loading.run_fast(model)
     return model

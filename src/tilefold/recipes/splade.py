@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING
 from tilefold._files import InUseError, atomic_directory
 from tilefold._typing import Model, Module
 from tilefold._version import __version__
-from tilefold.recipes import lsr
+from tilefold.recipes import loading, lsr
 from tilefold.recipes._settings import NAME, POSITIVE, RATIO, checked, number, whole
 from tilefold.recipes._training import TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
-from tilefold.recipes.loading import (
-    check_masked_lm,
-    load_saved,
-    load_whole,
-    quiet_libraries,
-    saved_kind,
-    stay_offline,
-    supports_bf16,
-)  # fmt: skip
+from tilefold.recipes.loading import supports_bf16
 from tilefold.recipes.lsr import LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
 from tilefold.retrieval.datasets import default_cache_dir
 from tilefold.retrieval.provenance import texts_digest
@@ -86,16 +78,16 @@ class SpladeRecipe(SparseRecipe):
             )
         from tilefold.modules import load_encoder
 
-        base, kind = self.base_model, saved_kind(self.base_model)
+        base, kind = self.base_model, loading.saved_kind(self.base_model)
         if kind not in ("sparse", "backbone"):
             remedy = "a masked LM, a SparseEncoder, or 'minilm'; colbert trains dense and multi-vector models."
             got = f"{base} is a {kind} model, without the masked-LM head that SPLADE trains"
             raise ValueError(f"base_model: {got}. Take {remedy}")
         if kind == "backbone":
-            check_masked_lm(base)
-        model = load_whole(load_encoder, base)
+            loading.check_masked_lm(base)
+        model = loading.load_whole(load_encoder, base)
         model.max_seq_length = min(self.max_length, model.max_seq_length or self.max_length)
-        return stay_offline(model)
+        return loading.stay_offline(model)
 
     def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place."""
@@ -128,10 +120,10 @@ def untrained_splade(
     made_from = json.dumps([__version__, texts_sha256, recipe.to_dict()], sort_keys=True)
     parent = default_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = parent / "minilm-splade" / hashlib.sha256(made_from.encode()).hexdigest()[:32]
-    with quiet_libraries():
+    with loading.quiet_libraries():
         if folder.is_dir():
             try:
-                return load_saved(str(folder), "sparse")
+                return loading.load_saved(str(folder), "sparse")
             except Exception as error:  # whatever a damaged file raises; it is made again
                 _logger.warning("the cached model in %s is damaged and is made again: %s", folder, error)
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as made:
@@ -150,4 +142,4 @@ def untrained_splade(
                         target.mkdir(parents=True) if file.is_dir() else target.write_bytes(file.read_bytes())
             except (OSError, InUseError) as error:
                 _logger.warning("the untrained start could not be cached: %s", error)
-            return load_saved(made, "sparse")
+            return loading.load_saved(made, "sparse")

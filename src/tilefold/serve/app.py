@@ -27,8 +27,6 @@ from tilefold.serve.searching import search_router
 from tilefold.serve.service import Service, cut_inputs
 from tilefold.serve.settings import check_origins
 
-__all__ = ["create_app"]
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]

@@ -13,11 +13,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator,
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Body", "ClientGoneError", "ServeError", "Single", "cosines", "empty", "invalid", "listed", "matrices", "numbers",
-    "plain", "sparse_rows", "strongest", "vectors", "wrong_model",
-]  # fmt: skip
-
 Vector = npt.NDArray[np.float32]
 Row = tuple[npt.NDArray[np.int32], Vector]
 # kind -> HTTP code, and the label of te_request_failure

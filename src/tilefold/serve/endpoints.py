@@ -14,8 +14,6 @@ from tilefold.serve.bodies import ClientGoneError, ServeError, invalid
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
-__all__ = ["JSON", "add_route", "explained", "while_connected"]
-
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 JSON = "application/json"

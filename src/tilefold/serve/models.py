@@ -22,8 +22,6 @@ from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, strongest
 
-__all__ = ["Kind", "Served", "Side", "TextTokens", "Way"]
-
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
 SIDES: tuple[Side, ...] = ("query", "document")

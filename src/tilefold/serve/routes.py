@@ -23,8 +23,6 @@ from tilefold.serve.endpoints import JSON, add_route, explained
 from tilefold.serve.models import Kind, Side, TextTokens
 from tilefold.serve.service import Asked, Outcome, Service, all_of
 
-__all__ = ["Routes"]
-
 Work = Callable[[Any, Request], Awaitable[Response]]
 Write = Callable[[list[Any]], list[bytes]]
 _SHOWN = (

@@ -25,8 +25,6 @@ from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.bodies import strongest
 from tilefold.serve.models import Served, TextTokens
 
-__all__ = ["Searchable"]
-
 Options = Mapping[str, Any]
 Explanation = dict[str, object]
 QUERY = "query"  # the id of the one query of a request

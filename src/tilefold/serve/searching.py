@@ -27,8 +27,6 @@ from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import Asked, Service
 
-__all__ = ["search_router"]
-
 MOST_WEIGHT = 1000.0  # of the parts of a query after feedback, whose proportions alone order documents
 _AWAY = "the index is on a server that does not answer; the log says why"
 _NEEDS = {

@@ -20,8 +20,6 @@ from tilefold.serve.bodies import ServeError
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
-__all__ = ["Server", "bind", "run"]
-
 _BACKLOG = 512
 _ACCEPTED = 8  # connections that asyncio takes in one of its turns; the first can be refused two turns later
 _SPARE_FILES = 256  # of the process beside connections; a quarter of them where it may have few

@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["Limits", "check_origins"]
-
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 

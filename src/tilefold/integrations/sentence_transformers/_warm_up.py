@@ -19,8 +19,6 @@ from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import switched_off
 from tilefold.ops.warm_up import Built, build_kernels, check_kernels_can_be_built
 
-__all__ = ["warm_up"]
-
 
 def warm_up(
     model: Model,

@@ -14,20 +14,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.trainer_callback import TrainerCallback
 
-from tilefold.integrations.transformers.attention import (
-    ALPHA,
-    DEFAULT,
-    LEARNED,
-    MARK,
-    NAME,
-    attention_modules,
-    checked_attention_modules,
-    entmax_attention_forward,
-    register,
-)
+from tilefold.integrations.transformers import attention
 from tilefold.nn.heads import EntmaxAlpha
 
-SUFFIX = f".{ALPHA}.theta"
+SUFFIX = f".{attention.ALPHA}.theta"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SHAPES = ("linear", "cosine")
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
@@ -42,7 +32,7 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     Raises:
         ValueError: for a list of another length, a number outside [1, 2], or a model without attention layers.
     """
-    modules = checked_attention_modules(model)
+    modules = attention.checked_attention_modules(model)
     alphas = check_alphas(alpha, len(modules))
     by_config: dict[int, dict[nn.Module, float]] = {}
     for module, value in zip(modules, alphas, strict=True):
@@ -50,13 +40,13 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
         by_config.setdefault(id(module.config), {})[module] = value
     for chosen in by_config.values():
         values, places = list(chosen.values()), [getattr(module, "layer_idx", None) for module in chosen]
-        setattr(next(iter(chosen)).config, ALPHA, values[0] if len(set(values)) == 1 else values)
+        setattr(next(iter(chosen)).config, attention.ALPHA, values[0] if len(set(values)) == 1 else values)
         if len(set(values)) > 1 and places != list(range(len(places))):  # the list could not be looked up
             for module, value in chosen.items():
-                setattr(module, ALPHA, value)
+                setattr(module, attention.ALPHA, value)
 
 
-def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) -> list[EntmaxAlpha]:
+def learn_alpha(model: nn.Module, initial: float | Sequence[float] = attention.DEFAULT) -> list[EntmaxAlpha]:
     """Give every attention layer of ``model`` one learned alpha per head; returns the new modules, one per layer.
 
     The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of every attention
@@ -71,7 +61,7 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
     Raises:
         ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
     """
-    modules = checked_attention_modules(model)
+    modules = attention.checked_attention_modules(model)
     starts = check_alphas(initial, len(modules))
     made = [EntmaxAlpha(heads, start) for heads, start in zip(modules.values(), starts, strict=True)]
     for module, alpha in zip(modules, made, strict=True):
@@ -79,8 +69,8 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = DEFAULT) ->
         if like is not None:
             alpha.to(like.device)
         _forget_alpha(module)
-        setattr(module, ALPHA, alpha)
-        setattr(module.config, ALPHA, LEARNED)
+        setattr(module, attention.ALPHA, alpha)
+        setattr(module.config, attention.ALPHA, attention.LEARNED)
     _let_reload(model)
     return made
 
@@ -100,7 +90,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
         OSError: if there is no checkpoint.
     """
     found = _read_thetas(str(name_or_path), hub)
-    layers = checked_attention_modules(model)
+    layers = attention.checked_attention_modules(model)
     chosen = {name: _theta_of(name, found) for name, module in model.named_modules() if module in layers}
     if not found or any(theta is None for theta in chosen.values()):
         missing = [name for name, theta in chosen.items() if theta is None]
@@ -117,7 +107,7 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
     return made
 
 
-def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn: bool = False) -> None:
+def use_entmax(model: nn.Module, alpha: float | list[float] = attention.DEFAULT, *, learn: bool = False) -> None:
     """Switch a model in memory, and its checkpoints, to alpha-entmax attention.
 
     ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. A checkpoint loads with entmax
@@ -131,11 +121,11 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn:
         ValueError: for alphas that do not fit, or a model with attention that does not go by transformers' attention
             interface.
     """
-    register()
+    attention.register()
     for inner in _outer_models(model):
-        inner.set_attn_implementation(NAME)
-    modules = checked_attention_modules(model)
-    stuck = [type(m).__name__ for m in modules if _implementation(m) != NAME]
+        inner.set_attn_implementation(attention.NAME)
+    modules = attention.checked_attention_modules(model)
+    stuck = [type(m).__name__ for m in modules if _implementation(m) != attention.NAME]
     if stuck:
         raise ValueError(f"model must support a choice of attention, got {sorted(set(stuck))}, which do not.")
     if learn:
@@ -143,17 +133,17 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = DEFAULT, *, learn:
     else:
         set_alpha(model, alpha)
     for config in _configs(model):
-        setattr(config, MARK, NAME)
+        setattr(config, attention.MARK, attention.NAME)
 
 
 def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
     """Undo :func:`use_entmax`: no alphas in the model and its checkpoints, and this one of transformers' attentions."""
-    for module in checked_attention_modules(model):
+    for module in attention.checked_attention_modules(model):
         _forget_alpha(module)
     for inner in _outer_models(model):
         inner.set_attn_implementation(attn_implementation)
     for config in _configs(model):
-        for name in (MARK, ALPHA):
+        for name in (attention.MARK, attention.ALPHA):
             if name in vars(config):
                 delattr(config, name)
 
@@ -165,9 +155,9 @@ def runs_entmax(model: nn.Module) -> bool:
         ValueError: if a layer does not, although its configuration has alphas: it would run softmax instead.
     """
     known = AttentionInterface._global_mapping
-    modules = attention_modules(model)
-    runs = {m: known.get(_implementation(m)) is entmax_attention_forward for m in modules}
-    meant = [module for module in modules if not runs[module] and hasattr(module.config, ALPHA)]
+    modules = attention.attention_modules(model)
+    runs = {m: known.get(_implementation(m)) is attention.entmax_attention_forward for m in modules}
+    meant = [module for module in modules if not runs[module] and hasattr(module.config, attention.ALPHA)]
     if meant:
         got = f"{len(meant)} layers with attn_implementation={_implementation(meant[0])!r}"
         remedy = "call use_entmax(model, alpha), or use_softmax(model)."
@@ -178,7 +168,7 @@ def runs_entmax(model: nn.Module) -> bool:
 
 def has_learned_alpha(model: nn.Module) -> bool:
     """Whether the configuration of a model says that its alphas are learned."""
-    return any(getattr(config, ALPHA, None) == LEARNED for config in _configs(model))
+    return any(getattr(config, attention.ALPHA, None) == attention.LEARNED for config in _configs(model))
 
 
 def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
@@ -254,8 +244,8 @@ class AlphaSchedule(TrainerCallback):
 
 
 def _forget_alpha(module: nn.Module) -> None:
-    if ALPHA in vars(module) or ALPHA in module._modules:
-        delattr(module, ALPHA)
+    if attention.ALPHA in vars(module) or attention.ALPHA in module._modules:
+        delattr(module, attention.ALPHA)
 
 
 def _let_reload(model: nn.Module) -> None:
@@ -283,7 +273,7 @@ def entmax_transformer() -> type:
         __qualname__ = "EntmaxTransformer"
 
         def __init__(self, model_name_or_path: str | Path, **kwargs: Any) -> None:
-            register()
+            attention.register()
             super().__init__(model_name_or_path, **kwargs)
             if has_learned_alpha(self.model):
                 given = kwargs.get("model_kwargs") or {}
@@ -308,7 +298,7 @@ def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 def _configs(model: nn.Module) -> list[Any]:
     """The configurations of a module's transformers models and attention layers, each once."""
     modules = [module for module in model.modules() if hasattr(module, "config")]
-    kept = [m.config for m in modules if isinstance(m, PreTrainedModel) or ALPHA in vars(m.config)]
+    kept = [m.config for m in modules if isinstance(m, PreTrainedModel) or attention.ALPHA in vars(m.config)]
     return list({id(config): config for config in kept}.values())
 
 
