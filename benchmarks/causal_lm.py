@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     network.to(options.device)
     plain = train("plain", 0.0, options.steps, network, tokenizer, texts, options)
     adapted = train("adapted", 1.0, options.adaptation_steps, network, tokenizer, texts, options)
-    print(json.dumps({"plain": plain.to_dict(), "adapted": adapted.to_dict()}, indent=1))
+    print(json.dumps({"plain": asdict(plain), "adapted": asdict(adapted)}, indent=1))
     return 1 if adapted.dying else 0
 
 

@@ -89,7 +89,7 @@ class Job:
 def run_job(job: Job) -> dict[str, Any]:
     """Train, encode, search and evaluate; a row of the CSV, with nDCG@10 of every query under ``"per_query"``."""
     from tilefold.recipes.loading import quiet_libraries
-    from tilefold.recipes.splade import load_base_model, train
+    from tilefold.recipes.splade import train
 
     started = time.monotonic()
     collection = with_splits(load_collection(job.path), job.limit)
@@ -111,11 +111,11 @@ def run_job(job: Job) -> dict[str, Any]:
         loss: float | None = None
         with quiet_libraries():
             if job.side == "start":
-                model = load_base_model(recipe, list(collection.contents().values()))
+                model = recipe.start(list(collection.contents().values()))
             else:
                 result = train(recipe, collection, Path(folder) / "model")
                 loss = result.loss
-                model = load_base_model(replace(recipe, base_model=result.model_dir), [])
+                model = replace(recipe, base_model=result.model_dir).start([])
         trained = time.monotonic()
         measured = evaluate_model(model, collection, job, setting, Path(folder) / "vectors")
     return {

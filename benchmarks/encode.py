@@ -130,7 +130,7 @@ class Prepared:
 
     def kernels(self) -> None:
         """Encoder, head, and rows of fixed capacity (on a CPU: CSR rows)."""
-        from tilefold.integrations.sentence_transformers.stream import sparse_scores
+        from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 
         with torch.inference_mode(), sparse_scores(SparseOptions(None, 0.0), self.stream.capacity):
             for batch in self.batches:

@@ -142,14 +142,7 @@ def run_job(job: Job) -> dict[str, Any]:
 
 def untrained(config: Config, collection: Collection) -> Any:
     """The model that training starts from."""
-    from tilefold.recipes import colbert, lsr, splade
-
-    texts = list(collection.contents().values())
-    if isinstance(config, ColbertRecipe):
-        return colbert.load_base_model(config)
-    return (
-        lsr.load_base_model(config, texts) if isinstance(config, LsrRecipe) else splade.load_base_model(config, texts)
-    )
+    return config.start(list(collection.contents().values()))
 
 
 def load(folder: Path, config: Config) -> Any:

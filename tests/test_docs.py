@@ -16,7 +16,7 @@ from benchmarks import claims_table
 from tests.recipes.small import VOCABULARY, small_masked_lm
 from tilefold import cli
 from tilefold.bench import claims
-from tilefold.bench.spec import get_spec, operators
+from tilefold.bench.spec import OPERATORS, get_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tilefold"
@@ -96,7 +96,7 @@ def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(pat
         used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
         assert used <= known, f"{label(path)}: tilefold {verb} has no option {sorted(used - known)}"
         if verb == "bench" and rest and re.match(r"[a-z]", rest[0]):
-            assert rest[0] in (*operators(), "claims"), f"{label(path)}: there is no benchmark {rest[0]}"
+            assert rest[0] in (*OPERATORS, "claims"), f"{label(path)}: there is no benchmark {rest[0]}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)

@@ -17,7 +17,7 @@ from tests.cli.program import run_cli
 from tilefold.bench import claims, lsr_head, results, runner
 from tilefold.bench import spec as parts
 from tilefold.bench.runner import BenchRow, RunOptions, run_case
-from tilefold.bench.spec import BenchCase, BenchSpec, Ceilings, Implementation, Inputs, Runnable, get_spec, operators
+from tilefold.bench.spec import OPERATORS, BenchCase, BenchSpec, Ceilings, Implementation, Inputs, Runnable, get_spec
 from tilefold.bench.timing import TimeBudget
 from tilefold.bench.token_scatter import SPECIAL_IDS
 from tilefold.ops import entmax, token_scatter
@@ -91,7 +91,7 @@ def with_nan(tensor: Tensor) -> Tensor:
 def test_ours_passes_and_wrong_outputs_and_gradients_of_either_phase_are_caught(
     checked: Checked, change: Change
 ) -> None:
-    assert set(CASES) == set(operators())
+    assert set(CASES) == set(OPERATORS)
     result = checked.gate.check(checked.right, "ours")
     assert result.passed, result.failures
     assert result.worst(gradients=False) is not None and result.worst(gradients=True) is not None
@@ -255,7 +255,7 @@ def test_the_command_prints_a_table_writes_the_csv_and_exits_with_one_where_a_ga
 def test_the_list_names_every_shape_and_implementation(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("bench", "--list") == 0
     printed = capsys.readouterr().out
-    for spec in map(get_spec, operators()):
+    for spec in map(get_spec, OPERATORS):
         names = [case.name for case in spec.cases] + [each.name for each in spec.implementations]
         assert all(name in printed for name in names)
 

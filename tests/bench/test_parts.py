@@ -12,12 +12,12 @@ import torch
 from tests.refusals import refused
 from tilefold.bench import results
 from tilefold.bench.runner import CSV_KEY, BenchRow, measure_peaks
-from tilefold.bench.spec import BenchCase, Ceilings, Work, get_spec, operators, parse_dtype
+from tilefold.bench.spec import OPERATORS, BenchCase, Ceilings, Work, get_spec, parse_dtype
 from tilefold.bench.timing import TimeBudget, Timing, in_fresh_process, resident_peak_mib, time_cpu
 from tilefold.cli.info import Shape, texts_per_second, training
 
 
-@pytest.mark.parametrize("op", operators())
+@pytest.mark.parametrize("op", OPERATORS)
 def test_every_spec_has_unique_names_and_a_baseline_that_exists(op: str) -> None:
     spec = get_spec(op)
     assert len({case.name for case in spec.cases}) == len(spec.cases)

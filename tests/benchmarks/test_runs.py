@@ -18,7 +18,6 @@ from tests.recipes.small import causal_splade, small_collection, tiny_masked_lm,
 from tilefold.bench.results import read_csv
 from tilefold.cli import main
 from tilefold.recipes import get_recipe
-from tilefold.recipes.lsr import load_base_model
 
 
 def double(job: int) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def test_a_modernbert_is_made_and_read_scaled(beir: Path, tmp_path: Path, capsys
     said = json.loads(capsys.readouterr().out)
     assert said["loss"] > 0 and 0 < said["share_above_0"] < 1 and said["terms_above_0"] > 16
     recipe = get_recipe("splade-v2", base_model=str(tmp_path / "m"), max_length=32)
-    model = load_base_model(recipe, [])
+    model = recipe.start([])
     assert model[1].logit_scale == 1 / 16
     assert (model.encode(["read zip archives"], convert_to_sparse_tensor=False) > 0).any()
 

@@ -81,7 +81,7 @@ def test_a_reranked_index_and_run_have_the_same_numbers(call: Call, shared: Path
 
 
 def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, masked_lm: str, tmp_path: Path) -> None:
-    from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+    from tilefold.recipes.colbert import ColbertRecipe
 
     def searched(*late: str | Path) -> str:
         outcome = call("search", "queues of threads", *places, *late)
@@ -90,8 +90,8 @@ def test_foreign_tokens_are_refused(call: Call, shared: Path, places: Any, maske
         return str(outcome.err)
 
     others = {name: tmp_path / name for name in ("wide", "seeded")}
-    load_base_model(ColbertRecipe(base_model=masked_lm, dimension=24)).save_pretrained(str(others["wide"]))
-    load_base_model(ColbertRecipe(base_model=masked_lm, dimension=16)).save_pretrained(str(others["seeded"]))
+    ColbertRecipe(base_model=masked_lm, dimension=24).start().save_pretrained(str(others["wide"]))
+    ColbertRecipe(base_model=masked_lm, dimension=16).start().save_pretrained(str(others["seeded"]))
     stored = ("--rerank", shared / "tokens", "--rerank-model")
     assert "makes vectors of dimension 24, and" in searched(*stored, others["wide"])
     assert "its weights or settings differ" in searched(*stored, others["seeded"])

@@ -22,7 +22,7 @@ from tests.recipes.small import VOCABULARY, small_masked_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
 from tilefold.integrations.sentence_transformers.stream import TextStream
-from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.retrieval import SparseVectors, vocabulary_fingerprint
 
 MANY = [f"text number {i}: " + "cats sleep, dogs run. " * (i % 9) for i in range(46)] + ["", "!"]
@@ -36,7 +36,7 @@ def late_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[False, True], ids=["packed", "expanded queries"])
 def late(late_folder: Path, request: pytest.FixtureRequest) -> Any:
     recipe = ColbertRecipe(base_model=str(late_folder), dimension=16, max_length=24, expand_queries=request.param)
-    return load_base_model(recipe).to("cpu")
+    return recipe.start().to("cpu")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tilefold.losses import TermRecallLoss
 from tilefold.modules import EpicPooling, HeadPooling, TokenWeights
 from tilefold.modules.fused_pooling import Head, SparseOptions, Wanted
 from tilefold.modules.splate import SplateHead
-from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.recipes.encoders import mlm_head, splate_encoder
 
 ACT = {
@@ -293,7 +293,7 @@ def test_the_loss_of_deepct_reaches_terms_below_zero() -> None:
 
 @pytest.fixture
 def colbert(tiny_lm: str) -> MultiVectorEncoder:
-    return load_base_model(ColbertRecipe(tiny_lm, dimension=8, max_length=32, query_length=16))
+    return ColbertRecipe(tiny_lm, dimension=8, max_length=32, query_length=16).start()
 
 
 def masked_lm(folder: str | Path) -> Transformer:

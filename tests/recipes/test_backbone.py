@@ -18,7 +18,6 @@ from benchmarks.fresh_lm import fresh_masked_lm
 from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import ColbertRecipe, backbone
-from tilefold.recipes.colbert import load_base_model
 from tilefold.retrieval.errors import MissingPackageError
 
 MODULES = [
@@ -122,26 +121,26 @@ def recipe(masked_lm: str) -> ColbertRecipe:
 
 
 def test_an_untrained_projection_keeps_lengths_up_to_its_rows_and_loads(recipe: ColbertRecipe) -> None:
-    model: Any = load_base_model(replace(recipe, expand_queries=True, query_length=8, skip_punctuation=False))
+    model: Any = replace(recipe, expand_queries=True, query_length=8, skip_punctuation=False).start()
     weight = model[1].linear.weight
     torch.testing.assert_close(weight @ weight.T, torch.eye(16, device=weight.device), atol=1e-5, rtol=0)
     assert [len(rows) for rows in model.encode_query(["one", "one two three four five six seven eight nine"])] == [8, 8]
     assert len(model.encode_document(["one, two!"])[0]) == 6
-    wide: Any = load_base_model(replace(recipe, dimension=None))
+    wide: Any = replace(recipe, dimension=None).start()
     assert [type(module).__name__ for module in wide] == ["Transformer", "MultiVectorMask", "Normalize"]
     assert wide.get_embedding_dimension() == 32
-    again: Any = load_base_model(recipe)[1].linear.weight
-    assert torch.equal(again, load_base_model(recipe)[1].linear.weight)
-    assert not torch.equal(again, load_base_model(replace(recipe, seed=1))[1].linear.weight)
+    again: Any = recipe.start()[1].linear.weight
+    assert torch.equal(again, recipe.start()[1].linear.weight)
+    assert not torch.equal(again, replace(recipe, seed=1).start()[1].linear.weight)
 
 
 def test_a_multi_vector_model_and_a_dense_one_are_starting_points_too(recipe: ColbertRecipe, tmp_path: Path) -> None:
-    first: Any = load_base_model(recipe)
+    first: Any = recipe.start()
     first.save_pretrained(str(tmp_path))
-    again: Any = load_base_model(replace(recipe, base_model=str(tmp_path), dimension=64, seed=1))
+    again: Any = replace(recipe, base_model=str(tmp_path), dimension=64, seed=1).start()
     assert torch.equal(again[1].linear.weight, first[1].linear.weight)
     assert again[0].document_length == 24
-    minilm: Any = load_base_model(ColbertRecipe(max_length=512))
+    minilm: Any = ColbertRecipe(max_length=512).start()
     assert minilm.get_embedding_dimension() == 128
     assert minilm[0].document_length == minilm.max_seq_length <= 512
 

@@ -24,7 +24,7 @@ from tilefold.modules import load_encoder
 from tilefold.recipes import ColbertRecipe, EncoderSpec, LsrRecipe, RegularizerSpec, SpladeRecipe, get_recipe, train
 from tilefold.recipes.adaptation import AdaptationRecipe
 from tilefold.recipes.catalogue import RECIPES, Entry
-from tilefold.recipes.lsr import length_grouped_batches, load_base_model, make_examples, make_loss
+from tilefold.recipes.lsr import length_grouped_batches, make_examples, make_loss
 from tilefold.retrieval.collection import Collection, Document
 from tilefold.retrieval.errors import DataError
 
@@ -84,7 +84,7 @@ def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
     recipe = small_recipe(RECIPES["inference-free"], bases)
     assert isinstance(recipe, LsrRecipe) and recipe.query is not None
     texts = list(collection.contents().values())
-    start = load_base_model(recipe, texts).cpu()[0].sub_modules["query"][0]
+    start = recipe.start(texts).cpu()[0].sub_modules["query"][0]
     (token,) = start.tokenizer("functions", add_special_tokens=False)["input_ids"]
     assert start.weight[token].item() == pytest.approx(math.log1p(0.5 / (len(texts) + 0.5)))  # it is in every document
     assert start.weight.max().item() == pytest.approx(math.log1p((len(texts) + 0.5) / 0.5))  # of a token in none
@@ -112,7 +112,7 @@ def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
 def test_deepct_starts_at_an_idf_match_and_saturates(bases: Any, collection: Collection, tmp_path: Path) -> None:
     recipe = small_recipe(RECIPES["deepct"], bases)
     texts = list(collection.contents().values())
-    start = load_base_model(recipe, texts).cpu().eval()
+    start = recipe.start(texts).cpu().eval()
     rows = start.encode_document(texts, convert_to_sparse_tensor=False)
     assert set(rows[rows > 0].tolist()) == {0.5}  # all terms alike: queries' IDF decides
     train(recipe, collection, tmp_path / "m")

@@ -153,7 +153,7 @@ def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
     assert result.first_alive == 0.0 and not result.dying and result.alive > 0.9
     assert result.plain < result.first_plain and result.activated < result.first_activated
     assert seen == [(step, 12) for step in range(1, 13)]
-    assert result.to_dict()["steps"] == 12
+    assert result.steps == 12
 
 
 def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> None:

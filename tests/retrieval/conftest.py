@@ -91,9 +91,9 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from sentence_transformers import MultiVectorEncoder
 
     from tests.recipes.small import small_masked_lm
-    from tilefold.recipes.colbert import ColbertRecipe, load_base_model
+    from tilefold.recipes.colbert import ColbertRecipe
 
     folder = small_masked_lm(tmp_path_factory.mktemp("late"))
-    model = load_base_model(ColbertRecipe(base_model=str(folder), dimension=16, max_length=24, query_length=8))
+    model = ColbertRecipe(base_model=str(folder), dimension=16, max_length=24, query_length=8).start()
     assert isinstance(model, MultiVectorEncoder)
     return model.to("cpu")

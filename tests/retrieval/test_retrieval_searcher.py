@@ -15,7 +15,6 @@ from tests.recipes.small import small_collection, small_masked_lm
 from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes import ColbertRecipe
-from tilefold.recipes.colbert import load_base_model
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.feedback import Feedback, Interpolation
 from tilefold.retrieval.fusion import Run
@@ -83,7 +82,7 @@ def test_parts_that_do_not_belong_together_are_refused(parts: dict[str, Any], tm
     few = dict(list(TEXTS.items())[:4])
     r.encode_tokens(parts["late"], few, tmp_path / "tokens")
     r.encode_collection(parts["model"], few, tmp_path / "vectors")
-    other = load_base_model(ColbertRecipe(base_model=str(small_masked_lm(tmp_path / "lm", seed=1)), dimension=8))
+    other = ColbertRecipe(base_model=str(small_masked_lm(tmp_path / "lm", seed=1)), dimension=8).start()
     for changed, message in (
         ({"model": other}, "model: .* not the model that made the index"),
         ({"vectors": tmp_path / "vectors"}, "vectors: .* holds vectors of another model or of other documents"),

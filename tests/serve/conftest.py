@@ -10,7 +10,6 @@ from tests.serve.running import Client, serving
 from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import ColbertRecipe
-from tilefold.recipes.colbert import load_base_model
 from tilefold.recipes.encoders import Base, EncoderSpec, build_encoder
 from tilefold.recipes.loading import load_saved
 from tilefold.retrieval.collection import Collection
@@ -38,7 +37,7 @@ def sparse(masked_lm: str) -> Any:
 
 @pytest.fixture(scope="session")
 def late(masked_lm: str) -> Any:
-    return load_base_model(ColbertRecipe(base_model=masked_lm, dimension=16, max_length=32, bf16=False))
+    return ColbertRecipe(base_model=masked_lm, dimension=16, max_length=32, bf16=False).start()
 
 
 @pytest.fixture(scope="session")

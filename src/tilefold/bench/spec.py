@@ -339,11 +339,6 @@ def _by_name(argument: str, name: str, items: Mapping[str, _Named]) -> _Named:
     raise ValueError(f"{argument} must be one of {listed}, got {name!r}; see `tilefold bench --list`.")
 
 
-def operators() -> tuple[str, ...]:
-    """Names of the operators that have a benchmark."""
-    return OPERATORS
-
-
 def get_spec(op: str) -> BenchSpec:
     """The benchmark of an operator, whose module is imported; ``ValueError`` for one without."""
     if op not in OPERATORS:

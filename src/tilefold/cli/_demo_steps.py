@@ -88,11 +88,8 @@ def take(collection: Collection, count: int | None) -> Collection:
 
 def collection_digest(collection: Collection) -> str:
     """SHA-256 over ids and texts."""
-    sha = hashlib.sha256()
-    for name, document in collection.documents.items():
-        sha.update(json.dumps([name, document.contents]).encode())
-    sha.update(json.dumps([collection.queries, collection.qrels], sort_keys=True).encode())
-    return sha.hexdigest()
+    told = [texts_digest(collection.contents()), collection.queries, collection.qrels]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _rank(name: str) -> str:

@@ -45,7 +45,7 @@ def bench(
     """
     from tilefold.bench.results import choose_device, results_folder
     from tilefold.bench.runner import RunOptions
-    from tilefold.bench.spec import get_spec, operators
+    from tilefold.bench.spec import OPERATORS, get_spec
     from tilefold.bench.timing import TimeBudget
 
     try:
@@ -56,10 +56,10 @@ def bench(
         if op == "claims":
             claimed = _claims(choose_device(device), 0.15 if quick else seconds, minutes, output)
             raise typer.Exit(int(not claimed))
-        names = operators() if every or (listing and op is None) else (op,) if op is not None else ()
+        names = OPERATORS if every or (listing and op is None) else (op,) if op is not None else ()
         specs = [get_spec(name) for name in names]
         if not specs:
-            raise ValueError(f"op must be given, one of {', '.join(operators())}, claims; or use --all.")
+            raise ValueError(f"op must be given, one of {', '.join(OPERATORS)}, claims; or use --all.")
         if listing:
             for spec in specs:
                 typer.echo(f"{spec.op}: shapes")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from tilefold.ops.implementations import switched_off
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Replacement:

@@ -9,21 +9,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
+from sentence_transformers.sparse_encoder.losses import SpladeLoss
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tilefold._files import write_json
 from tilefold._typing import Module
 from tilefold.recipes._run import WHOLE, Losses, OutOfTimeError, Progress, TrainingError, TrainingRun
 from tilefold.recipes._world import World
-
-if TYPE_CHECKING:
-    from sentence_transformers.sparse_encoder.losses import SpladeLoss
-    from transformers import TrainerControl, TrainerState
 
 SIDES = ("query", "document")
 # names of sentence-transformers -> those in the log of a run

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tilefold._typing import Model, Network, Tokenizer
 from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Settings, checked, whole
 from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.loading import supports_bf16
-
-__all__ = ["AdaptationRecipe", "AdaptationResult", "adapt", "pack_texts"]
 
 _DYING = 0.5
 
@@ -49,10 +47,6 @@ class AdaptationResult:
     def dying(self) -> bool:
         """Whether more than half of the positions have no logit above 0: SPLADE would not learn from them."""
         return self.alive < _DYING
-
-    def to_dict(self) -> dict[str, float]:
-        """Names and values, as a JSON object."""
-        return asdict(self)
 
 
 def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[list[int]]:

@@ -18,10 +18,6 @@ from tilefold.retrieval.errors import MissingPackageError
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder
 
-__all__ = [
-    "MINILM_SHA256", "keep_lowest_layers", "load_dense_minilm", "minilm_path", "minilm_splade",
-]  # fmt: skip
-
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 MINILM_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 # A head of ``BertForMaskedLM`` that keeps directions: it always applies ``LayerNorm(gelu(W h + b))`` before the tied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
 
-__all__ = ["ColbertRecipe", "TrainResult", "load_base_model", "train", "untrained_colbert"]
+__all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 
 MAX_DIMENSION = 4096
 
@@ -53,9 +54,28 @@ class ColbertRecipe(Recipe):
     expand_queries: bool = checked(False, flag)
     skip_punctuation: bool = checked(True, flag)
 
-    def start(self, texts: list[str]) -> MultiVectorEncoder:
+    def start(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
         """The stock MultiVectorEncoder that training starts from, whatever the texts."""
-        return load_base_model(self)
+        from sentence_transformers import MultiVectorEncoder
+        from sentence_transformers.base.modules import Transformer
+
+        packaged = self.base_model == "minilm"
+        base = str(minilm_path()) if packaged else self.base_model
+        kind = loading.saved_kind(base)
+        with loading.seeded(self.seed):
+            model = loading.load_whole(MultiVectorEncoder, base)
+            if not isinstance(model[0], Transformer):
+                got = (
+                    f"{type(model[0]).__name__} in {self.base_model}; the recipe trains no routes or static embeddings."
+                )
+                raise ValueError(f"base_model must begin with a Transformer, got {got}")
+            if kind != "multi-vector":
+                projected = kind == "dense" and any(module.endswith(".Dense") for module in loading.saved_modules(base))
+                model = _with_own_modules(model, self, keep_projection=projected)
+        model[0].document_length = min(self.max_length, model[0].document_length or self.max_length, _positions(model))
+        if packaged:
+            model[0].model.config._name_or_path = MINILM_NAME
+        return loading.stay_offline(model)
 
     def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place."""
@@ -83,28 +103,6 @@ class ColbertRecipe(Recipe):
             last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)
         model[0].document_length = length
         return last
-
-
-def load_base_model(recipe: ColbertRecipe) -> MultiVectorEncoder:
-    """The stock MultiVectorEncoder that a recipe starts from."""
-    from sentence_transformers import MultiVectorEncoder
-    from sentence_transformers.base.modules import Transformer
-
-    packaged = recipe.base_model == "minilm"
-    base = str(minilm_path()) if packaged else recipe.base_model
-    kind = loading.saved_kind(base)
-    with loading.seeded(recipe.seed):
-        model = loading.load_whole(MultiVectorEncoder, base)
-        if not isinstance(model[0], Transformer):
-            got = f"{type(model[0]).__name__} in {recipe.base_model}; the recipe trains no routes or static embeddings."
-            raise ValueError(f"base_model must begin with a Transformer, got {got}")
-        if kind != "multi-vector":
-            projected = kind == "dense" and any(module.endswith(".Dense") for module in loading.saved_modules(base))
-            model = _with_own_modules(model, recipe, keep_projection=projected)
-    model[0].document_length = min(recipe.max_length, model[0].document_length or recipe.max_length, _positions(model))
-    if packaged:
-        model[0].model.config._name_or_path = MINILM_NAME
-    return loading.stay_offline(model)
 
 
 def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_projection: bool) -> MultiVectorEncoder:
@@ -148,6 +146,6 @@ def _positions(model: MultiVectorEncoder) -> int:
 def untrained_colbert() -> MultiVectorEncoder:
     """The model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves: the token states of MiniLM."""
     with loading.quiet_libraries():
-        model = load_base_model(ColbertRecipe(max_steps=0, dimension=None))
+        model = ColbertRecipe(max_steps=0, dimension=None).start()
         loading.run_fast(model)
     return model

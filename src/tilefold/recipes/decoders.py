@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
 
-__all__ = ["VARIANTS", "add_lora", "causal_transformer", "merge_adapters"]
-
 VARIANTS = ("causal", "bidirectional", "echo")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}

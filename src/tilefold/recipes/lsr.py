@@ -11,19 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tilefold._typing import Model, Module
-from tilefold.recipes._settings import (
-    NAME,
-    OPTIONAL_POSITIVE,
-    POSITIVE,
-    REGULARIZERS,
-    EncoderSpec,
-    RegularizerSpec,
-    Settings,
-    checked,
-    flag,
-    number,
-    whole,
-)  # fmt: skip
+from tilefold.recipes import _settings as rules
+from tilefold.recipes._settings import REGULARIZERS, EncoderSpec, RegularizerSpec, Settings
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import (
     Examples,
@@ -44,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOSSES", "REGULARIZERS", "LsrRecipe", "RegularizerSpec", "TrainResult", "fused_head", "length_grouped_batches",
-    "load_base_model", "make_examples", "make_loss", "train",
+    "make_examples", "make_loss", "train",
 ]  # fmt: skip
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
@@ -63,11 +52,11 @@ class SparseRecipe(Recipe):
         group_by_length: batches of documents of similar length, with little padding.
     """
 
-    start_percentile: float = checked(99.95, number(lambda value: 0 < value < 100, "in (0, 100)"))
-    start_deviations: float | None = checked(
-        None, number(lambda value: value >= 0, "0 or more, or None", optional=True)
+    start_percentile: float = rules.checked(99.95, rules.number(lambda value: 0 < value < 100, "in (0, 100)"))
+    start_deviations: float | None = rules.checked(
+        None, rules.number(lambda value: value >= 0, "0 or more, or None", optional=True)
     )
-    group_by_length: bool = checked(False, flag)
+    group_by_length: bool = rules.checked(False, rules.flag)
 
 
 @dataclass(frozen=True)
@@ -89,17 +78,17 @@ class LsrRecipe(SparseRecipe):
     """
 
     name: str = "custom"
-    base_model: str = checked("minilm", NAME)
+    base_model: str = rules.checked("minilm", rules.NAME)
     query: EncoderSpec | None = None
     document: EncoderSpec = MASKED_LM
     loss: Mapping[str, float] = field(default_factory=lambda: {"infonce": 1.0})
     query_regularizer: RegularizerSpec = FLOPS
     document_regularizer: RegularizerSpec = FLOPS
-    negatives: int = checked(0, whole(0))
+    negatives: int = rules.checked(0, rules.whole(0))
     _: KW_ONLY
-    batch_size: int = checked(32, whole(2))
-    idf_learning_rate: float | None = checked(None, OPTIONAL_POSITIVE)
-    max_length: int = checked(256, whole())
+    batch_size: int = rules.checked(32, rules.whole(2))
+    idf_learning_rate: float | None = rules.checked(None, rules.OPTIONAL_POSITIVE)
+    max_length: int = rules.checked(256, rules.whole())
 
     reads_negatives: ClassVar[bool] = True
 
@@ -113,7 +102,7 @@ class LsrRecipe(SparseRecipe):
         if not isinstance(self.loss, Mapping) or not self.loss or set(self.loss) - set(LOSSES):
             raise ValueError(f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.")
         for name, weight in self.loss.items():
-            POSITIVE(f"loss[{name!r}]", weight)
+            rules.POSITIVE(f"loss[{name!r}]", weight)
         compares = self.needs_scores or "pairwise_softmax" in self.loss
         if self.mini_batch_size is not None and self.document.kind == "prosper":
             raise ValueError("mini_batch_size must be None for kind 'prosper', whose penalties are on other vectors.")
@@ -181,9 +170,6 @@ class LsrRecipe(SparseRecipe):
         losses = fit_sparse(self, job)
         to_stock(job.model)
         return losses
-
-
-load_base_model = LsrRecipe.start
 
 
 def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> TrainResult:

@@ -28,8 +28,6 @@ from tilefold.modules.onnx_graph import GRAPH, OnnxGraph
 from tilefold.recipes.loading import load_whole
 from tilefold.retrieval.encoding import model_fingerprint, model_settings
 
-__all__ = ["ExportedGraph", "export_onnx"]
-
 OPSET = 18
 ALLOWED = 8.0  # times the error of the model's own fp32 against fp64
 LEAST_COSINE = 0.9  # of a vector of an 8-bit graph with the model's

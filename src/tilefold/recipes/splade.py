@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilefold._files import InUseError, atomic_directory
-from tilefold._typing import Model, Module
 from tilefold._version import __version__
-from tilefold.recipes import loading, lsr
+from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, POSITIVE, RATIO, checked, number, whole
 from tilefold.recipes._training import TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
@@ -26,16 +25,14 @@ from tilefold.retrieval.provenance import texts_digest
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
 
-__all__ = [
-    "SpladeRecipe", "TrainResult", "load_base_model", "make_loss", "supports_bf16", "train", "untrained_splade",
-]  # fmt: skip
+__all__ = ["SpladeRecipe", "TrainResult", "supports_bf16", "train", "untrained_splade"]
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SpladeRecipe(SparseRecipe):
-    """A SPLADE model with in-batch negatives and FLOPS penalties, for thousands of pairs; fields are checked.
+    """A SPLADE model with in-batch negatives and FLOPS penalties (arXiv 2004.05665, 2107.05720); fields are checked.
 
     Attributes:
         base_model: ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name of a masked LM, or of a
@@ -94,14 +91,6 @@ class SpladeRecipe(SparseRecipe):
         if self.frozen_layers:
             freeze_lower_layers(job.model, self.frozen_layers)
         return fit_sparse(self.as_lsr(), job, splade=True)
-
-
-load_base_model = SpladeRecipe.start
-
-
-def make_loss(model: Model, recipe: SpladeRecipe) -> Module:
-    """``SpladeLoss`` over in-batch negatives, with FLOPS penalties (arXiv 2004.05665 and 2107.05720)."""
-    return lsr.make_loss(model, recipe.as_lsr(), stock=True)
 
 
 def untrained_splade(

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.base.modules.module import Module
 from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -50,11 +51,8 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
 
 
 def is_multi_vector(model: object) -> bool:
-    """Whether ``model`` is a ``MultiVectorEncoder``, compared by name, because earlier versions do not have it."""
-    return any(
-        kind.__name__ == "MultiVectorEncoder" and kind.__module__.startswith("sentence_transformers.")
-        for kind in type(model).__mro__
-    )
+    """Whether ``model`` is a ``MultiVectorEncoder``."""
+    return isinstance(model, MultiVectorEncoder)
 
 
 def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:

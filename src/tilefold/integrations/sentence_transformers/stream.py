@@ -50,8 +50,6 @@ from tilefold.pipeline.rows import (
 )
 from tilefold.pipeline.truncated import Truncation, unwatched, watching
 
-__all__ = ["SparseStream", "TextStream", "TokenStream", "VectorStream", "Work", "sparse_scores"]
-
 T = TypeVar("T")
 
 GPU_TOKENS = 131072  # of a batch: the launches of 12 layers then take the host a fraction of what they take the GPU

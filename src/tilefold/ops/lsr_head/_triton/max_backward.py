@@ -7,8 +7,8 @@ import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import slope_from_score
 from tilefold.ops._shared._triton.offsets import narrowed
+from tilefold.ops.lsr_head._triton.sequences import first_sequence, sequence_offset
 
-LAST = tl.constexpr(2147483647)
 # An entry of a list packs the vocabulary index above the row inside its tile.
 ROW_BITS = tl.constexpr(5)
 ROW_MASK = tl.constexpr(31)
@@ -17,28 +17,6 @@ MIN_POWER = tl.constexpr(2.0**-100)
 MAX_POWER = tl.constexpr(2.0**100)
 ADDED_AT_A_TIME = tl.constexpr(512)
 HEADROOM = tl.constexpr(2.0**14)  # the largest g of a row becomes less than twice that, below fp16's 65504
-
-
-@triton.jit
-def _start(cu_ptr, b, B, uniform_length, UNIFORM: tl.constexpr):
-    if UNIFORM:
-        return b * uniform_length
-    else:
-        return narrowed(tl.load(cu_ptr + b, mask=b <= B, other=LAST))
-
-
-@triton.jit
-def _sequence_of(cu_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
-    """The first sequence that ends after ``row``."""
-    if UNIFORM:
-        return row // uniform_length
-    else:
-        seq = row * 0
-        for b0 in range(0, B, 256):
-            b = b0 + tl.arange(0, 256)
-            end = narrowed(tl.load(cu_ptr + 1 + b, mask=b < B, other=LAST))
-            seq += tl.sum((end <= row).to(tl.int32))
-        return seq
 
 
 @triton.jit
@@ -76,8 +54,8 @@ def count_kernel(
     split = tl.program_id(1)
     row0 = tile * BLOCK_R
     row1 = tl.minimum(row0 + BLOCK_R, N)
-    b = _sequence_of(cu_ptr, row0, B, uniform_length, UNIFORM)
-    start = _start(cu_ptr, b, B, uniform_length, UNIFORM)
+    b = first_sequence(cu_ptr, row0, B, uniform_length, UNIFORM)
+    start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
     v1 = tl.minimum((split + 1) * split_v, V)
     count = tl.zeros((BLOCK,), tl.int32)
     while (start < row1) & (b < B):
@@ -87,7 +65,7 @@ def count_kernel(
             row = winner + start  # [BLOCK]
             count += (active & (row >= row0) & (row < row1)).to(tl.int32)
         b += 1
-        start = _start(cu_ptr, b, B, uniform_length, UNIFORM)
+        start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
     tl.store(count_ptr + tile.to(tl.int64) * SPLITS + split, tl.sum(count))
 
 
@@ -119,8 +97,8 @@ def list_kernel(
     if count > 0:
         row0 = tile * BLOCK_R
         row1 = tl.minimum(row0 + BLOCK_R, N)
-        b = _sequence_of(cu_ptr, row0, B, uniform_length, UNIFORM)
-        start = _start(cu_ptr, b, B, uniform_length, UNIFORM)
+        b = first_sequence(cu_ptr, row0, B, uniform_length, UNIFORM)
+        start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
         v1 = tl.minimum((split + 1) * split_v, V)
         if ADDED_UP:
             place = tl.load(place_ptr + slot) - count  # the prefix sum is inclusive
@@ -143,7 +121,7 @@ def list_kernel(
                 tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mine)
                 place += tl.max(taken)
             b += 1
-            start = _start(cu_ptr, b, B, uniform_length, UNIFORM)
+            start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
 
 
 @triton.jit(do_not_specialize=["N", "logit_scale"])

@@ -1,9 +1,10 @@
-"""Shared helpers of the forward kernels: where sequences and splits begin, how a finished maximum is stored."""
+"""Shared helpers of max pooling: where sequences and splits begin, how a finished maximum is stored."""
 
 import triton
 import triton.language as tl
 
 from tilefold.ops._shared._triton.activation import activate, nan_max
+from tilefold.ops._shared._triton.offsets import narrowed
 
 LAST = tl.constexpr(2147483647)
 
@@ -73,7 +74,7 @@ def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
     if UNIFORM:
         return seq * uniform_length
     else:
-        return tl.load(offset_ptr + seq, mask=seq <= B, other=LAST)
+        return narrowed(tl.load(offset_ptr + seq, mask=seq <= B, other=LAST))
 
 
 @triton.jit
@@ -86,6 +87,6 @@ def first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
         if row > 0:
             for b0 in range(0, B, 256):
                 b = b0 + tl.arange(0, 256)
-                end = tl.load(offset_ptr + 1 + b, mask=b < B, other=LAST)
+                end = narrowed(tl.load(offset_ptr + 1 + b, mask=b < B, other=LAST))
                 seq += tl.sum((end <= row).to(tl.int32))
     return seq
