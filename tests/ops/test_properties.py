@@ -11,12 +11,17 @@ import torch
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import ACTIVATIONS, POOLINGS, close
-from tests.ops.matching import assert_entmax_attention_matches, assert_lsr_head_matches, assert_token_scatter_matches
+from tests.ops.matching import (
+    TokenScatterInputs,
+    assert_entmax_attention_matches,
+    assert_lsr_head_matches,
+    assert_token_scatter_matches,
+    token_scatter_inputs,
+)
 from tilefold.ops import entmax, entmax_attention, token_scatter, token_scatter_sparse
 from tilefold.testing import assert_within_budget
 from tilefold.testing.entmax_attention import entmax_attention_inputs
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results
-from tilefold.testing.token_scatter import TokenScatterInputs, token_scatter_inputs
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results")
 _COLUMNS = ("impl", "fwd ms", "x eager", "TFLOP/s", "of floor", "peak MiB", "f+b ms", "x eager", "of floor", "peak MiB")
-_BARE = ("gemm", "gemm-full")
 _BUSY = 0.7  # load average before the first timing above which the machine is not ours
 COMMIT_VARIABLE = "TILEFOLD_COMMIT"  # what a copy of the sources is at, if git does not know
 
@@ -233,15 +232,10 @@ def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Ta
 
 
 def print_case(console: Console, spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> None:
-    """Print the table of one case, our time over the bare product's, and why rows have no time."""
+    """Print the table of one case, and why rows have no time."""
     if not rows:
         return
     console.print(case_table(spec, case, rows))
-    times = {row.impl: row.forward_p50_ms for row in rows if row.status == "ok" and row.forward_p50_ms}
-    for row in rows:
-        if row.impl in _BARE and row.impl in times and "tilefold" in times:
-            share = times["tilefold"] / times[row.impl]
-            console.print(f"  forward takes {share:.2f}x the time of the bare matrix product ({row.label})")
     for row in rows:
         if row.note:
             console.print(f"  {row.impl}: {row.status}: {row.note}", markup=False)

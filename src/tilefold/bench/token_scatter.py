@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tilefold.bench import spec
 from tilefold.ops.token_scatter import chosen_impl, token_scatter, token_scatter_sparse
-from tilefold.testing.token_scatter import zipf_ids
 
 Scatter = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
@@ -32,6 +31,12 @@ class CsrInputs(spec.Inputs):
                 return call(*arguments).to_sparse_csr()
 
         return spec.Runnable(super().bind(sparse, label).forward, label=f"{label}, to_sparse_csr")
+
+
+def zipf_ids(shape: tuple[int, ...], vocab: int, generator: torch.Generator) -> Tensor:
+    """Ids of which low ones are frequent, as the words of a text are: rank r about in proportion to 1 / r."""
+    uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+    return ((vocab + 1) ** uniform - 1).long().clamp_(0, vocab - 1)
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:

@@ -46,7 +46,7 @@ def number(accept: Callable[[float], bool], expected: str, *, optional: bool = F
 
 
 flag = rule(lambda value: isinstance(value, bool), "True or False")
-optional_flag = rule(lambda value: value is None or isinstance(value, bool), "True or False")
+optional_flag = rule(lambda value: value is None or isinstance(value, bool), "True, False or None")
 POSITIVE = number(lambda value: value > 0, "greater than 0")
 OPTIONAL_POSITIVE = number(lambda value: value > 0, "greater than 0", optional=True)
 NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
@@ -134,9 +134,7 @@ class TrainingSettings(Settings):
     similarity_scale: float = checked(1.0, POSITIVE)
     max_length: int = checked(128, whole())
     train_max_length: int | None = checked(None, whole(optional=True))
-    bf16: bool | None = checked(
-        None, rule(lambda value: value in (None, True, False), "True, False or None (by hardware)")
-    )
+    bf16: bool | None = checked(None, optional_flag)
     fused: bool = checked(True, flag)
     graphs: bool = checked(False, flag)
     save_steps: int = checked(25, whole())

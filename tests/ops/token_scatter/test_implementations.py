@@ -11,12 +11,18 @@ import torch
 
 from tests.kernels import release, triton_interpreted
 from tests.ops.conftest import Target
-from tests.ops.matching import assert_token_scatter_matches, token_scatter_results, token_scatter_truth
+from tests.ops.matching import (
+    REDUCTIONS,
+    TokenScatterInputs,
+    assert_token_scatter_matches,
+    token_scatter_inputs,
+    token_scatter_results,
+    token_scatter_truth,
+)
 from tests.ops.samples import same
 from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.padding import LAYOUTS
-from tilefold.testing.token_scatter import REDUCTIONS, TokenScatterInputs, token_scatter_inputs
 
 INTERPRETED = triton_interpreted()
 ACTIVATIONS = ("relu", "log1p_relu", "log1p_log1p_relu", "softplus", "none")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
+from tests.ops.matching import REDUCTIONS, TokenScatterInputs, token_scatter_inputs
 from tests.ops.samples import allocations, saved_for_backward
 from tests.ops.sparse_rows import BAD_LIMITS, LIMITS, assert_best, entries, valid_csr
 from tests.refusals import refused
 from tilefold.ops import token_scatter, token_scatter_sparse
-from tilefold.testing.token_scatter import REDUCTIONS, TokenScatterInputs, token_scatter_inputs
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter"),

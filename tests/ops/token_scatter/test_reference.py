@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.matching import token_scatter_inputs
 from tests.refusals import refused
 from tilefold.ops import token_scatter, token_scatter_sparse
-from tilefold.testing.token_scatter import token_scatter_inputs
 
 REDUCTIONS = ("max", "sum")
 ACTIVATIONS = ("relu", "log1p_relu", "log1p_log1p_relu", "softplus", "none")

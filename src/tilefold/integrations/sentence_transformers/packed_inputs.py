@@ -22,7 +22,12 @@ from torch import Tensor
 
 from tilefold._typing import Transformer
 from tilefold.integrations._patches import Replacement
-from tilefold.integrations.transformers.packed import padding_position, position_ids_of, register_packed
+from tilefold.integrations.transformers.packed import (
+    packed_arguments,
+    padding_position,
+    position_ids_of,
+    register_packed,
+)
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
 from tilefold.pipeline.truncated import unwatched, watched
@@ -193,12 +198,7 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: 
     """Features of packed tokens ``[T]``, under the names that sentence-transformers gives flattened ones."""
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=ids.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
-    return {
-        "input_ids": ids[None],
-        "position_ids": position_ids_of(ids, cu_seqlens, padding)[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
-        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
-    }
+    return packed_arguments(ids, position_ids_of(ids, cu_seqlens, padding), cu_seqlens, longest)
 
 
 def pack_features(features: Features, padding: int | None) -> Features:

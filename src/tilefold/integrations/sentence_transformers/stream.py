@@ -24,7 +24,7 @@ from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.integrations.sentence_transformers.encoding_graphs import CAPACITY, MAX_CAPACITY, graphs_of
 from tilefold.integrations.sentence_transformers.packed_inputs import PACKED, PackedInputs, on_device, packed_inputs
-from tilefold.integrations.transformers.packed import in_eval_mode
+from tilefold.integrations.transformers.packed import in_eval_mode, packed_arguments
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops import quantize_tokens
 from tilefold.ops.cpu_linear import fast_linear
@@ -280,13 +280,8 @@ class TextStream(ABC):
         """Features of packed token ids, on their way to the device."""
         cu_seqlens = to_device(ids.offsets.astype(np.int32), self.device)
         longest = int(ids.lengths.max(initial=0))
-        return {
-            **self.others,
-            "input_ids": to_device(ids.ids, self.device)[None],
-            "position_ids": to_device(ids.positions, self.device)[None],
-            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
-            **dict.fromkeys(("max_length_q", "max_length_k"), longest),
-        }
+        tokens, positions = to_device(ids.ids, self.device), to_device(ids.positions, self.device)
+        return self.others | packed_arguments(tokens, positions, cu_seqlens, longest)
 
     def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[object]:
         if isinstance(work, WindowEnd):

@@ -129,6 +129,16 @@ def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None =
     return positions
 
 
+def packed_arguments(ids: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int) -> dict[str, Any]:
+    """Packed tokens ``[T]`` and their sequences, under the names that models and sentence-transformers give them."""
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
+        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+    }
+
+
 def packed_hidden_states(
     model: Model,
     input_ids: Tensor,
@@ -149,12 +159,7 @@ def packed_hidden_states(
     """
     if position_ids is None:
         position_ids = position_ids_of(input_ids, cu_seqlens, padding_position(model))
-    arguments: dict[str, object] = {
-        "input_ids": input_ids[None],
-        "position_ids": position_ids[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
-        **dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen),
-    }
+    arguments = packed_arguments(input_ids, position_ids, cu_seqlens, max_seqlen)
     if token_type_ids is not None:
         arguments["token_type_ids"] = token_type_ids[None]
     output = model(**arguments)
