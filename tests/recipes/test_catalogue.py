@@ -215,7 +215,7 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (EncoderSpec, {"kind": "echo", "literal_residual": True}, "literal_residual does not apply"),
     (EncoderSpec, {"kind": "bge_m3", "top_k": 3}, "top_k does not apply"),
     (EncoderSpec, {"kind": "mlm", "trainable": 1}, "trainable does not apply"),
-    (EncoderSpec, {"kind": "idf", "trainable": 1}, "trainable must be True or False, got 1"),
+    (EncoderSpec, {"kind": "idf", "trainable": 1}, "trainable must be True, False or None, got 1"),
     (AdaptationRecipe, {"length": 1}, "length must be a whole number of at least 2, got 1"),
     (AdaptationRecipe, {"activated_weight": -1}, "activated_weight must be a number of at least 0"),
 ]
