@@ -7,14 +7,11 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
-VERBS = "demo train recipes encode merge index search evaluate compare export fuse mine score serve bench warmup info"
-_FILES = {"recipes": "train", "merge": "index", "fuse": "evaluate", "score": "mine", "warmup": "bench"}  # of others
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -91,6 +88,18 @@ def _app() -> Any:
     import typer
 
     from tilefold.cli._options import Command, root
+    from tilefold.cli.bench import bench, warmup
+    from tilefold.cli.compare import compare
+    from tilefold.cli.demo import demo
+    from tilefold.cli.encode import encode
+    from tilefold.cli.evaluate import evaluate, fuse
+    from tilefold.cli.export import export
+    from tilefold.cli.index import index, merge
+    from tilefold.cli.info import info
+    from tilefold.cli.mine import mine, score
+    from tilefold.cli.search import search
+    from tilefold.cli.serve import serve
+    from tilefold.cli.train import recipes, train
 
     app = typer.Typer(
         name="tilefold",
@@ -101,8 +110,12 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    for verb in VERBS.split():
-        app.command(cls=Command)(getattr(import_module(f"tilefold.cli.{_FILES.get(verb, verb)}"), verb))
+    making, asking = (
+        (demo, train, recipes, encode, merge, index),
+        (search, evaluate, compare, export, fuse, mine, score, serve),
+    )
+    for verb in (*making, *asking, bench, warmup, info):
+        app.command(cls=Command)(verb)
     return app
 
 
