@@ -288,8 +288,6 @@ def test_asking_warns_of_nothing_and_gives_nothing_up(call: Call, monkeypatch: p
         facts = collect()
         done(call("info"))
     assert given_up == fallback.GIVEN_UP
-    assert facts["configs"]["lsr_head"]["bfloat16"]["use_tma"]
-    assert not facts["configs"]["lsr_head"]["bfloat16"]["warp_roles"]
     if triton_installed():
         assert "cannot give warps roles" in facts["operators"]["lsr_head"]["cuda"]["why_not_faster"]
 

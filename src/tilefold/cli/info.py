@@ -84,7 +84,6 @@ def collect() -> Values:
 
     from tilefold.bench.results import cpu_name, driver_version, package_version
     from tilefold.ops.implementations import kernel_of, releases
-    from tilefold.ops.lsr_head.configs import describe
 
     release = releases.release()
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -114,7 +113,6 @@ def collect() -> Values:
         },
         "operators": _operators(),
         "packages": {name: package_version(name) or None for name in OPTIONAL_PACKAGES},
-        "configs": {"lsr_head": describe(torch.device("cuda")) if torch.cuda.is_available() else None},
     }
 
 
@@ -174,9 +172,6 @@ def _print(facts: Values) -> None:
         _common.print_table(columns, rows, fold=columns)
     rows = [(name, version or "not installed", OPTIONAL_PACKAGES[name]) for name, version in facts["packages"].items()]
     _common.print_table(("optional package", "version", "for"), rows)
-    if facts["configs"]["lsr_head"] is not None:
-        console.print("lsr_head launch configurations:", markup=False)
-        console.print_json(data=facts["configs"]["lsr_head"], default=str)
 
 
 @dataclass(frozen=True)

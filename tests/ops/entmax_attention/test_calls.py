@@ -28,9 +28,9 @@ no_interpreter = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter, o
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    ATTENTION.forget()
+    ATTENTION.calls.clear()
     yield
-    ATTENTION.forget()
+    ATTENTION.calls.clear()
 
 
 def problem(target: Target, n: int = SHORT, seed: int = 0, **options: Any) -> EntmaxAttentionInputs:

@@ -55,10 +55,10 @@ def way(request: pytest.FixtureRequest, target: Target, monkeypatch: pytest.Monk
             pytest.skip("only the kernels have ways")
         monkeypatch.setattr(configs, "TABLE", (*configs.TABLE, Row({}, WAYS[request.param], "forced")))
     configs.config_for.cache_clear()
-    ATTENTION.forget()
+    ATTENTION.calls.clear()
     yield
     configs.config_for.cache_clear()
-    ATTENTION.forget()
+    ATTENTION.calls.clear()
 
 
 def ways(*lengths: int) -> pytest.MarkDecorator:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.base import releases
+from tests.ops.base import Row, releases
 from tests.ops.conftest import Target
 from tests.ops.lsr_head.helpers import BF16, F16, F32, INTERPRETED, POOLINGS, close, leaves_of
 from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.nn import LSRHead
 from tilefold.ops import lsr_head, quantize_weight
+from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head.api import HEAD
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
@@ -28,9 +29,9 @@ DTYPE = F32 if INTERPRETED else BF16
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    HEAD.forget()
+    HEAD.calls.clear()
     yield
-    HEAD.forget()
+    HEAD.calls.clear()
 
 
 def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) -> None:
@@ -73,7 +74,7 @@ def test_offsets_are_looked_at_in_every_call(kernels: Target, pooling: str, nobo
         return lsr_head(inputs.hidden[0], inputs.weight, cu_seqlens=cu_seqlens, pooling=pooling, impl="triton")
 
     for values in ([0, 10, 10, 60], [0, 1, 59, 60], [0, 10, 9, 60], [0, 5, 10, 59], [1, 5, 10, 60], [0, 0, 0, 60]):
-        HEAD.forget()
+        HEAD.calls.clear()
         offsets.append(torch.tensor(values, device=kernels.device))
         expected.append(scores_of(offsets[-1]))
     assert [bool(scores.isnan().all()) for scores in expected] == [False, False, True, True, True, False]
@@ -89,7 +90,7 @@ def test_gradients_do_not_depend_on_who_counts(layout: str, kernels: Target, mon
 
     inputs = lsr_head_inputs(2, 21, 16, 100, layout=layout, dtype=DTYPE, device=kernels.device)
     expected = lsr_head_results(inputs, needs=("hidden",), impl="triton")
-    HEAD.forget()
+    HEAD.calls.clear()
     monkeypatch.setattr(plans, "MAX_ADDED", 0)
     same(lsr_head_results(inputs, needs=("hidden",), impl="triton"), expected)
 
@@ -230,7 +231,9 @@ def test_constants_find_winners_as_registers_do(
         hidden[0, 0, 0] = float("nan")
     results = []
     for lean in (False, True):
-        monkeypatch.setattr(releases, "lean_places", lambda lean=lean: lean)
+        row = Row({"roles": True}, {"LEAN_PLACES": lean}, "either")
+        monkeypatch.setattr(configs, "MAX_FORWARD", (*configs.MAX_FORWARD, row))
+        HEAD.calls.clear()
         for attention_mask in (None, mask):
             scores = lsr_head(hidden, weight, attention_mask=attention_mask, out_dtype=torch.float32)
             results.append((scores, *torch.autograd.grad(scores.sum(), (hidden, weight))))

@@ -43,9 +43,9 @@ kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pyte
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fallback, "GIVEN_UP", {})
-    MAXSIM.forget()
+    MAXSIM.calls.clear()
     yield
-    MAXSIM.forget()
+    MAXSIM.calls.clear()
 
 
 def given(*shape: int, **layout: Any) -> MaxSimInputs:
@@ -164,7 +164,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
 def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = given(3, 4, 40, 32, 64)
     expected = maxsim_results(inputs, impl="triton")
-    MAXSIM.forget()
+    MAXSIM.calls.clear()
     tried = fail(monkeypatch, lambda arguments: any(hasattr(argument, "block_shape") for argument in arguments))
     with pytest.warns(FallbackWarning, match="maxsim's kernels with TMA cannot run"):
         found = maxsim_results(inputs, impl="triton")

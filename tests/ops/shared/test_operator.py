@@ -32,9 +32,9 @@ DEVICE = "cpu" if triton_interpreted() else "cuda"
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
     torch._dynamo.reset()
-    TOY.forget()
+    TOY.calls.clear()
     yield
-    TOY.forget()
+    TOY.calls.clear()
 
 
 def leaves(device: str, rows: int = 5) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ def test_a_kernel_that_is_known_to_be_missing_gives_way_before_a_launch(monkeypa
     x, w = (leaf.detach() for leaf in leaves(DEVICE))
     expected = toy(x, w, impl="triton")
     monkeypatch.setattr(TOY, "plans", lambda: type("", (), {"forward": staticmethod(missing)}))
-    TOY.forget()
+    TOY.calls.clear()
     monkeypatch.setattr(fallback, "GIVEN_UP", {})
     with pytest.warns(fallback.FallbackWarning, match="one launch cannot run on .*this release has none.. Two la"):
         assert torch.equal(toy(x, w, impl="triton"), expected)

@@ -47,7 +47,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 def test_a_thread_without_a_context_may_make_any_call_of_an_operator(sample: Sample) -> None:
-    MAXSIM.forget()
+    MAXSIM.calls.clear()
     for index in range(torch.cuda.device_count()):
         device = f"cuda:{index}"
         leaves, options = sample.leaves(device), sample.given(device)

@@ -66,8 +66,6 @@ def _precision_reader() -> Callable[[], str]:
     if reader is not None:
         return functools.partial(reader, "cuda", "matmul")
     matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):
-        return lambda: str(matmul.fp32_precision)
     return lambda: "tf32" if matmul.allow_tf32 else "ieee"
 
 

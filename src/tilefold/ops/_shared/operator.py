@@ -91,7 +91,6 @@ class Operator(Generic[TensorsT, OptionsT]):
         self._inputs: tuple[str, ...] = cast(Any, self.tensors)._fields
         self._leaves = [self._inputs.index(each) for each in self.gradients]
         self._dfirst = f"d{self.results[0]}"
-        self._takers: dict[Collection[str], Take] = {}
         self.calls: dict[Key | None, Pass] = {}  # of the public function, the registered operators, and gradients
         self._register()
 
@@ -104,10 +103,6 @@ class Operator(Generic[TensorsT, OptionsT]):
         special = None if self.variant is None else self.variant(tensors)
         variant = special or Variant(self.name, self.chosen_impl)
         return variant.name, settled(impl, variant.chosen_impl(tensors[0], impl))
-
-    def forget(self) -> None:
-        """Drop what is remembered of calls."""
-        self.calls.clear()
 
     # A call of the public function
 
@@ -177,10 +172,8 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _taker(self, options: OptionsT) -> Take:
         """Function that selects what backward reads, of a call's tensors, its results and ``None``."""
         reads = self.saved._fields if self.reads is None else self.reads(options)
-        if reads not in self._takers:
-            names = [*self._inputs, *self.results]
-            self._takers[reads] = taker([names.index(e) if e in reads else len(names) for e in self.saved._fields])
-        return self._takers[reads]
+        names = [*self._inputs, *self.results]
+        return taker([names.index(each) if each in reads else len(names) for each in self.saved._fields])
 
     # One pass
 

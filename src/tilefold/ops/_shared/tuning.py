@@ -16,7 +16,7 @@ class Between(NamedTuple):
     least: Any = None
     most: Any = None
 
-    def holds(self, value: Any) -> bool:
+    def __contains__(self, value: Any) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
@@ -34,7 +34,10 @@ class Row(NamedTuple):
     source: str
 
     def holds(self, facts: Facts) -> bool:
-        return all(_meets(facts[name], condition) for name, condition in self.where.items())
+        return all(
+            facts[name] in condition if isinstance(condition, (Between, frozenset)) else facts[name] == condition
+            for name, condition in self.where.items()
+        )
 
 
 def lookup(table: Iterable[Row], **facts: Any) -> dict[str, Any]:
@@ -45,9 +48,3 @@ def lookup(table: Iterable[Row], **facts: Any) -> dict[str, Any]:
         if row.holds(known):
             found.update(row.fields)
     return found
-
-
-def _meets(value: Any, condition: Any) -> bool:
-    if isinstance(condition, Between):
-        return condition.holds(value)
-    return bool(value in condition if isinstance(condition, frozenset) else value == condition)

@@ -17,7 +17,6 @@ from tilefold.ops._shared.entmax_root import (
     GENERIC16,
     GENTLE,
     SOFTMAX,
-    SPARSEMAX,
     STEEP,
     kernel_kind,
 )
@@ -26,7 +25,6 @@ from tilefold.ops._shared.plan import Buffer
 from tilefold.ops._shared.tuning import Between, Facts, Row, lookup
 from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, result_like
 
-CLOSED = (SOFTMAX, ENTMAX15, SPARSEMAX)
 # Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are listed.
 RESIDENT, SHORT, LISTS = "resident", "short", "lists"
 FP32 = {"dtype": torch.float32}

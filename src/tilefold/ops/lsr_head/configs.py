@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.operator import setting_of
 from tilefold.ops._shared.plan import Instead, Setting, cdiv
 from tilefold.ops._shared.tuning import Between, Row, lookup
 from tilefold.ops.lsr_head._problem import HeadOptions
@@ -42,7 +41,9 @@ MAX_FORWARD = (
     Row({"tma": True, "dtype": FP8}, {"BLOCK_K": 128}, MEASURED),
     Row({"tma": True, "dtype": SIXTEEN} | BLACKWELL, {"BLOCK_T": 128},
         "compiled: copies of products, which lie in a memory of their own, and places of winners spill from 3.7 on"),
-    Row({"roles": True}, {"num_warps": 4, "num_stages": 4, "WARP_ROLES": True}, MEASURED),
+    Row({"roles": True}, {"num_warps": 4, "num_stages": 4, "WARP_ROLES": True, "LEAN_PLACES": False}, MEASURED),
+    Row({"roles": True, "release": Between(least=(3, 8))}, {"LEAN_PLACES": True},
+        "compiled: winners are looked for with constants, since a register for each place of a tile spills"),
     Row(FP32, {"BLOCK_V": 64, "BLOCK_T": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
         MEASURED),
     Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
@@ -175,17 +176,7 @@ def kernel_name(constants: Constants) -> str:
 
 def instead_of(kernel: str) -> Instead | None:
     """Fallback of a family of forward kernels."""
-    if kernel == BY_SCREEN:
-        return Instead(kernel, "Every logit is computed instead: the same results, a slower forward pass.")
-    behind = {BY_ROLES: BY_TMA, BY_TMA: PORTABLE}.get(kernel)
-    sentence = f"Max pooling runs {behind} instead: the same results, a slower forward pass."
-    return None if behind is None else Instead(kernel, sentence)
-
-
-def describe(device: torch.device) -> dict[str, dict[str, object]]:
-    """The forward configurations of max pooling in use on ``device``, by dtype, for reports."""
-    setting = setting_of(device)
-    return {
-        str(dtype).removeprefix("torch."): {name.lower(): x for name, x in max_forward(dtype, setting).items()}
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    }
+    does = {BY_ROLES: f"Max pooling runs {BY_TMA}", BY_TMA: f"Max pooling runs {PORTABLE}"}
+    does[BY_SCREEN] = "Every logit is computed"
+    sentence = f"{does.get(kernel)} instead: the same results, a slower forward pass."
+    return Instead(kernel, sentence) if kernel in does else None

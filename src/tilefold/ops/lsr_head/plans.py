@@ -131,11 +131,13 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
         kernel, block_v, make = hopper.max_forward_hopper_kernel, hopper.HALF_V.value, hopper.hopper_descriptor
-        config |= {"STAGES": config.pop("num_stages"), "LEAN_PLACES": releases.lean_places()}
+        config["STAGES"] = config.pop("num_stages")
     described = {"weight": (vocab, block_v), steps.stands.get("hidden", "hidden"): (total, block_t)}
-    if name == configs.PORTABLE:
-        described = {}
-    tma = {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
+    tma = (
+        {}
+        if name == configs.PORTABLE
+        else {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
+    )
     instead = None if setting.capability == (0, 0) else configs.instead_of(name)
     steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
     if config["WARP_ROLES"] and configs.may_screen(steps.options, setting, total, vocab, dim):

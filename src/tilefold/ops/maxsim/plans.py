@@ -12,12 +12,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
-from tilefold.ops._shared._triton.offsets import int32_launch
+from tilefold.ops._shared._triton.offsets import int32_kernel
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.plan import Instead, Plan, Setting, Steps, TorchStep, cdiv, contiguous, power_of_two
 from tilefold.ops._shared.winners import no_winner
+from tilefold.ops.maxsim import configs
 from tilefold.ops.maxsim._problem import (
     RESULTS,
     MaxSimOptions,
@@ -33,15 +34,6 @@ from tilefold.ops.maxsim._triton import forward as scores
 from tilefold.ops.maxsim._triton import norms, smooth
 from tilefold.ops.maxsim._triton.shared import STRIP, shared_pass_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
-from tilefold.ops.maxsim.configs import (
-    BY_ROLES,
-    BY_TMA,
-    backward_config,
-    forward_config,
-    roles_pass_config,
-    shared_pass_config,
-    stream_config,
-)
 
 COMBINED = 256  # documents whose parts of sums a program adds up
 MAX_SLICES = 65535  # of a grid's second axis; programs go on to further tiles
@@ -49,9 +41,10 @@ TILES_OF_PACKED = 4  # programs that share the tiles of a packed document, where
 MANY_ROWS = 16384
 MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of kernels that go over rows once
+NARROWED = 1024  # offsets that a program brings to int32
 ROW_QUERIES = 256  # rows that a program finds the query of
-BY_POINTERS = Instead(BY_TMA, "Documents are read by pointers instead: the same scores, slower.")
-WITHOUT_ROLES = Instead(BY_ROLES, "Others share the pass over the documents: the same scores to fp32, slower.")
+BY_POINTERS = Instead(configs.BY_TMA, "Documents are read by pointers instead: the same scores, slower.")
+WITHOUT_ROLES = Instead(configs.BY_ROLES, "Others share the pass over the documents: the same scores to fp32, slower.")
 SAVED_NORMS = {"query_factors": "query_norms", "document_factors": "document_norms"}
 OFFSETS = ("cu_queries", "cu_documents", "pairs")
 TENSORS = {  # by their kernels' names
@@ -87,8 +80,10 @@ class MaxSimSteps(Steps):
         self.steps += leading
         for name in OFFSETS:
             if name in known and known[name].dtype == torch.int64:
-                self.stands[name] = self.buffer(f"narrow_{name}", known[name].shape, torch.int32)
-                self.steps.append(int32_launch(name, self.stands[name], known[name].numel()))
+                narrow, count = self.buffer(f"narrow_{name}", known[name].shape, torch.int32), known[name].numel()
+                own = {"count": count, "BLOCK": NARROWED, "num_warps": 4, "num_stages": 1}
+                self.launch(int32_kernel, (cdiv(count, NARROWED),), own, {"int64_ptr": name, "int32_ptr": narrow})
+                self.stands[name] = narrow
 
     def over_rows(self, kernel: object, count: int, places: Mapping[str, str] = {}, others: int = 0) -> None:
         """A launch that goes over ``count`` rows once, and over ``others``."""
@@ -141,13 +136,13 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
             return
         if stored == torch.int8:
             tokens = p.documents.size(0) // p.n_documents
-            shared = shared_pass_config(setting.capability, dim, slot, p.n_queries, tokens)
-        stream = shared or stream_config(setting.capability, stored, dim, rows, p.queries.dtype)
+            shared = configs.shared_pass_config(setting.capability, dim, slot, p.n_queries, tokens)
+        stream = shared or configs.stream_config(setting.capability, stored, dim, rows, p.queries.dtype)
     dtype = stored if stored == torch.int8 else p.queries.dtype  # queries of int8 documents are rounded to int8 too
     winners_in = p.document_length if training else None
-    config = stream or forward_config(setting.capability, dtype, dim, rows, setting.tf32, winners_in)
+    config = stream or configs.forward_config(setting.capability, dtype, dim, rows, setting.tf32, winners_in)
     tma = {}
-    if config["USE_TMA"] and rows_fit_descriptor(p.documents) and BY_TMA not in setting.given_up:
+    if config["USE_TMA"] and rows_fit_descriptor(p.documents) and configs.BY_TMA not in setting.given_up:
         block = [config["BLOCK_T"], config["BLOCK_K"]]
         tma["documents"] = Tma(p.documents.size(0), dim, functools.partial(TensorDescriptor, block_shape=block))
     if p.document_scale is not None:
@@ -190,10 +185,10 @@ def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
     p, setting = steps.problem, steps.setting
     if p.documents.dtype != torch.int8 or not p.document_length or not rows_fit_descriptor(p.documents):
         return False
-    config = roles_pass_config(
+    config = configs.roles_pass_config(
         setting.capability, p.queries.size(1), slot, p.n_queries, p.n_documents, p.document_length
     )
-    if config is None or BY_ROLES in setting.given_up or releases.why_no_warp_roles():
+    if config is None or configs.BY_ROLES in setting.given_up or releases.why_no_warp_roles():
         return False
     from tilefold.ops.maxsim._triton import shared_hopper as hopper  # needs Gluon
 
@@ -304,7 +299,7 @@ def _add_gradient(steps: MaxSimSteps, side: int) -> None:
     name, rows = ("documents", p.documents) if side else ("queries", p.queries)
     everything, dim = p.pairing == "all", p.queries.size(1)
     facts = steps.setting.capability, p.queries.dtype, steps.setting.tf32
-    few = backward_config("row", *facts)["FEW_ROWS"]
+    few = configs.backward_config("row", *facts)["FEW_ROWS"]
     kind, kernel = (
         ("smooth", smooth.smooth_ddocuments_kernel if side else smooth.smooth_dqueries_kernel) if p.temperature
         else ("listed", gradients.ddocuments_listed_kernel) if side and everything
@@ -312,7 +307,7 @@ def _add_gradient(steps: MaxSimSteps, side: int) -> None:
         else ("row", gradients.dqueries_row_kernel) if everything and rows.size(0) <= few
         else ("rows", gradients.dqueries_kernel)
     )  # fmt: skip
-    config = backward_config(kind, *facts)
+    config = configs.backward_config(kind, *facts)
     # a kernel that has whole rows projects gradients of unit vectors itself
     projects = p.normalize and kind in ("row", "listed") and dim <= config["BLOCK_D"]
     # else that is done in fp32 afterwards, before the only rounding

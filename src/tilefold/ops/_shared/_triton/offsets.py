@@ -6,10 +6,8 @@ import triton
 import triton.language as tl
 
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.plan import Launch, cdiv
 
 INT32_MAX = tl.constexpr(2147483647)
-BLOCK = 1024
 _INTERPRETED = tl.constexpr(triton_interpreted())
 
 
@@ -40,9 +38,3 @@ def int32_kernel(int64_ptr, int32_ptr, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(int64_ptr + i, mask=i < count, other=0)
     tl.store(int32_ptr + i, tl.minimum(tl.maximum(value, -1), INT32_MAX).to(tl.int32), mask=i < count)
-
-
-def int32_launch(source: str, target: str, count: int) -> Launch:
-    """Brings ``count`` contiguous int64 offsets to int32, by names, so that kernels are built for one width."""
-    constants = {"BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
-    return Launch(int32_kernel, (cdiv(count, BLOCK), 1, 1), f"{source} {target}", (count,), constants)

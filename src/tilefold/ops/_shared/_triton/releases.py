@@ -61,11 +61,6 @@ def why_no_warp_roles() -> str | None:
     return f"Triton {release_name()} cannot give warps roles of their own, 3.6 and newer can"
 
 
-def lean_places() -> bool:
-    """Whether the Hopper kernel looks for winners with constants, since registers would not do."""
-    return release() >= (3, 8)
-
-
 def release_name() -> str:
     """The release, as people write it."""
     return ".".join(map(str, release()))
