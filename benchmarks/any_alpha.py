@@ -35,7 +35,7 @@ from tilefold.ops import entmax, entmax_attention
 from tilefold.ops._shared.entmax_root import ENTMAX15, GENTLE, SOFTMAX, STEEP
 from tilefold.ops._shared.tuning import Row
 from tilefold.ops.entmax_attention.api import ATTENTION
-from tilefold.ops.entmax_attention.configs import SHORT, config_for
+from tilefold.ops.entmax_attention.configs import SHORT
 from tilefold.testing import budget, relative_error
 from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
 
@@ -127,9 +127,8 @@ def variant(name: str) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop plans and configurations."""
-    ATTENTION.forget()
-    config_for.cache_clear()
+    """Drop plans."""
+    ATTENTION.calls.clear()
 
 
 # ---- calls

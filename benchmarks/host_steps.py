@@ -68,7 +68,7 @@ def without_a_gpu() -> None:
     attention: Any = attention_configs
     implementations.resolve_impl = lambda *_: "triton"
     implementations.INTERPRETER_FAULTS = {}
-    private.torch._C._cuda_getCurrentRawStream = abs
+    private.current_stream = abs
     private.tma_map = lambda descriptor, description: bytes(128)
     torch.cuda.current_device = lambda: 0
     operators.host_may_read = lambda device, impl: False  # the host looks at values on the CPU only

@@ -140,7 +140,7 @@ def variant(name: str) -> Iterator[None]:
 
 def forget() -> None:
     """Empty the cache of plans."""
-    importlib.import_module("tilefold.ops.maxsim.api").MAXSIM.forget()
+    importlib.import_module("tilefold.ops.maxsim.api").MAXSIM.calls.clear()
 
 
 def compile_all(variants: list[str], processes: int) -> None:

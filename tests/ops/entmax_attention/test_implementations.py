@@ -54,10 +54,8 @@ def way(request: pytest.FixtureRequest, target: Target, monkeypatch: pytest.Monk
         if target.impl != "triton":
             pytest.skip("only the kernels have ways")
         monkeypatch.setattr(configs, "TABLE", (*configs.TABLE, Row({}, WAYS[request.param], "forced")))
-    configs.config_for.cache_clear()
     ATTENTION.calls.clear()
     yield
-    configs.config_for.cache_clear()
     ATTENTION.calls.clear()
 
 

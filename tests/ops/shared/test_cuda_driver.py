@@ -60,7 +60,7 @@ class Driver:
         functions = {"cuLaunchKernelEx": self, "cuTensorMapReplaceAddress": self.replace}
         monkeypatch.setattr(cuda_driver, "driver_function", functions.__getitem__)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+        monkeypatch.setattr(internals, "current_stream", lambda index: 100 + index)
 
     def __call__(self, config_at: Any, function: Any, parameters_at: Any, extra: None) -> int:
         config = cuda_driver._Config.from_address(config_at.value)

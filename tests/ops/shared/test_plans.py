@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,13 +29,6 @@ from tilefold.ops.token_scatter import plans as scatter_plans
 
 HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
 WALKED = ["roots_kernel", "output_kernel"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_table() -> Iterator[None]:
-    configs.config_for.cache_clear()
-    yield
-    configs.config_for.cache_clear()
 
 
 def problem(keys: int, packed: bool = False, alpha: float = 1.5, **options: Any) -> tuple[AttentionTensors, Options]:
@@ -106,7 +98,6 @@ def test_what_the_assembler_is_told_reaches_the_launches_of_releases_that_need_i
     monkeypatch: pytest.MonkeyPatch, release: tuple[int, int], option: str | None
 ) -> None:
     monkeypatch.setattr(releases, "release", lambda: release)
-    configs.config_for.cache_clear()
     for keys in (512, 4096):
         steps = launches(plans.forward(*problem(keys), True, HOPPER))
         assert [steps[name].constants.get("ptx_options") for name in WALKED] == [option, option]

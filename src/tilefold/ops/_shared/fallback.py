@@ -44,11 +44,6 @@ def given_up(kernel: str, device: torch.device) -> str | None:
     return GIVEN_UP.get((kernel, device))
 
 
-def given_up_on(device: torch.device) -> frozenset[str]:
-    """The kernels that were given up on ``device`` in this process."""
-    return frozenset(kernel for kernel, where in GIVEN_UP if where == device)
-
-
 def give_up(kernel: str, device: torch.device, why: str, instead: str) -> None:
     """Remember that ``kernel`` cannot run on ``device``, and warn the first time; ``instead`` is a sentence."""
     if (kernel, device) in GIVEN_UP:

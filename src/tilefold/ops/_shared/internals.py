@@ -30,6 +30,7 @@ class Tma(NamedTuple):
 
 
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # its handle, by device
 
 
 def is_eager(tensor: Tensor) -> bool:
@@ -116,12 +117,6 @@ def launch_facts(compiled: Any) -> tuple[str, list[str], Sequence[Any]] | None:
     if not ptx or getattr(metadata, "num_ctas", 1) != 1 or any(getattr(metadata, name, 0) for name in special):
         return None  # Triton does more for this kernel
     return ptx, [*map(str, compiled.src.signature.values())], getattr(metadata, "tensordesc_meta", None) or ()
-
-
-def stream_reader() -> Callable[[int], int]:
-    """The function from a device's index to the handle of its current stream."""
-    reader: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-    return reader
 
 
 def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None:

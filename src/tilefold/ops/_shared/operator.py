@@ -371,5 +371,5 @@ def refuse_buffers(into: Collection[str], where: str) -> None:
 
 def setting_of(device: torch.device, aligned: bool = True) -> Setting:
     """Current setting for plans on this device."""
-    tf32 = tf32_allowed(torch.float32)
-    return Setting(capability_of(device), sm_count(device), tf32, aligned, fallback.given_up_on(device))
+    tf32, given_up = tf32_allowed(torch.float32), frozenset(name for name, on in fallback.GIVEN_UP if on == device)
+    return Setting(capability_of(device), sm_count(device), tf32, aligned, given_up)

@@ -5,8 +5,6 @@ Nothing is searched at run time.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -144,7 +142,6 @@ TABLE = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=256)
 def config_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], **facts: object) -> Facts:
     """The configuration for such tensors; ``capability`` is ``(0, 0)`` where kernels are interpreted."""
     facts = {"dtype": dtype, "head_dim": head_dim, "capability": capability} | USUAL | facts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -141,7 +140,6 @@ def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, di
     return options.screen and fits and worth and BY_SCREEN not in setting.given_up
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_splits(
     rows: int, vocab: int, uniform_length: int, block_v: int, block_t: int, programs: int
 ) -> tuple[int, int]:

@@ -291,7 +291,7 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
         unit = functools.partial(
             _unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length, scale=options.logit_scale
         )
-        steps.torch("dscores", _wide, "dscores")
+        steps.torch("dscores", lambda dscores: dscores.float().contiguous(), "dscores")
         steps.torch("unit", unit, "dscores attention_mask cu_seqlens")
         steps.torch("dscores", torch.div, "dscores unit")
         steps.values |= {"stride_db": vocab, "stride_dv": 1}
@@ -340,10 +340,6 @@ def _unit_of_dlogits(
         largest /= max(length, 1)
     power = (largest.amax().mul_(abs(scale)).view(torch.int32) & EXPONENT).view(torch.float32)
     return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)
-
-
-def _wide(dscores: Tensor) -> Tensor:
-    return dscores.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _add_rows(slab: slice, drows: Tensor | None, dlogits: Tensor, weight: Tensor) -> Tensor:

@@ -221,7 +221,6 @@ def _add_all_pairs(steps: MaxSimSteps, block_q: int, slots: int, tma: Mapping[st
         steps.launch(scores.combine_kernel, (p.n_queries * cdiv(p.n_documents, COMBINED),), own)
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_splits(tiles: int, documents: int, slots: int) -> int:
     """Into how many parts the documents are dealt, each part of each tile a program, with ``slots`` running at a time.
 
@@ -281,11 +280,6 @@ def backward(
     return steps.plan()
 
 
-def _sorted_pairs(side: int, index: Tensor) -> Tensor:
-    """The pairs of an index in the order of their queries (0) or documents (1)."""
-    return index[:, side].sort(stable=True).indices
-
-
 def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:
     """Offsets of the pairs of each of ``count`` queries or documents in that order, and the end of the last one's."""
     which = torch.arange(count + 1, dtype=index.dtype, device=index.device)
@@ -321,7 +315,7 @@ def _add_gradient(steps: MaxSimSteps, side: int) -> None:
             steps.fills[out] = 0
     if p.index is not None:
         count = p.n_documents if side else p.n_queries
-        steps.torch(f"order{side}", functools.partial(_sorted_pairs, side), "pairs")
+        steps.torch(f"order{side}", lambda index: index[:, side].sort(stable=True).indices, "pairs")
         steps.torch(f"first{side}", functools.partial(_first_pairs, side, count), f"pairs order{side}")
     columns = cdiv(dim, config["BLOCK_D"])
     if side:  # programs share a document's tiles

@@ -116,7 +116,7 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Argum
             ctypes.c_int64.from_address(free).value = int(value)  # whose first bytes are those of a narrower one
         free += TMA_MAP_BYTES
     config = _Config(*grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared, None, None, 0)
-    stream, handle = internals.stream_reader(), ctypes.c_void_p(compiled.function)
+    stream, handle = internals.current_stream, ctypes.c_void_p(compiled.function)
     try:
         call, replace = driver_function("cuLaunchKernelEx"), driver_function("cuTensorMapReplaceAddress")
     except (OSError, AttributeError):

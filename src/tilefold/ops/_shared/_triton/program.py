@@ -80,7 +80,8 @@ class Program:
             turn.offsets = offsets if number == 0 and size else []
             for name, buffer in [*begins, ("", Buffer((size,), torch.uint8))] if turn.offsets else begins:
                 turn.fills += [(len(turn.made), plan.fills[name])] if name in plan.fills else []
-                turn.made.append(without_memory(device, buffer))
+                turn.made.append(buffer.on(device))
+                turn.made[-1].untyped_storage().resize_(0)
                 places[name], addresses[name], lasts[tensors] = tensors, known, turn
                 tensors, known = tensors + 1, known + 1
             turn.dtypes = [each.dtype for each in turn.made]
@@ -136,10 +137,3 @@ class Program:
         if repeats and not bound:
             self.bound = all(turn.launch is None or turn.launch.bound is not None for turn in self.turns)
         return self._results(tensors)
-
-
-def without_memory(device: torch.device, buffer: Buffer) -> Tensor:
-    """A tensor that says what to allocate, and holds nothing."""
-    tensor = buffer.on(device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
