@@ -98,18 +98,19 @@ SUM = (
     Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
                       "PRECISION": "ieee", "SLAB_ELEMENTS": 4096, "FEW_ROWS": 32}, SMALL),
 )  # fmt: skip
-# One token per sequence: a tile has BLOCK_B sequences, in forward at most.
+# One token per sequence: a tile has BLOCK_B sequences, in forward at most. Programs of forward look at FIND entries of a
+# mask at a time, of MAX_MASK at most: more cost the device more than a launch, whose programs look at FIND_BLOCK.
 ONE_TOKEN = (
-    Row({}, {"BLOCK_B": 64, "BLOCK_V": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4, "PRECISION": "ieee"},
-        MEASURED),
+    Row({}, {"BLOCK_B": 64, "BLOCK_V": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4, "PRECISION": "ieee",
+             "MAX_MASK": 1024, "FIND": 64, "FIND_BLOCK": 1024}, MEASURED),
     Row(FP32, {"BLOCK_B": 32, "BLOCK_K": 32, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED),
     Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
     Row(INTERPRETED, {"BLOCK_B": 16, "BLOCK_V": 16, "BLOCK_K": 16, "num_stages": 1, "PRECISION": "ieee"}, SMALL),
 )  # fmt: skip
-# Its gradients; PROGRAMS of that of hidden run on a multiprocessor.
+# Its gradients; PROGRAMS of that of hidden run on a multiprocessor, and zero CLEAR numbers at a time.
 ONE_TOKEN_GRADIENTS = (
-    Row({}, {"BLOCK_B": 32, "BLOCK_V": 64, "BLOCK_D": 128, "num_stages": 3, "PRECISION": "ieee", "PROGRAMS": 2},
-        MEASURED),
+    Row({}, {"BLOCK_B": 32, "BLOCK_V": 64, "BLOCK_D": 128, "num_stages": 3, "PRECISION": "ieee", "PROGRAMS": 2,
+             "HIDDEN_WARPS": 4, "WEIGHT_WARPS": 8, "CLEAR": 1024}, MEASURED),
     Row(FP32, {"BLOCK_V": 32, "BLOCK_D": 64, "num_stages": 2, "PRECISION": "tf32x3"}, MEASURED),
     Row(FP32 | {"tf32": True}, {"PRECISION": "tf32"}, COMPILED),
     Row(INTERPRETED, {"BLOCK_B": 16, "BLOCK_V": 16, "BLOCK_D": 16, "num_stages": 1, "PRECISION": "ieee",

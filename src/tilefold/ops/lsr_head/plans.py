@@ -24,10 +24,6 @@ from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forwar
 
 COMBINE_BLOCK = 1024
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
-FIND_BLOCK, SHORT_FIND_BLOCK = 1024, 64  # entries of a mask that are looked at a time
-MAX_MASK = 1024  # entries that each program of forward looks at itself; more cost the device more than a launch
-CLEAR_BLOCK = 1024  # of the gradient of hidden that are zeroed at a time
-WEIGHT_WARPS, HIDDEN_WARPS = 8, 4  # of the gradients of one token
 # A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within fp32.
 MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
 HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
@@ -47,11 +43,13 @@ class HeadSteps(Steps):
         # of the rows: products of quantised ones take that of the weight
         self.dtype = self.tokens.hidden.dtype if self.quantized else options.compute_dtype
         masked, packed = tensors.attention_mask is not None, tensors.cu_seqlens is not None
+        winners = getattr(tensors, "winners", None)  # where a mask hid all tokens but one, its place; else nothing
         values = dict.fromkeys(("length", "uniform_length", "S"), self.tokens.length) | {
             "B": self.tokens.batch, "V": tensors.weight.size(0), "D": tensors.weight.size(1),
             "N": self.tokens.n_rows, "T": self.tokens.n_rows, "logit_scale": options.logit_scale,
             "ACTIVATION": options.activation, "NO_WINNER": no_winner(winner_dtype(self.tokens.length_bound)),
-            "HAS_BIAS": tensors.bias is not None, "HAS_MASK": masked, "MASKED": masked, "PACKED": packed,
+            "HAS_BIAS": tensors.bias is not None, "HAS_MASK": masked, "PACKED": packed,
+            "MASKED": masked if winners is None else winners.size(0) > 0,
             "UNIFORM": not packed, "LAST": options.pooling == "last", "MEAN": options.pooling == "mean",
             "SCALED": self.dtype == torch.float16,
         }  # fmt: skip
@@ -60,14 +58,13 @@ class HeadSteps(Steps):
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
     """Scores, and winners where a gradient may be asked for."""
-    tokens, steps, others = tensors.tokens, HeadSteps(tensors, options, setting), tensors._asdict()
+    tokens, steps = tensors.tokens, HeadSteps(tensors, options, setting)
     check_interpreted(setting, steps.dtype, options.out_dtype)
     if tokens.batch == 0 or (tokens.cu_seqlens is None and tokens.length == 0):
         return Plan(fills={"scores": 0, "winners": no_winner(winner_dtype(tokens.length_bound))})
-    hidden, weight = others.pop("hidden"), others.pop("weight")
-    steps.steps += contiguous(steps.dtype, hidden=hidden)
-    steps.steps += contiguous(None if steps.quantized else steps.dtype, weight=weight)
-    steps.steps += contiguous(**others)
+    steps.steps += contiguous(steps.dtype, hidden=tensors.hidden)
+    steps.steps += contiguous(None if steps.quantized else steps.dtype, weight=tensors.weight)
+    steps.steps += contiguous(**(tensors._asdict() | {"hidden": None, "weight": None}))
     POOLINGS[options.pooling][0](steps, training)
     return steps.plan()
 
@@ -81,13 +78,11 @@ def backward(
         return Plan(fills={"dhidden": 0, "dweight": 0, "dbias": 0})
     steps.values["stride_db"], steps.values["stride_dv"] = dscores.stride()
     steps.values |= {"NEED_WEIGHT": wanted.weight, "NEED_BIAS": wanted.bias}
-    others = saved._asdict()
-    hidden, weight = others.pop("hidden"), others.pop("weight")
-    steps.steps += contiguous(**others)
+    steps.steps += contiguous(**(saved._asdict() | {"hidden": None, "weight": None}))
     if wanted.hidden or sums:
-        steps.steps += contiguous(steps.dtype, weight=weight)
+        steps.steps += contiguous(steps.dtype, weight=saved.weight)
     if wanted.weight or wanted.bias or sums:
-        steps.steps += contiguous(steps.dtype, hidden=hidden)
+        steps.steps += contiguous(steps.dtype, hidden=saved.hidden)
     POOLINGS[options.pooling][1](steps, wanted)
     return steps.plan()
 
@@ -372,15 +367,15 @@ def _one_token_forward(steps: HeadSteps, training: bool) -> None:
     tokens, masked, vocab = steps.tokens, steps.values["MASKED"], steps.values["V"]
     config = configs.constants_of(configs.ONE_TOKEN, steps.dtype, steps.setting)
     block_b = config["BLOCK_B"] = min(config["BLOCK_B"], power_of_two(tokens.batch))
-    finds = masked and block_b * tokens.length <= MAX_MASK
+    finds = masked and block_b * tokens.length <= config["MAX_MASK"]
     if not (masked and training):
         steps.buffers["winners"] = None
     if masked and not finds:
         if not training:  # what no backward reads is scratch
             places = steps.buffer("places", (tokens.batch, 1), winner_dtype(tokens.length_bound))
             steps.stands["winners"] = places
-        steps.launch(one_token.find_kernel, (tokens.batch,), {"BLOCK": FIND_BLOCK})
-    config |= {"FIND": SHORT_FIND_BLOCK if finds else 0, "WITH_WINNERS": finds and training}
+        steps.launch(one_token.find_kernel, (tokens.batch,), {"BLOCK": config["FIND_BLOCK"]})
+    config |= {"FIND": config["FIND"] if finds else 0, "WITH_WINNERS": finds and training}
     grid = cdiv(vocab, config["BLOCK_V"]), cdiv(tokens.batch, block_b)
     steps.launch(one_token.forward_kernel, grid, config)
 
@@ -396,22 +391,16 @@ def _row_gradients(steps: HeadSteps, needs: Needs) -> None:
     splits = cdiv(vocab, split_v)
     if needs.hidden:
         steps.buffer("part", (splits, batch, dim))
-        own = config | {"num_warps": HIDDEN_WARPS, "CLEAR": CLEAR_BLOCK, "split_v": split_v}
+        own = config | {"num_warps": config["HIDDEN_WARPS"], "split_v": split_v}
         steps.launch(one_token.split_gradient_kernel, (width, splits, blocks), own)
         own = {"BLOCK_B": 4, "BLOCK_D": min(256, power_of_two(dim)), "splits": splits}
         steps.launch(one_token.store_rows_kernel, (cdiv(batch, 4), cdiv(dim, own["BLOCK_D"])), own)
     if needs.weight or needs.bias:
         grid = (tiles * (width if needs.weight else 1),)
-        steps.launch(one_token.weight_gradient_kernel, grid, config | {"num_warps": WEIGHT_WARPS})
+        steps.launch(one_token.weight_gradient_kernel, grid, config | {"num_warps": config["WEIGHT_WARPS"]})
 
 
-def _one_token_backward(steps: HeadSteps, needs: Needs) -> None:
-    winners = steps.tensors._asdict()["winners"]
-    steps.values["MASKED"] = winners is not None and winners.size(0) > 0
-    _row_gradients(steps, needs)
-
-
-_SUMS, _ONE_TOKEN = (_sum_forward, _sum_backward), (_one_token_forward, _one_token_backward)
+_SUMS, _ONE_TOKEN = (_sum_forward, _sum_backward), (_one_token_forward, _row_gradients)
 POOLINGS: dict[str, tuple[Callable[[HeadSteps, bool], None], Callable[[HeadSteps, Needs], None]]] = {
     "max": (_max_forward, _max_backward), "sum": _SUMS, "mean": _SUMS, "cls": _ONE_TOKEN, "last": _ONE_TOKEN
 }  # fmt: skip
