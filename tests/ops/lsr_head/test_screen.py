@@ -98,9 +98,9 @@ def always_screened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tilefold.ops.lsr_head import configs
 
     monkeypatch.setattr(configs, "WHEN_SCREENED", (*configs.WHEN_SCREENED, Row({}, FORCED, "forced")))
-    api.HEAD.forget()
+    api.HEAD.calls.clear()
     yield
-    api.HEAD.forget()
+    api.HEAD.calls.clear()
 
 
 @pytest.mark.gpu

@@ -98,8 +98,8 @@ SUM = (
     Row(INTERPRETED, {"BLOCK_V": 16, "BLOCK_T": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1,
                       "PRECISION": "ieee", "SLAB_ELEMENTS": 4096, "FEW_ROWS": 32}, SMALL),
 )  # fmt: skip
-# One token per sequence: a tile has BLOCK_B sequences, in forward at most. Programs of forward look at FIND entries of a
-# mask at a time, of MAX_MASK at most: more cost the device more than a launch, whose programs look at FIND_BLOCK.
+# One token per sequence: a tile has BLOCK_B sequences, in forward at most. Programs of forward look at FIND entries of
+# a mask at a time, of MAX_MASK at most: more cost the device more than a launch, whose programs look at FIND_BLOCK.
 ONE_TOKEN = (
     Row({}, {"BLOCK_B": 64, "BLOCK_V": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4, "PRECISION": "ieee",
              "MAX_MASK": 1024, "FIND": 64, "FIND_BLOCK": 1024}, MEASURED),
