@@ -215,7 +215,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
         def call(self: launch.Step, build: launch.Build) -> Any:
             if refuse(build.kernel):
-                raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction")
+                raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction", build.instead)
             return honest(self, build)
 
         monkeypatch.setattr(launch.Step, "by_triton", call)
