@@ -151,14 +151,15 @@ def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> Spa
     most = int(counts.max()) if counts.numel() else 0
     if most > capacity:
         raise NoRoomError(most)
-    inside = np.arange(columns.size(1)) < kept.numpy()[:, None]
-    return SparseRows(kept.to(torch.int64), _chosen(columns, inside), _chosen(values, inside), vocab_size)
+    sizes = kept.tolist()
+    return SparseRows(kept.to(torch.int64), _firsts(columns, sizes), _firsts(values, sizes), vocab_size)
 
 
-def _chosen(tensor: Tensor, inside: npt.NDArray[np.bool_]) -> Tensor:
-    """``tensor[inside]`` by numpy, which starts no threads of its own beside those of the tokenizer."""
-    plain = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    return torch.from_numpy(plain.numpy()[inside]).view(tensor.dtype)
+def _firsts(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The first entries of each row, by numpy: it starts no threads beside those of the tokenizer."""
+    plain = rows.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]).numpy()
+    parts = [row[:size] for row, size in zip(plain, sizes, strict=True)]
+    return torch.from_numpy(np.concatenate(parts) if parts else plain.reshape(-1)).view(rows.dtype)
 
 
 def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,11 +36,11 @@ class State:
 
     def in_place(self) -> bool:
         """Whether every tensor has the memory that it had; what a graph reads may be gone else."""
-        return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+        return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
     def trains(self) -> bool:
         """Whether a module is in training mode."""
-        return any(module.training for module in self.modules)
+        return any(map(_TRAINING, self._vars))
 
     def holds(self) -> bool:
         """Whether modules, parameters, hooks, attributes and settings are those that they were."""
@@ -58,6 +58,7 @@ class State:
 
 
 _VALUES = methodcaller("values")
+_TRAINING = itemgetter("training")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -160,12 +160,12 @@ class FusedEncode(Replacement):
 
 def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options) -> Options | None:
     """The arguments by name of a call that is no stock one: for strings, on the model's device, in this process."""
-    try:
-        given = _signature(stock).bind(model, *args, **kwargs)
-    except TypeError:  # of which the stock method tells
+    names, defaults = _parameters(stock)
+    given = dict(zip(names, args, strict=False))
+    if len(given) < len(args) or given.keys() & kwargs.keys():  # of which the stock method tells
         return None
-    given.apply_defaults()
-    asked = given.arguments
+    asked = defaults | given | kwargs
+    asked["kwargs"] = {name: asked.pop(name) for name in kwargs.keys() - names.keys()}
     texts, size = asked.get("inputs"), asked["batch_size"]
     if not (isinstance(texts, (str, list)) and isinstance(size, int) and size > 0):
         return None
@@ -183,8 +183,11 @@ def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options)
 
 
 @functools.cache
-def _signature(stock: Any) -> inspect.Signature:
-    return inspect.signature(stock)
+def _parameters(stock: Any) -> tuple[Mapping[str, object], Options]:
+    """The parameters of ``encode`` in their order, without ``self`` and those that take the rest; and the defaults."""
+    _, *every = inspect.signature(stock).parameters.values()
+    named = {each.name: each for each in every if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return named, {name: each.default for name, each in named.items() if each.default is not inspect.Parameter.empty}
 
 
 def _few_rows(model: Model, asked: Options, texts: list[str], prompt: str | None) -> Any:

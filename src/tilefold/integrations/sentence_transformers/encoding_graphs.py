@@ -25,7 +25,7 @@ from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._captured_state import State, may_be_captured
 from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards, sparse_scores
 from tilefold.integrations.sentence_transformers.graphs import LONGEST, autocast_dtype
-from tilefold.integrations.sentence_transformers.packed_inputs import PACKED, PackedInputs, packed_inputs
+from tilefold.integrations.sentence_transformers.packed_inputs import EXPANDED, PACKED, PackedInputs, packed_inputs
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off, tf32_allowed
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
@@ -36,9 +36,9 @@ TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of all texts of a batc
 GRAPHS = "encoding_graphs"  # the attribute of the model
 LIMIT = 64  # graphs of a model, of which the one that was not used for longest goes first
 CAPACITY, MAX_CAPACITY = 1024, 1 << 14  # entries of a row at first; doubled where a row has more
+_MORE_ROOM = 4  # times as many entries, for up to a fourth of the most texts
 _PLACES = 1 << 17  # of padded token vectors, above which texts are encoded without a graph
 _WARM_RUNS = 2  # before a capture: libraries set themselves up, kernels are built
-_EXPANDED = "query_expansion_positions"  # of ColBERT queries, which all have one length
 _capturing = threading.Lock()  # one model at a time
 
 Body = Callable[[], Sequence[Tensor]]
@@ -66,20 +66,20 @@ class Inputs:
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = zip(shapes.items(), torch.split(self._host, sizes), torch.split(self._device, sizes), strict=True)
         self._parts = {
-            name: (host.view(shape), there.view(shape), kind) for (name, (shape, kind)), host, there in parts
+            name: (host.view(shape).numpy(), there.view(shape), kind) for (name, (shape, kind)), host, there in parts
         }
 
     def fill(self, features: Features) -> None:
         """Put features into the buffer on the host; the rest keeps tokens of others."""
         for name, (host, _, _) in self._parts.items():
-            given: Tensor = features[name]
+            given = features[name].numpy()
             if not self.packed:
-                host.copy_(given)
-            elif given.dim() == 2:
-                host[:, : given.size(1)].copy_(given)
+                host[:] = given
+            elif given.ndim == 2:
+                host[:, : given.shape[1]] = given
             else:
-                host[: given.numel()].copy_(given)
-                host[given.numel() : -1] = given[-1]
+                host[: given.size] = given
+                host[given.size : -1] = given[-1]
                 host[-1] = self.tokens
 
     def features(self) -> Features:
@@ -184,27 +184,29 @@ class EncodingGraphs(Replacement):
         self, texts: Sequence[str], *, task: str | None, prompt: str | None, options: SparseOptions
     ) -> SparseRows | None:
         """Rows on the host."""
-        if not self.may_run(texts):
-            return None
-        capacity = self.capacity
+        while self.may_run(texts):
+            more = _MORE_ROOM if len(texts) <= TEXTS[-1] // _MORE_ROOM else 1
+            capacity = more * self.capacity
 
-        def body(features: Features, count: int) -> Sequence[Tensor]:
-            rows = self._scores(features, task, options, capacity)
-            return [part[:count] for part in rows[:4]]
+            def body(features: Features, count: int, capacity: int = capacity) -> Sequence[Tensor]:
+                rows = self._scores(features, task, options, capacity)
+                return [part[:count] for part in rows[:4]]
 
-        def read(graph: Any, count: int) -> SparseRows:
-            parts = [part[:count] for part in graph.host]
-            return rows_in_room(parts, capacity, self._vocab_size)
+            def read(graph: Any, count: int, capacity: int = capacity) -> SparseRows:
+                return rows_in_room([part[:count] for part in graph.host], capacity, self._vocab_size)
 
-        found: SparseRows | None = None
-        try:
-            found = self._run(texts, prompt, _Asked(body, ("sparse", *options, capacity), task), read)
-        except NoRoomError as error:
-            self.failed = error.most > MAX_CAPACITY  # an untrained model: every call would capture anew
-            while self.capacity < min(error.most, MAX_CAPACITY):
-                self.capacity *= 2
-            self._forget()
-        return found
+            try:
+                found: SparseRows | None = self._run(
+                    texts, prompt, _Asked(body, ("sparse", *options, capacity), task), read
+                )
+            except NoRoomError as error:
+                self.failed = error.most > MAX_CAPACITY  # an untrained model: every call would capture anew
+                while more * self.capacity < min(error.most, MAX_CAPACITY):
+                    self.capacity *= 2
+                self._forget()
+            else:
+                return found
+        return None
 
     def vectors(
         self, texts: Sequence[str], *, task: str | None, prompt: str | None, normalize: bool, to_host: bool
@@ -376,6 +378,6 @@ def _sizes_of(features: Features, texts: int, padded: bool) -> tuple[int, int] |
     if not isinstance(ids, Tensor) or ids.device.type != "cpu" or not 0 < ids.numel() <= TOKENS[-1]:
         return None
     if tensors != PACKED:
-        return (texts, ids.numel()) if _EXPANDED in tensors else None
+        return (texts, ids.numel()) if EXPANDED in tensors else None
     sizes = next(size for size in TEXTS if size >= texts), next(size for size in TOKENS if size >= ids.size(1))
     return None if padded and (sizes[0] + 1) * sizes[1] > _PLACES else sizes

@@ -30,11 +30,13 @@ from tilefold.integrations.transformers.packed import (
 )
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
+from tilefold.pipeline.ragged import Int64, offsets_of
 from tilefold.pipeline.truncated import unwatched, watched
 
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
 _LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
 PACKED = frozenset({"input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})  # tensors of packed features
+EXPANDED = "query_expansion_positions"  # of ColBERT queries, which all have one length
 _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
 _PLANNED = frozenset({"task", "max_length"})  # arguments of preprocess that a plan covers
 _form: ContextVar[str] = ContextVar("tilefold_form_of_inputs", default="either")
@@ -66,6 +68,7 @@ class _Plan(NamedTuple):
     truncation: Features | None  # of the Rust tokenizer; None = texts are not cut
     others: Features  # no tensors; they go with every batch, such as the length of the prompt
     padding: int | None  # :func:`padding_position` of the model
+    expanded: Features | None = None  # features of an expanded query without a token, [1, L] each
 
 
 class PackedInputs(Replacement):
@@ -104,22 +107,28 @@ class PackedInputs(Replacement):
 
     def begin(self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: object) -> Callable[[], Features]:
         """The tokenizer's part of a call, which holds Python's lock for a moment only; the rest is what it returns."""
-        if _form.get() != "packed" or not inputs or self._expands(kwargs.get("task")):
+        if _form.get() != "packed" or not inputs:
             features = self._stock(inputs, prompt, kwargs)
             return lambda: features
+        expansion = self._expansion(kwargs.get("task"))
         if kwargs.keys() <= _PLANNED and all(type(text) is str for text in inputs):
             with self._locked():
-                plan = self._plan(prompt, kwargs)
+                plan = self._plan(prompt, kwargs, expansion)
                 if plan is not None:
                     encodings = [self._encodings(inputs, prompt, plan)]
-                    if (watch := watched()) is not None:
-                        watch.see_encodings(encodings[0], plan.truncation)
-                    return lambda: self._features(encodings.pop(), plan)
-        features = pack_features(self._stock(inputs, prompt, kwargs), padding_position(self.owner.model))
+                    # of a query without room for a token of the expansion, stock warns
+                    if plan.expanded is None or max(map(len, encodings[0])) < plan.expanded["input_ids"].size(1):
+                        if (watch := watched()) is not None:
+                            watch.see_encodings(encodings[0], plan.truncation)
+                        return lambda: self._features(encodings.pop(), plan)
+        features = self._stock(inputs, prompt, kwargs)
+        if expansion is None:
+            features = pack_features(features, padding_position(self.owner.model))
         return lambda: features
 
-    def _expands(self, task: object) -> bool:
-        return task == "query" and getattr(self.owner, "query_expansion", None) is not None
+    def _expansion(self, task: object) -> dict[str, Any] | None:
+        """How ColBERT queries are expanded, if these are such."""
+        return getattr(self.owner, "query_expansion", None) if task == "query" else None
 
     def _stock(self, inputs: Sequence[object], prompt: str | None, kwargs: dict[str, object]) -> Features:
         transformer = self.owner
@@ -131,7 +140,9 @@ class PackedInputs(Replacement):
             self._forget()
         return self._lock
 
-    def _plan(self, prompt: str | None, kwargs: dict[str, object]) -> _Plan | None:
+    def _plan(
+        self, prompt: str | None, kwargs: dict[str, object], expansion: dict[str, Any] | None = None
+    ) -> _Plan | None:
         tokenizer = self.owner.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch"):
@@ -141,26 +152,35 @@ class PackedInputs(Replacement):
             self._plans, self._backend, self._copied = {}, None, now
         lengths = [getattr(self.owner, name, None) for name in ("query_length", "document_length")]
         settings = (tokenizer.model_max_length, tokenizer.truncation_side, *lengths)
+        if expansion is not None:
+            if expansion["strategy"] != "fixed":
+                return None
+            settings = (*settings, tokenizer.mask_token_id, *expansion.values())
         key = (prompt, *settings, *sorted(kwargs.items()))
         if key not in self._plans:
-            self._plans[key] = self._planned(prompt, kwargs, backend)
+            self._plans[key] = self._planned(prompt, kwargs, backend, expansion is not None)
         return self._plans[key]
 
-    def _planned(self, prompt: str | None, kwargs: dict[str, object], backend: Any) -> _Plan | None:
+    def _planned(self, prompt: str | None, kwargs: dict[str, object], backend: Any, expanded: bool) -> _Plan | None:
         with padded_inputs(), unwatched():
             self._stock([_PROBES[0]], prompt, kwargs)
             limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
-            probes = [*_PROBES, "word " * (limit + 8)] if limit <= _LONGEST_PROBE else list(_PROBES)
+            cut = limit <= _LONGEST_PROBE and not expanded
+            probes = [*_PROBES, "word " * (limit + 8)] if cut else list(_PROBES)
             stock = self._stock(probes, prompt, kwargs)
         tensors = {key for key, value in stock.items() if isinstance(value, Tensor)}
-        if not {"input_ids", "attention_mask"} <= tensors <= _OF_TOKENS or stock.get("modality") != "text":
+        known = _OF_TOKENS | ({EXPANDED} if expanded else set())
+        if not {"input_ids", "attention_mask"} <= tensors <= known or stock.get("modality") != "text":
             return None
         others = {key: value for key, value in stock.items() if key not in tensors}
         plan = _Plan(backend.truncation, others, padding_position(self.owner.model))
+        if expanded:  # what stands behind the tokens of the shortest probe
+            last = {name: stock[name][1:2, -1:].expand(1, stock[name].size(1)) for name in sorted(tensors)}
+            plan = plan._replace(expanded=last)
         if self._backend is None:
             self._backend = type(backend).from_str(backend.to_str())
             self._backend.no_padding()
-        expected = pack_features(stock, plan.padding)
+        expected = stock if expanded else pack_features(stock, plan.padding)
         got = self._features(self._encodings(probes, prompt, plan), plan)
         same = expected.keys() == got.keys() and all(
             torch.equal(value, got[key]) if isinstance(value, Tensor) else value == got[key]
@@ -183,10 +203,26 @@ class PackedInputs(Replacement):
         flat = array("i")
         for encoding in encodings:
             flat.fromlist(encoding.ids)  # the quickest of what was tried: 29 ns a token, 24 of them for the list
+        ids = np.array(flat, np.int64)
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        ids = torch.from_numpy(np.frombuffer(flat, np.intc).astype(np.int64)) if flat else torch.zeros(0).long()
-        longest = int(lengths.max(initial=0))
-        return packed_features(ids, torch.from_numpy(lengths), plan.padding, longest) | plan.others
+        if plan.expanded is not None:
+            return _expanded(ids, lengths, plan.expanded) | plan.others
+        offsets, padding = offsets_of(lengths), -1 if plan.padding is None else plan.padding
+        counted = ids != padding
+        before = offsets_of(counted)
+        positions = (before[1:] - np.repeat(before[offsets[:-1]], lengths)) * counted + padding
+        made = ids, positions, offsets.astype(np.int32)
+        return packed_arguments(*map(torch.from_numpy, made), longest=int(lengths.max(initial=0))) | plan.others
+
+
+def _expanded(ids: Int64, lengths: Int64, alone: Features) -> Features:
+    """Features ``[B, L]`` of queries before what is to stand behind their tokens."""
+    features = {name: value.repeat(len(lengths), 1) for name, value in alone.items()}
+    tokens = torch.from_numpy(np.arange(features[EXPANDED].size(1)) < lengths[:, None])
+    features["input_ids"][tokens] = torch.from_numpy(ids)
+    features["attention_mask"][tokens] = 1
+    features[EXPANDED][tokens] = False
+    return features
 
 
 def on_device(features: Mapping[str, object], device: torch.device | str) -> Features:
