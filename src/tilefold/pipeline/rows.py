@@ -97,7 +97,7 @@ def say_unused_batch_tokens() -> None:
 
 
 class SparseRows(NamedTuple):
-    """Sparse rows on the CPU."""
+    """Sparse rows, on the CPU but for entries that were to stay on the device."""
 
     counts: Tensor  # int64 [n], entries of each row
     columns: Tensor  # int32 [sum(counts)], rising in each row
@@ -126,31 +126,41 @@ class NoRoomError(Exception):
 class PendingRows:
     """Sparse rows on their way to the host: ``[B, V]`` CSR, or (counts, kept, columns, values, V) of fixed capacity."""
 
-    def __init__(self, rows: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, int], capacity: int = 0) -> None:
+    def __init__(
+        self, rows: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, int], capacity: int = 0, to_host: bool = True
+    ) -> None:
+        self.capacity: int | None = None if isinstance(rows, Tensor) else capacity
         if isinstance(rows, Tensor):
             self.vocab_size = int(rows.size(1))
-            self.capacity: int | None = None
             parts = [rows.crow_indices().diff(), rows.col_indices().to(torch.int32), rows.values()]
-            self._fetched = Fetched(parts)
         else:
-            counts, kept, columns, values, self.vocab_size = rows
-            self.capacity = capacity
-            self._fetched = Fetched([counts, kept, columns, values])
+            *parts, self.vocab_size = rows
+        self._there = [] if to_host else parts[-2:]
+        self._fetched = Fetched(parts if to_host else parts[:-2])
 
     def get(self) -> SparseRows:
         """All rows; :class:`NoRoomError` if one has more entries than there was room for."""
+        parts = [*self._fetched.get(), *self._there]
         if self.capacity is None:
-            counts, columns, values = self._fetched.get()
+            counts, columns, values = parts
             return SparseRows(counts.to(torch.int64), columns, values, self.vocab_size)
-        return rows_in_room(self._fetched.get(), self.capacity, self.vocab_size)
+        return rows_in_room(parts, self.capacity, self.vocab_size)
 
 
 def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> SparseRows:
-    """Rows of (counts, kept, columns, values) of a `capacity`, on the CPU; :class:`NoRoomError` if one has more."""
+    """Rows of (counts, kept, columns, values) of a `capacity`; :class:`NoRoomError` if one has more.
+
+    Columns and values may lie on a device, and stay there; nothing waits for it.
+    """
     counts, kept, columns, values = parts
     most = int(counts.max()) if counts.numel() else 0
     if most > capacity:
         raise NoRoomError(most)
+    if columns.device.type != "cpu":
+        kept = kept.to(torch.int64)
+        behind = torch.arange(len(kept)) * columns.size(1) - (kept.cumsum(0) - kept)
+        at = places(behind, kept, columns.device)
+        return SparseRows(kept, columns.flatten()[at], values.flatten()[at], vocab_size)
     sizes = kept.tolist()
     return SparseRows(kept.to(torch.int64), _firsts(columns, sizes), _firsts(values, sizes), vocab_size)
 
@@ -175,13 +185,25 @@ def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tenso
     starts = torch.zeros(total, dtype=torch.int64)
     starts[order] = counts.cumsum(0) - counts
     offsets = torch.cat([counts.new_zeros(1), wanted.cumsum(0)])
-    source = repeated(starts - offsets[:-1], wanted) + torch.arange(len(values))
+    source = places(starts - offsets[:-1], wanted, values.device)
     return offsets, columns[source], values[source]
 
 
-def repeated(values: Tensor, counts: Tensor) -> Tensor:
-    """``torch.repeat_interleave`` on the CPU by numpy: torch wakes all threads for a few rows, which can take ms."""
-    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+def places(behind: Tensor, counts: Tensor, device: torch.device) -> Tensor:
+    """Where the entries of rows with so many come from, which lie so many places `behind` where they will."""
+    found = repeated(behind, counts, device)
+    return found.add_(torch.arange(len(found), device=device))
+
+
+def repeated(values: Tensor, counts: Tensor, device: torch.device | None = None) -> Tensor:
+    """``torch.repeat_interleave`` of values on the CPU, on `device`, which nothing waits for.
+
+    On the CPU by numpy: torch wakes all threads for a few rows, which can take ms.
+    """
+    if device is None or device.type == "cpu":
+        return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+    there, of_each = (to_device(each.numpy(), device) for each in (values, counts))
+    return torch.repeat_interleave(there, of_each, output_size=int(counts.sum()))
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -30,11 +30,11 @@ from tilefold.integrations.sentence_transformers.stream import (
 )
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Options, SparseOptions
-from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, repeated
+from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, repeated, stacked
 from tilefold.pipeline.truncated import watched
 
 FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
-WINDOW_TEXTS = 2048
+WINDOW_TEXTS, WINDOW_CHARACTERS = 2048, 1 << 18  # of a later one, at least; half the tokens of a batch on a GPU
 _USUAL = 32  # the stock batch size, from which on batches are cut by tokens
 
 
@@ -68,8 +68,7 @@ def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int
     """
     lengths = torch.tensor([len(text) for text in texts])
     order = lengths.argsort(descending=True, stable=True)
-    starts = [0, *range(FIRST_TEXTS, len(texts), WINDOW_TEXTS), len(texts)]
-    windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
+    windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(_starts(lengths[order]))]
     with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
         for item in items:
             if isinstance(item, (Begun, WindowEnd)):
@@ -81,6 +80,16 @@ def batches_of(stream: TextStream, texts: Sequence[str], progress: Callable[[int
             window = windows[item.window]
             yield item._replace(places=[window[place] for place in item.places])
             progress(len(item.places))
+
+
+def _starts(lengths: Tensor) -> list[int]:
+    """Where windows of texts with so many characters, which fall, begin and end."""
+    ends, starts = lengths.cumsum(0), [0, min(FIRST_TEXTS, len(lengths))]
+    while starts[-1] < len(lengths):
+        last = starts[-1]
+        enough = int(torch.searchsorted(ends, ends[last - 1] + WINDOW_CHARACTERS))
+        starts.append(min(max(enough, last + WINDOW_TEXTS), len(lengths)))
+    return starts
 
 
 class SparseBatchEncoder(Replacement):
@@ -226,12 +235,11 @@ def _shown(stream: TextStream, texts: list[str], show: bool, title: str) -> Iter
 
 def _rows(model: Model, asked: Options, how: Options, show: bool) -> object:
     options, texts = sparse_options(model, asked["max_active_dims"], 0.0), asked["inputs"]
-    stream = SparseStream(model, options, task=asked["kwargs"].get("task"), **how)
-    rows = as_csr(list(_shown(stream, texts, show, "Texts")), len(texts), 0)
-    device = torch.device("cpu") if asked["save_to_cpu"] else model.device
-    return _as_asked(
-        _as_coo(rows.crow_indices().diff(), rows.col_indices(), rows.values(), rows.size(1), device), asked
-    )
+    to_host = asked["save_to_cpu"] or model.device.type == "cpu"
+    stream = SparseStream(model, options, to_host=to_host, task=asked["kwargs"].get("task"), **how)
+    batches = list(_shown(stream, texts, show, "Texts"))
+    offsets, columns, values = stacked(batches, len(texts))
+    return _as_asked(_as_coo(offsets.diff(), columns, values, batches[0].rows.vocab_size, values.device), asked)
 
 
 def _as_asked(found: Tensor, asked: Options) -> object:
@@ -252,10 +260,11 @@ def _vectors(model: Model, asked: Options, how: Options, show: bool) -> object:
 
 
 def _as_coo(counts: Tensor, columns: Tensor, values: Tensor, vocab_size: int, device: torch.device) -> Tensor:
-    """Rows with so many entries on the CPU as coalesced COO on `device`, as ``encode`` returns it."""
-    of_row = repeated(torch.arange(len(counts)), counts)
-    indices, shape = torch.stack([of_row, columns.long()]).to(device), (len(counts), vocab_size)
-    return coo_tensor(indices, values.to(device), shape)
+    """Rows with so many entries as coalesced COO on `device`, as ``encode`` returns it."""
+    indices = torch.empty(2, len(values), dtype=torch.int64, device=device)
+    indices[0] = repeated(torch.arange(len(counts)), counts, device)
+    indices[1] = columns
+    return coo_tensor(indices, values.to(device), (len(counts), vocab_size))
 
 
 def _as_numpy(vectors: Tensor) -> object:

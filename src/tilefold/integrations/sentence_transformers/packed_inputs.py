@@ -158,10 +158,12 @@ class PackedInputs(Replacement):
             settings = (*settings, tokenizer.mask_token_id, *expansion.values())
         key = (prompt, *settings, *sorted(kwargs.items()))
         if key not in self._plans:
-            self._plans[key] = self._planned(prompt, kwargs, backend, expansion is not None)
+            self._plans[key] = self._planned(prompt, kwargs, backend, expansion and expansion["length"])
         return self._plans[key]
 
-    def _planned(self, prompt: str | None, kwargs: dict[str, object], backend: Any, expanded: bool) -> _Plan | None:
+    def _planned(
+        self, prompt: str | None, kwargs: dict[str, object], backend: Any, expanded: int | None
+    ) -> _Plan | None:
         with padded_inputs(), unwatched():
             self._stock([_PROBES[0]], prompt, kwargs)
             limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
@@ -174,7 +176,7 @@ class PackedInputs(Replacement):
             return None
         others = {key: value for key, value in stock.items() if key not in tensors}
         plan = _Plan(backend.truncation, others, padding_position(self.owner.model))
-        if expanded:  # what stands behind the tokens of the shortest probe
+        if expanded and stock["input_ids"].size(1) == expanded:  # what stands behind the tokens of the shortest probe
             last = {name: stock[name][1:2, -1:].expand(1, stock[name].size(1)) for name in sorted(tensors)}
             plan = plan._replace(expanded=last)
         if self._backend is None:

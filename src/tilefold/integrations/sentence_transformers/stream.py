@@ -81,14 +81,19 @@ def encode_batch(
 
 
 def _pending_rows(
-    model: Model, features: Features, task_kwargs: dict[str, str], options: SparseOptions, capacity: int | None = None
+    model: Model,
+    features: Features,
+    task_kwargs: dict[str, str],
+    options: SparseOptions,
+    capacity: int | None = None,
+    to_host: bool = True,
 ) -> PendingRows:
     """Sparse rows of features, on their way to the host; with a `capacity` in rows of this size where they can be."""
     with torch.inference_mode(), sparse_scores(options, capacity):
         rows = _encode_features(model, features, task_kwargs)["sentence_embedding"]
         if isinstance(rows, CapacityRows):
-            return PendingRows((*rows,), capacity or 0)
-        return PendingRows(rows if rows.layout == torch.sparse_csr else _pruned(rows.to_dense(), options))
+            return PendingRows((*rows,), capacity or 0, to_host)
+        return PendingRows(rows if rows.layout == torch.sparse_csr else _pruned(rows.to_dense(), options), 0, to_host)
 
 
 def _encode_features(model: Model, features: Features, task_kwargs: dict[str, str]) -> Features:
@@ -321,14 +326,15 @@ class TextStream(ABC):
 
 
 class SparseStream(TextStream):
-    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`."""
+    """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`, whose entries may stay on the device."""
 
-    def __init__(self, model: Model, options: SparseOptions, **how: Any) -> None:
+    def __init__(self, model: Model, options: SparseOptions, *, to_host: bool = True, **how: Any) -> None:
         super().__init__(model, **how)
-        self.options, self.capacity = options, CAPACITY
+        self.options, self.to_host, self.capacity = options, to_host, CAPACITY
 
     def _pending(self, features: Features, *, again: bool = False) -> PendingRows:
-        return _pending_rows(self.model, features, self.task, self.options, None if again else self.capacity)
+        capacity = None if again else self.capacity
+        return _pending_rows(self.model, features, self.task, self.options, capacity, self.to_host)
 
     def _arrived(self, pending: PendingRows) -> SparseRows:
         try:
