@@ -231,11 +231,12 @@ def test_hooks_training_and_progress_run_the_model_itself(stock: Any) -> None:
 
 
 def test_more_entries_than_there_is_room_for(stock: Any) -> None:
-    model = with_graphs(stock)
-    model.encoding_graphs.capacity = 4
+    model, before = with_graphs(stock), Repeated.made
+    model.encoding_graphs.capacity = 1
+    model.encode("")  # of few terms, or as many
     for _ in range(2):
         close(model.encode(FEW), stock.encode(FEW))
-    assert model.encoding_graphs.capacity > 4
+    assert made(model) == 2 and Repeated.made > before + 2
 
 
 def test_rows_that_no_graph_has_room_for_are_captured_once(stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ TEXTS = (1, 4, 16, 64)  # that graphs are made for; the next larger one takes a 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of all texts of a batch
 GRAPHS = "encoding_graphs"  # the attribute of the model
 LIMIT = 64  # graphs of a model, of which the one that was not used for longest goes first
-CAPACITY, MAX_CAPACITY = 1024, 1 << 14  # entries of a row at first; doubled where a row has more
+CAPACITY, MAX_CAPACITY = 1024, 1 << 14  # entries of a row at first, and at most; doubled where a row has more
 _MORE_ROOM = 4  # times as many entries, for up to a fourth of the most texts
 _PLACES = 1 << 17  # of padded token vectors, above which texts are encoded without a graph
 _WARM_RUNS = 2  # before a capture: libraries set themselves up, kernels are built
@@ -54,7 +54,7 @@ class Inputs:
     def __init__(self, features: Features, texts: int, tokens: int, device: torch.device) -> None:
         self.others = {name: value for name, value in features.items() if not isinstance(value, Tensor)}
         self.packed = "cu_seq_lens_q" in features
-        self.texts, self.tokens = texts, tokens
+        self.sizes = self.texts, self.tokens = texts, tokens
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in features.items() if isinstance(tensor, Tensor)}
         if self.packed:
             self.others |= dict.fromkeys(LONGEST, tokens)
@@ -150,13 +150,14 @@ class EncodingGraphs(Replacement):
     def _set_up(self) -> None:
         self._lock = threading.RLock()
         self.failed, self.capacity = False, CAPACITY
+        self._rooms: dict[tuple[int, int], int] = {}  # where a row had more entries
         self._pool: Any = None
         self._stream: Any = None
         self.device = torch.device("cpu")
         self._forget()
 
     def _forget(self) -> None:
-        self.graphs: OrderedDict[Hashable, tuple[Inputs, Any]] = OrderedDict()
+        self.graphs: OrderedDict[tuple[Any, ...], tuple[Inputs, Any]] = OrderedDict()
         self._state: State | None = None
         self._by_task: bool | None = None  # whether a module reads the task
 
@@ -184,29 +185,35 @@ class EncodingGraphs(Replacement):
         self, texts: Sequence[str], *, task: str | None, prompt: str | None, options: SparseOptions
     ) -> SparseRows | None:
         """Rows on the host."""
+
+        def body(features: Features, count: int) -> Sequence[Tensor]:
+            rows = self._scores(features, task, options, self._room(count, features["input_ids"].numel()))
+            return [part[:count] for part in rows[:4]]
+
+        def read(inputs: Inputs, graph: Any, count: int) -> SparseRows:
+            return rows_in_room([part[:count] for part in graph.host], self._room(*inputs.sizes), self._vocab_size)
+
         while self.may_run(texts):
-            more = _MORE_ROOM if len(texts) <= TEXTS[-1] // _MORE_ROOM else 1
-            capacity = more * self.capacity
-
-            def body(features: Features, count: int, capacity: int = capacity) -> Sequence[Tensor]:
-                rows = self._scores(features, task, options, capacity)
-                return [part[:count] for part in rows[:4]]
-
-            def read(graph: Any, count: int, capacity: int = capacity) -> SparseRows:
-                return rows_in_room([part[:count] for part in graph.host], capacity, self._vocab_size)
-
             try:
-                found: SparseRows | None = self._run(
-                    texts, prompt, _Asked(body, ("sparse", *options, capacity), task), read
-                )
-            except NoRoomError as error:
-                self.failed = error.most > MAX_CAPACITY  # an untrained model: every call would capture anew
-                while more * self.capacity < min(error.most, MAX_CAPACITY):
-                    self.capacity *= 2
-                self._forget()
-            else:
-                return found
+                found: SparseRows | None = self._run(texts, prompt, _Asked(body, ("sparse", *options), task), read)
+            except NoRoomError:
+                continue
+            return found
         return None
+
+    def _room(self, texts: int, tokens: int) -> int:
+        """Entries of a row, for which graphs of such sizes have room."""
+        return self._rooms.get((texts, tokens), self.capacity * (_MORE_ROOM if texts <= TEXTS[-1] // _MORE_ROOM else 1))
+
+    def _widen(self, sizes: tuple[int, int], most: int) -> None:
+        """Make room for more in graphs of these sizes."""
+        self.failed = most > MAX_CAPACITY  # an untrained model: every call would capture anew
+        room = self._room(*sizes)
+        while room < most:
+            room *= 2
+        self._rooms[sizes] = room
+        for key in [key for key in self.graphs if key[:2] == sizes]:
+            del self.graphs[key]
 
     def vectors(
         self, texts: Sequence[str], *, task: str | None, prompt: str | None, normalize: bool, to_host: bool
@@ -223,7 +230,7 @@ class EncodingGraphs(Replacement):
                 rows = nn.functional.normalize(rows, p=2, dim=-1)
             return [keep.sum(1), packed_rows(rows, keep)[:tokens]]
 
-        def read(graph: Any, count: int) -> list[Tensor]:
+        def read(_: Inputs, graph: Any, count: int) -> list[Tensor]:
             counts = graph.host[0][:count].tolist()
             rows: Tensor = (graph.host if to_host else graph.device)[1][: sum(counts)].clone()
             if rows.is_cuda:  # the next call, of a thread with another stream, may overwrite what was cloned
@@ -240,7 +247,9 @@ class EncodingGraphs(Replacement):
                 if self.may_run([""] * texts):
                     run(["a " * (tokens // texts - 3)] * texts)  # two special tokens
 
-    def _run(self, texts: Sequence[str], prompt: str | None, asked: _Asked, read: Callable[[Any, int], Any]) -> Any:
+    def _run(
+        self, texts: Sequence[str], prompt: str | None, asked: _Asked, read: Callable[[Inputs, Any, int], Any]
+    ) -> Any:
         with packed_inputs():
             features = self._tokenised(texts, prompt, asked.task)
         sizes = _sizes_of(features, len(texts), padded="vectors" in asked.kind)
@@ -259,7 +268,11 @@ class EncodingGraphs(Replacement):
                 held = self._state is not None and self._state.holds()
                 graph.wait()
                 if held:
-                    return read(graph, len(texts))
+                    try:
+                        return read(inputs, graph, len(texts))
+                    except NoRoomError as error:
+                        self._widen(inputs.sizes, error.most)
+                        raise
                 self._forget()
         return None
 
