@@ -152,7 +152,13 @@ class _Guard:
             await _shown(*refusal)(scope, receive, tracked)
             return
         try:
-            await self._app(scope, receive, tracked)
+            if scope["method"] == "POST" and (known := self._service.known.get(scope["path"])) is not None:
+                answer = await known(
+                    Request(scope, receive)
+                )  # to look through all routes would take longer than to do it
+                await answer(scope, receive, tracked)
+            else:
+                await self._app(scope, receive, tracked)
         except asyncio.CancelledError:  # the server ends, and the time for requests in work is over
             if not started:
                 await _shown(ServeError("Unhealthy", "the service is closing"))(scope, receive, tracked)

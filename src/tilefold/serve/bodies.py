@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -250,8 +251,12 @@ def plain(value: object) -> bytes:
 
 def numbers(values: Vector) -> list[str]:
     """The shortest decimals that read back as the same float32."""
-    found: list[str] = values.astype(np.float32).astype("U32").tolist()
-    return found
+    return list(map(_number, values.astype(np.float32).tolist()))
+
+
+@functools.lru_cache(1 << 16)  # weights of 16 bits are so few that nearly all were written before
+def _number(value: float) -> str:
+    return str(np.float32(value))
 
 
 def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:

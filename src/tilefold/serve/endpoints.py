@@ -52,6 +52,8 @@ def add_route(
     """A GET, or the POST of a checked `body`; `work` ends when the client leaves, and its errors are JSON."""
 
     async def endpoint(request: Request) -> Response:
+        if body is not None and not request.path_params:
+            service.known[request.scope["path"]] = endpoint
         try:
             given = () if body is None else (await read(request, body, service.limits),)
             return await while_connected(request, work(*given, request))

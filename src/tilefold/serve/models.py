@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -135,7 +136,7 @@ class Served:
         self.model.eval()
         self._calls = {side: self._call(side) for side in SIDES}
 
-    @property
+    @functools.cached_property
     def device(self) -> str:
         return str(self.model.device)
 

@@ -37,6 +37,7 @@ _CALL = "call"  # the key of payloads that are functions
 _CHARACTERS_PER_TOKEN = 250  # of text-embeddings-inference; more than that many per token of a model are not read
 _NO_MODEL = 512  # tokens that a query of a server without a model may have
 PORTION = 16_384  # characters, tokens or numbers that a thread works on before others have their turn
+_LITTLE = 1024  # characters, or numbers, of all items together
 _SEARCHERS = 4  # searches at once, at least
 _LEAVE_SECONDS = 5.0  # for searches that run when the service ends; a Qdrant server may be away
 _REMEDIES: dict[Kind, str] = {
@@ -115,6 +116,7 @@ class Service:
         self._search_turns = asyncio.Semaphore(max(_SEARCHERS, self.limits.tokenization_workers))
         self._lanes: dict[str, Lane] = {}
         self._cache: OrderedDict[tuple[Way, Input], Answer] = OrderedDict()  # used on the event loop only
+        self.known: dict[str, Callable[[Any], Awaitable[Any]]] = {}  # what answers a POST to a path, once it was found
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
 
@@ -185,7 +187,12 @@ class Service:
         run: Callable[..., Awaitable[list[R]]],
         size: Callable[[Any], int] = len,
     ) -> list[R]:
-        """Results of `work` for items, portion by portion: other requests have their turn between two of them."""
+        """Results of `work` for items, portion by portion: other requests have their turn between two of them.
+
+        What is little is done at once: to wake another thread would take longer.
+        """
+        if sum(map(size, items)) <= _LITTLE:
+            return work(list(items))
         return [made for portion in portions(items, size) for made in await run(work, portion)]
 
     async def in_search(self, work: Callable[..., T], *args: Any) -> T:

@@ -203,10 +203,11 @@ def _few_rows(model: Model, asked: Options, texts: list[str], prompt: str | None
     """Rows of one batch as ``encode`` returns them, None where no graph made them."""
     options, task = sparse_options(model, asked["max_active_dims"], 0.0), asked["kwargs"].get("task")
     graphs = graphs_of(model)
-    rows = None if graphs is None else graphs.sparse(texts, task=task, prompt=prompt, options=options)
+    to_host, how = bool(asked["save_to_cpu"]), {"task": task, "prompt": prompt, "options": options}
+    rows = None if graphs is None else graphs.sparse(texts, to_host=to_host, **how)
     if rows is None or graphs is None:
         return None
-    device = torch.device("cpu") if asked["save_to_cpu"] else graphs.device
+    device = torch.device("cpu") if to_host else graphs.device
     if len(texts) > 1:
         return _as_asked(_as_coo(rows.counts, rows.columns, rows.values, rows.vocab_size, device), asked)
     # one row needs no matrix, of which sparse tensors are slow to select a row

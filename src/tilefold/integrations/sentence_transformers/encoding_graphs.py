@@ -122,6 +122,10 @@ class Captured:
     def wait(self) -> None:
         self._done.synchronize()
 
+    def lent(self) -> None:
+        """Let the next launch, of whatever thread, come after what the current stream was given to read results."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
 
 class _Asked(NamedTuple):
     """A kind of work; each has graphs of its own."""
@@ -182,16 +186,29 @@ class EncodingGraphs(Replacement):
         return (State(self.owner) if self._state is None else self._state).splade
 
     def sparse(
-        self, texts: Sequence[str], *, task: str | None, prompt: str | None, options: SparseOptions
+        self,
+        texts: Sequence[str],
+        *,
+        task: str | None,
+        prompt: str | None,
+        options: SparseOptions,
+        to_host: bool = True,
     ) -> SparseRows | None:
-        """Rows on the host."""
+        """Rows on the host; entries on the device where they are asked for there, and there is one row."""
 
         def body(features: Features, count: int) -> Sequence[Tensor]:
             rows = self._scores(features, task, options, self._room(count, features["input_ids"].numel()))
             return [part[:count] for part in rows[:4]]
 
         def read(inputs: Inputs, graph: Any, count: int) -> SparseRows:
-            return rows_in_room([part[:count] for part in graph.host], self._room(*inputs.sizes), self._vocab_size)
+            parts = [part[:count] for part in graph.host]
+            there = not to_host and count == 1 and self.device.type == "cuda"
+            if there:
+                parts[2:] = graph.device[2:]
+            rows = rows_in_room(parts, self._room(*inputs.sizes), self._vocab_size)
+            if there:
+                graph.lent()
+            return rows
 
         while self.may_run(texts):
             try:
@@ -233,8 +250,8 @@ class EncodingGraphs(Replacement):
         def read(_: Inputs, graph: Any, count: int) -> list[Tensor]:
             counts = graph.host[0][:count].tolist()
             rows: Tensor = (graph.host if to_host else graph.device)[1][: sum(counts)].clone()
-            if rows.is_cuda:  # the next call, of a thread with another stream, may overwrite what was cloned
-                torch.cuda.current_stream(rows.device).synchronize()
+            if rows.is_cuda:
+                graph.lent()
             return list(torch.split(rows, counts))
 
         found: list[Tensor] | None = self._run(texts, prompt, _Asked(body, ("vectors", normalize), task), read)

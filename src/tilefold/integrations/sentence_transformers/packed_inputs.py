@@ -219,12 +219,11 @@ class PackedInputs(Replacement):
 
 def _expanded(ids: Int64, lengths: Int64, alone: Features) -> Features:
     """Features ``[B, L]`` of queries before what is to stand behind their tokens."""
-    features = {name: value.repeat(len(lengths), 1) for name, value in alone.items()}
-    tokens = torch.from_numpy(np.arange(features[EXPANDED].size(1)) < lengths[:, None])
-    features["input_ids"][tokens] = torch.from_numpy(ids)
-    features["attention_mask"][tokens] = 1
-    features[EXPANDED][tokens] = False
-    return features
+    features = {name: np.repeat(value.numpy(), len(lengths), axis=0) for name, value in alone.items()}
+    tokens = np.arange(features[EXPANDED].shape[1]) < lengths[:, None]
+    for name, filled in (("input_ids", ids), ("attention_mask", 1), (EXPANDED, False)):
+        features[name][tokens] = filled
+    return {name: torch.from_numpy(value) for name, value in features.items()}
 
 
 def on_device(features: Mapping[str, object], device: torch.device | str) -> Features:
