@@ -21,6 +21,7 @@ from tests.processes import ROOT, environment
 from tests.recipes.small import VOCABULARY, small_masked_lm
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, is_accelerated, restore
+from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
 from tilefold.integrations.sentence_transformers.stream import TextStream
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.retrieval import SparseVectors, vocabulary_fingerprint
@@ -231,6 +232,39 @@ def test_what_the_stream_of_vectors_does_not_serve_is_stock_until_it_is_gone(lat
         late.encode_document([*MANY, "cats \ud800"])
     handle.restore()
     assert "encode" not in vars(late)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_of_several_windows_stay_on_the_device(model: SparseEncoder, device: str) -> None:
+    texts = MANY * 12
+    model.to(device)
+    for options in ({}, {"save_to_cpu": True}, {"max_active_dims": 3}):
+        expected = model.encode(texts, **options)
+        with accelerate(model):
+            got = model.encode(texts, **options)
+        assert (got.device, got.layout, got.dtype) == (expected.device, expected.layout, expected.dtype)
+        assert got.is_coalesced() and torch.equal(got.indices().cpu(), got.cpu().to_dense().nonzero().T)
+        if not options.get("max_active_dims"):  # of equal weights, which are kept is open
+            assert_close(got.to_dense().cpu(), expected.to_dense().cpu(), FP32_BUDGET)
+
+
+@pytest.mark.parametrize("attend", [False, True])
+@pytest.mark.parametrize("prompt", [None, "a question: "])
+def test_expanded_queries_are_tokenised_as_stock_tokenises_them(
+    late_folder: Path, attend: bool, prompt: str | None
+) -> None:
+    recipe = ColbertRecipe(base_model=str(late_folder), dimension=16, max_length=24, expand_queries=True)
+    model = load_base_model(recipe).to("cpu")
+    model[0].query_expansion |= {"attend": attend}
+    accelerate(model)
+    preprocess = model[0].preprocess
+    for texts in (["cats"], ["", "dogs run. ", "a!"], ["cats sleep " * 40, "x"]):
+        expected = type(model[0]).preprocess(model[0], texts, prompt=prompt, task="query")
+        with packed_inputs():
+            got = preprocess(texts, prompt=prompt, task="query")
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value
 
 
 @pytest.mark.gpu

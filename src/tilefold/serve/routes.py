@@ -98,8 +98,8 @@ class Routes:
         return Response(content, media_type=JSON, headers=outcome.headers(self.service.model(kind).device))
 
     async def _written(self, rows: list[Any], write: Write, size: Callable[[Any], int] = len) -> bytes:
-        """JSON list of the rows, which a helper thread writes."""
-        return bodies.listed(await self.service.in_portions(rows, write, self.service.off_loop, size))
+        """JSON list of the rows; many are written by a helper thread."""
+        return bodies.listed(await self.service.helped(rows, write, size))
 
     async def _vectors(
         self, kind: Kind, body: bodies.EmbedAll, write: Write, size: Callable[[Any], int] = len, normalize: bool = True

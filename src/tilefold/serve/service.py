@@ -187,13 +187,16 @@ class Service:
         run: Callable[..., Awaitable[list[R]]],
         size: Callable[[Any], int] = len,
     ) -> list[R]:
-        """Results of `work` for items, portion by portion: other requests have their turn between two of them.
+        """Results of `work` for items, portion by portion: other requests have their turn between two of them."""
+        return [made for portion in portions(items, size) for made in await run(work, portion)]
 
-        What is little is done at once: to wake another thread would take longer.
-        """
+    async def helped(
+        self, items: Sequence[T], work: Callable[[list[T]], list[R]], size: Callable[[Any], int] = len
+    ) -> list[R]:
+        """The same in helper threads; what is little is done at once, since to wake one would take longer."""
         if sum(map(size, items)) <= _LITTLE:
             return work(list(items))
-        return [made for portion in portions(items, size) for made in await run(work, portion)]
+        return await self.in_portions(items, work, self.off_loop, size)
 
     async def in_search(self, work: Callable[..., T], *args: Any) -> T:
         """Run a search in a daemon thread: an index on a server may take long, and must hold up nothing else."""
@@ -318,7 +321,7 @@ class Service:
             self.check_size([each], model, way.side)
         texts = [each for each in inputs if isinstance(each, str)]
         lengths = functools.partial(model.lengths, way)
-        counts = iter(await self.in_portions(texts, lengths, self.off_loop))
+        counts = iter(await self.helped(texts, lengths))
         found = [next(counts) if isinstance(each, str) else len(each) for each in inputs]
         for length in found:
             self.metrics.observe("te_request_input_length", length)
