@@ -109,7 +109,7 @@ def _single(
             gate = _gate(model, stock, *gated)
             made["graphs"] = len(model.encoding_graphs.graphs)
         few = SLOW if way != GRAPHS else 1
-        row = {"case": case.name, "way": way, "gate": gate}
+        row: dict[str, object] = {"case": case.name, "way": way, "gate": gate}
         yield {**row, "work": f"one {name}", **made, **times(run, queries[: 20 + SINGLE // few], device)}
         together = times(lambda _: run(queries[:32]), queries[: 20 + JOINED // few], device)
         yield {**row, "work": f"32 {name}", **together}
@@ -121,9 +121,9 @@ def _single(
         graph.launch()
         graph.wait()
 
-    row = {"case": case.name, "work": f"one {name}", "way": FLOOR, "graphs": len(graphs.graphs), "gate": gate}
+    alone = {"case": case.name, "work": f"one {name}", "way": FLOOR, "graphs": len(graphs.graphs), "gate": gate}
     note = f"{inputs.texts} text, {inputs.tokens} tokens" + (", and one was captured while others were timed" * late)
-    yield {**row, **times(replay, queries, device), "note": note}
+    yield {**alone, **times(replay, queries, device), "note": note}
 
 
 def _gate(model: Any, stock: Any, texts: list[str], truth: Truth) -> str:
@@ -155,8 +155,8 @@ def _bulk(case: JobCase, model: Any, queries: list[str], truth: Truth, device: t
         return model.encode_query(texts, show_progress_bar=False, **how)
 
     row: dict[str, Any] = {"case": case.name, "work": f"{len(queries):,} queries"}
-    first = torch.stack([encode(queries)[at] for at in range(GATED)]).to_dense()
-    row["gate"] = _compared(truth, first)
+    first = torch.arange(GATED, device=device)
+    row["gate"] = _compared(truth, encode(queries).index_select(0, first).to_dense())
     busy = busy_share(lambda: encode(queries), device)
     yield row | {"way": GRAPHS, "queries_s": rate(queries, encode), "gpu_busy": busy}
     sparse = partial(encode_sparse, model, task="query")

@@ -159,7 +159,8 @@ def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> Spa
     if columns.device.type != "cpu":
         kept = kept.to(torch.int64)
         if len(kept) == 1:
-            return SparseRows(kept, *(part[0, : int(kept)].clone() for part in (columns, values)), vocab_size)
+            size = int(kept)
+            return SparseRows(kept, columns[0, :size].clone(), values[0, :size].clone(), vocab_size)
         behind = torch.arange(len(kept)) * columns.size(1) - (kept.cumsum(0) - kept)
         at = places(behind, kept, columns.device)
         return SparseRows(kept, columns.flatten()[at], values.flatten()[at], vocab_size)

@@ -237,7 +237,7 @@ def _shown(stream: TextStream, texts: list[str], show: bool, title: str) -> Iter
 def _rows(model: Model, asked: Options, how: Options, show: bool) -> object:
     options, texts = sparse_options(model, asked["max_active_dims"], 0.0), asked["inputs"]
     to_host = asked["save_to_cpu"] or model.device.type == "cpu"
-    stream = SparseStream(model, options, to_host=to_host, task=asked["kwargs"].get("task"), **how)
+    stream = SparseStream(model, options, to_host, task=asked["kwargs"].get("task"), **how)
     batches = list(_shown(stream, texts, show, "Texts"))
     offsets, columns, values = stacked(batches, len(texts))
     return _as_asked(_as_coo(offsets.diff(), columns, values, batches[0].rows.vocab_size, values.device), asked)

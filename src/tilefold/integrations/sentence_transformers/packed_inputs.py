@@ -158,7 +158,7 @@ class PackedInputs(Replacement):
             settings = (*settings, tokenizer.mask_token_id, *expansion.values())
         key = (prompt, *settings, *sorted(kwargs.items()))
         if key not in self._plans:
-            self._plans[key] = self._planned(prompt, kwargs, backend, expansion and expansion["length"])
+            self._plans[key] = self._planned(prompt, kwargs, backend, expansion["length"] if expansion else None)
         return self._plans[key]
 
     def _planned(

@@ -328,7 +328,7 @@ class TextStream(ABC):
 class SparseStream(TextStream):
     """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`, whose entries may stay on the device."""
 
-    def __init__(self, model: Model, options: SparseOptions, *, to_host: bool = True, **how: Any) -> None:
+    def __init__(self, model: Model, options: SparseOptions, to_host: bool = True, /, **how: Any) -> None:
         super().__init__(model, **how)
         self.options, self.to_host, self.capacity = options, to_host, CAPACITY
 
