@@ -193,7 +193,7 @@ class Service:
     async def helped(
         self, items: Sequence[T], work: Callable[[list[T]], list[R]], size: Callable[[Any], int] = len
     ) -> list[R]:
-        """The same in helper threads; what is little is done at once, since to wake one would take longer."""
+        """Results of `work` by helper threads, or at once where the items are little: to wake one would take longer."""
         if sum(map(size, items)) <= _LITTLE:
             return work(list(items))
         return await self.in_portions(items, work, self.off_loop, size)
