@@ -254,7 +254,7 @@ def test_expanded_queries_are_tokenised_as_stock_tokenises_them(
     late_folder: Path, attend: bool, prompt: str | None
 ) -> None:
     recipe = ColbertRecipe(base_model=str(late_folder), dimension=16, max_length=24, expand_queries=True)
-    model = load_base_model(recipe).to("cpu")
+    model = recipe.start().to("cpu")
     model[0].query_expansion |= {"attend": attend}
     accelerate(model)
     preprocess = model[0].preprocess

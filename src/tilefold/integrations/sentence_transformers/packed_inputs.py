@@ -213,8 +213,8 @@ class PackedInputs(Replacement):
         counted = ids != padding
         before = offsets_of(counted)
         positions = (before[1:] - np.repeat(before[offsets[:-1]], lengths)) * counted + padding
-        made = ids, positions, offsets.astype(np.int32)
-        return packed_arguments(*map(torch.from_numpy, made), longest=int(lengths.max(initial=0))) | plan.others
+        tokens, places, cu_seqlens = map(torch.from_numpy, (ids, positions, offsets.astype(np.int32)))
+        return packed_arguments(tokens, places, cu_seqlens, int(lengths.max(initial=0))) | plan.others
 
 
 def _expanded(ids: Int64, lengths: Int64, alone: Features) -> Features:
