@@ -116,3 +116,24 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
     places = torch.stack([each.argmax(0) for each in logits])
     active = usual & (expected > 0)
     assert torch.equal(winner[active].long(), places[active])
+
+
+def test_rows_after_empty_sequences_have_the_scale_of_their_own() -> None:
+    rows, weight, _ = inputs("trained")
+    rows[3] = 100.0  # of the first group alone
+    offsets = [0, 0, 0, 48, 48, 96]
+    B, T = len(offsets) - 1, OFFSETS[-1]
+    offset = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    state = torch.zeros(screen.STATE.value + screen.PER_SEQUENCE * B, dtype=torch.int32, device=DEVICE)
+    rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
+    terms, kept = torch.empty(3, V, device=DEVICE), torch.empty(B, V, dtype=torch.int8, device=DEVICE)
+    constants = {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": False}
+    screen.largest_kernel[(T // 16,)](rows, offset, state, B, T, 0, B * V, **constants)
+    screen.round_kernel[(-(-V // 16) + T // 16,)](
+        weight, rows, offset, state, weight8, rows8, terms, kept, B, V, T, 0, B * V, **constants
+    )
+    largest = state[screen.STATE.value :][:B].view(torch.float32)
+    parts = [rows[start:end].float().abs() for start, end in itertools.pairwise(offsets)]
+    assert largest.tolist() == [float(part.max()) if len(part) else 0.0 for part in parts]
+    scale = (largest / 127)[[2, 4]].repeat_interleave(48)[:, None]
+    assert float((rows.float() - scale * rows8.float()).abs().div(scale).max()) < 0.51

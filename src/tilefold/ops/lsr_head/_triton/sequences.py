@@ -79,7 +79,7 @@ def sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM: tl.constexpr):
 
 @triton.jit
 def first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: tl.constexpr):
-    """The first sequence that reaches past ``row``."""
+    """The first sequence that reaches past ``row``; of row 0 the first one of all, though it may be empty."""
     if UNIFORM:
         seq = row // uniform_length
     else:
