@@ -100,8 +100,10 @@ def _single(
             model.encoding_graphs.failed = way == EAGER
         made: dict[str, object] = {}
         if way == GRAPHS:
+            torch.cuda.empty_cache()  # what calls before have left is not the graphs'
             before = torch.cuda.memory_reserved(device)
             seconds = seconds_of(lambda: model.encoding_graphs.warm(run), device)
+            torch.cuda.empty_cache()
             made = {
                 "mib": (torch.cuda.memory_reserved(device) - before) / 2**20,
                 "note": f"captured in {seconds:.1f} s",

@@ -194,8 +194,9 @@ def test_gradients_build_without_spills(
         unit = {own: "*fp32"} if scaled and not launch.constants.get("PROJECTS") else {}  # gradients of unit vectors
         if "d" in packed and not temperature:
             unit["saved_ptr"] = "*i32"  # winners of documents of any length
-        # two variants, documents of scaled rows on 9.0 and listed ones on 10.0, put away 16 bytes before their loops
-        spilled, looped = 16 if packed or scaled else 0, 0.0
+        # some put away 16 bytes before their loops, documents of scaled rows on 9.0 and listed ones on 10.0, and 40
+        # those of packed pairs of an index, on 9.0 and 10.0
+        spilled, looped = 40 if packed and pairing == "index" else 16 if packed or scaled else 0, 0.0
         if (capability, dtype, rows, launch.kernel.__name__) == (90, torch.float32, 32, "ddocuments_listed_kernel"):
             spilled, looped = 16, 1 / 600
         build(launch, capability, dtype, spilled, looped, **unit)
