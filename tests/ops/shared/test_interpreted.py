@@ -28,7 +28,7 @@ RUNS: dict[str, tuple[list[str], int]] = {
     "maxsim": ([f"maxsim/test_{name}.py" for name in ("implementations", "properties", "quantized", "xtr", "plans")],
                120),
     "sparse_search": (["sparse_search/test_sparse_search.py"], 8),
-    "token_scatter": (["token_scatter/test_implementations.py", "shared/test_inputs.py"], 184),
+    "token_scatter": (["token_scatter/test_implementations.py", "shared/test_inputs.py"], 183),
     "the toy": (["shared/test_operator.py"], 13),
     "kernels that cannot be built": (["shared/test_unavailable_kernels.py"], 142),
 }  # fmt: skip
