@@ -8,15 +8,42 @@ from typing import TYPE_CHECKING, Literal
 from tilefold._typing import Model
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._checks import check_choice, check_k
+from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["encode_dense", "rank_by_similarity"]
+__all__ = ["dense_run", "encode_dense", "rank_by_similarity"]
 
 DOCUMENT_CHUNK = 1024  # documents encoded between two reports of progress
+
+
+def dense_run(
+    model: Model,
+    documents: Mapping[str, str],
+    queries: Mapping[str, str],
+    k: int,
+    *,
+    batch_size: int = 64,
+    query_chunk: int = 256,
+    progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """The `k` best documents per query by the model's own similarity, over all documents.
+
+    The prompts, routes and cosine or dot product of a ``SentenceTransformer`` are used. `documents` and `queries` are
+    id -> text, at least one each; `query_chunk` of them are scored at a time, which bounds the scores in memory to
+    ``[query_chunk, N]``. `progress` is called with (documents encoded, documents).
+    """
+    check_k(k)
+    for name, texts in (("documents", documents), ("queries", queries)):
+        if not texts:
+            raise ValueError(f"{name}: expected at least one, got an empty mapping.")
+        check_text_ids(name, texts)
+    vectors = encode_dense(model, documents, kind="document", batch_size=batch_size, progress=progress)
+    asked = encode_dense(model, queries, kind="query", batch_size=batch_size)
+    return rank_by_similarity(model, vectors, asked, list(documents), list(queries), k, query_chunk)
 
 
 def encode_dense(

@@ -55,6 +55,7 @@ def test_many_documents_in_one_pass(
     target: Target, queries: int, tokens: int, length: int, dim: int, masked: bool
 ) -> None:
     count = 203 if target.device == "cpu" else 65536 + 5  # from so many on, there is a kernel whose warps have roles
+    count = 66 if INTERPRETED else count  # a minute for 203
     shape, layout = (queries, count, tokens, length, dim), "holes" if masked else "full"
     inputs = maxsim_inputs(*shape, layout=layout, dtype=torch.float16, device=target.device)
     inputs.documents[:50] = -inputs.documents[:50].abs()  # products below 0 take other steps
@@ -64,7 +65,7 @@ def test_many_documents_in_one_pass(
     documents.scales[45:47] *= 2.0**115
     documents.scales[60, 1], documents.scales[61, 2] = math.nan, math.inf
     documents.values[61, 2] = 0  # as what has an infinity is rounded
-    for options in ({}, {"mask_mode": "zero"}, {"reduction": "mean"}):
+    for options in ({"mask_mode": "zero"},) if INTERPRETED else ({}, {"mask_mode": "zero"}, {"reduction": "mean"}):
         asked = inputs.layout | options
         found = maxsim(inputs.queries, documents, **asked, impl=target.impl)
         truth = maxsim(inputs.queries, documents, **asked, impl="reference")
