@@ -153,7 +153,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
     def launch(self: shared_launch.Step, build: shared_launch.Build) -> Any:
         tried.append(build.kernel.__name__)
         if when(build.arguments):
-            raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction")
+            raise KernelUnavailableError(build.kernel.__name__, "PTXASError: no such instruction", build.instead)
         return honest(self, build)
 
     monkeypatch.setattr(shared_launch.Step, "by_triton", launch)
