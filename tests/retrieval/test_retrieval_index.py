@@ -350,12 +350,13 @@ def test_arrays_that_do_not_fit_are_refused(make_vectors: Make, tmp_path: Path) 
         "checksums.npy": (np.zeros(3, np.uint32), r"expected uint32 of shape \[500\]"),
         "offsets.npy": (offsets[::-1].copy(), "rise from 0"),
         "id_offsets.npy": (np.arange(31), r"ids.npy: expected uint8 of shape \[30\]"),
+        "id_offsets.npy ": (np.r_[0, 0, np.arange(2, 31)], "id_offsets.npy: expected ids of one byte at least"),
         "ids.npy": (text[:-1], "ids.npy: expected uint8 of shape"),
     }
     for name, (values, message) in cases.items():
         folder = tmp_path / name
         shutil.copytree(tmp_path / "index", folder)
-        np.save(folder / name, values)
+        np.save(folder / name.strip(), values)
         sum_files(folder)
         refused(DataError, message, load_index, folder)
     np.save(tmp_path / "index" / "documents.npy", np.full(offsets[-1], 1 << 30, np.int32))
@@ -371,6 +372,18 @@ def test_ids_are_stored_and_read_one_by_one(tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("ids")
     save_ids(ids, folder)
     stored = StoredIds.load(folder, len(ids))
-    assert list(stored) == ids == [stored[at] for at in range(len(ids))]
+    assert list(stored) == ids == [stored[at] for at in range(len(ids))] == stored[:]
+    assert stored[-1] == ids[-1] and stored[1::2] == ids[1::2]
     refused(IndexError, "at: expected a position", lambda: stored[len(ids)])
     refused(DataError, r"id_offsets.npy: expected int64 of shape \[", StoredIds.load, folder, len(ids) + 1)
+
+
+@pytest.mark.parametrize("backend", ["exact", "seismic"])
+def test_an_index_with_the_files_of_ids_of_before_is_replaced(make_vectors: Make, tmp_path: Path, backend: str) -> None:
+    built = build_index(make_vectors(30), backend)
+    built.save(tmp_path / "index")
+    for name in ("ids.json", "id_ends.npy"):
+        (tmp_path / "index" / name).write_text("[]")
+    built.save(tmp_path / "index")
+    assert not {"ids.json", "id_ends.npy"} & {file.name for file in (tmp_path / "index").iterdir()}
+    assert list(load_index(tmp_path / "index").ids) == list(built.ids)

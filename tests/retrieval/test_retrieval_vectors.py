@@ -87,6 +87,14 @@ def test_shards_have_receipts_and_those_without_vectors_are_made_again(make_vect
     assert r.read_vectors(tmp_path).ids == ["d0", "d1", "d2", "e0", "e1", "e2"]
 
 
+def test_a_writer_takes_the_manifest_of_a_new_folder_of_its_kind(make_vectors: Make, tmp_path: Path) -> None:
+    read = r.write_vectors(make_vectors(6), tmp_path / "v", shard_size=3)
+    refused(ValueError, r"of a new folder, got one that lists 2 shard\(s\)", r.SparseVectorWriter, tmp_path / "w", read)
+    tokens = r.TokenManifest(8, "fp16")
+    refused(TypeError, "expected a VectorManifest, got TokenManifest", r.SparseVectorWriter, tmp_path / "v", tokens)
+    assert r.read_manifest(tmp_path / "v") == read and not (tmp_path / "w").exists()
+
+
 @pytest.mark.parametrize("place", ["s.sha256_file", "s.ShardWriter._save"])
 def test_a_killed_writer_loses_only_its_last_shard(make_vectors: Make, tmp_path: Path, place: str) -> None:
     code = (

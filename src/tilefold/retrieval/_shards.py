@@ -184,14 +184,21 @@ class ShardWriter(ABC, Generic[M, V]):
 
     suffix: ClassVar[str]
     package: ClassVar[tuple[str, str, str]]  # arguments of :func:`require`
+    made_with: ClassVar[type[Manifest]]
 
     def __init__(self, path: str | Path, manifest: M, *, resume: bool = False, lists: bool = True) -> None:
         require(*self.package)
+        if not isinstance(manifest, self.made_with):
+            got = type(manifest).__name__
+            raise TypeError(f"manifest: expected a {self.made_with.__name__}, got {got}. Make one for these vectors.")
         self.path, self._kind = Path(path), type(manifest)
         self._received: dict[int, Receipt] = {}
         if not lists:
             self.manifest = manifest
             return
+        if manifest.shards or manifest.partial or manifest.complete:
+            got = f"one that lists {len(manifest.shards)} shard(s)"
+            raise ValueError(f"manifest: expected that of a new folder, got {got}. Make a new one with its settings.")
         self._earlier()  # refuses a foreign folder before anything is written there
         self._lock = hold_folder(self.path)
         earlier = self._earlier()

@@ -252,7 +252,7 @@ class BM25Index(FolderIndex):
             options = BM25Options(**manifest["options"])
             _check_arrays(engine, len(ids))
         counts = read_array(folder / _COUNTS, np.int32, engine.scores["data"].size)
-        return cls(engine, ids, counts, options, Provenance.from_dict(manifest))
+        return cls(engine, list(ids), counts, options, Provenance.from_dict(manifest))
 
 
 def _check_arrays(engine: Any, n_documents: int) -> None:

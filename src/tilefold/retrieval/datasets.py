@@ -119,6 +119,8 @@ class StoredDocuments(Mapping[str, Document]):
         self._path, self._state, self._keys, self._offsets = file, state, keys, offsets
 
     def __getitem__(self, name: str) -> Document:
+        if not isinstance(name, str):
+            raise KeyError(name)
         key = np.uint64(id_key(name))
         at = int(np.searchsorted(self._keys, key))
         with self._open() as stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +80,8 @@ class _Source:
 
             self.store = (open_dense if self.layout == "dense" else open_tokens)(folder)
             self.manifest = self.store.manifest
-        for name in _OF_TEXTS:
-            self.manifest.settings.pop(name, None)
+        kept = {name: value for name, value in self.manifest.settings.items() if name not in _OF_TEXTS}
+        self.manifest = replace(self.manifest, settings=kept)
 
     def shards(self) -> Iterator[Any]:
         each: Iterator[Any] = iter_shards(self.folder, self.manifest) if self.store is None else self.store.each()

@@ -37,7 +37,7 @@ class _IndexRetriever:
 
     index: Any
     model: Model | None = None  # None where vectors of queries are given
-    options: Mapping[str, object] = field(default_factory=dict)  # of the search, such as Seismic's heap_factor
+    options: Mapping[str, object] = field(default_factory=dict, kw_only=True)  # of the search, as heap_factor
 
     @property
     def provenance(self) -> Provenance:
@@ -50,7 +50,8 @@ class _IndexRetriever:
         return self.model
 
     def search(self, vectors: Any, names: Sequence[str], k: int, where: Where = None, **options: object) -> Run:
-        hits = self.index.search(vectors, k, where=where, **self.options, **options)
+        asked = {**self.options, **options} | ({} if where is None else {"where": where})
+        hits = self.index.search(vectors, k, **asked)
         ids = getattr(vectors, "ids", names)
         return {name: {hit.id: hit.score for hit in row} for name, row in zip(ids, hits, strict=True)}
 

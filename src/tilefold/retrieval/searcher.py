@@ -189,12 +189,12 @@ class Searcher:
         if isinstance(index, BM25Index | DenseRetriever):
             self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
         elif backend == DENSE:
-            self.retriever = DenseIndexRetriever(index, model)
+            self.retriever = DenseIndexRetriever(index, model, options=options or {})
         elif backend == LATE:
-            self.retriever = LateRetriever(index, model, options or {})
+            self.retriever = LateRetriever(index, model, options=options or {})
         else:
             rows = Path(vectors) if isinstance(vectors, str) else vectors
-            self.retriever = SparseRetriever(index, model, options or {}, rows, query_top_k)
+            self.retriever = SparseRetriever(index, model, rows, query_top_k, options=options or {})
         self.stage = _STAGES[type(self.retriever)]
         if isinstance(second, BM25Index) and "texts_sha256" in second.provenance.differs(self.provenance):
             raise DataError("second: was made from other documents than those that are searched.")

@@ -214,7 +214,7 @@ def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> 
         for each in (queries, documents)
     ]
     parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
-    pairs = [(sides[0][task.query[part]], sides[1][task.document[part]]) for part in parts]
+    pairs = ((sides[0][task.query[part]], sides[1][task.document[part]]) for part in parts)  # one part at a time
     scores = [np.asarray(asked.multiply(stored).sum(axis=1), np.float32) for asked, stored in pairs]
     return np.concatenate(scores)
 

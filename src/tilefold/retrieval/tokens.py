@@ -203,6 +203,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does."""
 
     suffix, package = "safetensors", ("safetensors.torch", "safetensors", "Storing token vectors")
+    made_with = TokenManifest
 
     def _check(self, vectors: TokenVectors) -> None:
         expected = (self.manifest.dimension, _DTYPES[self.manifest.storage])

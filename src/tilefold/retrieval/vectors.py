@@ -73,6 +73,7 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
     """
 
     suffix, package = "parquet", ("pyarrow.parquet", "pyarrow", "Storing vectors")
+    made_with = VectorManifest
 
     def _check(self, vectors: SparseVectors) -> None:
         check_same_vocabulary(self.manifest, vectors, "the folder", "vectors")

@@ -65,7 +65,8 @@ def test_many_documents_in_one_pass(
     documents.scales[45:47] *= 2.0**115
     documents.scales[60, 1], documents.scales[61, 2] = math.nan, math.inf
     documents.values[61, 2] = 0  # as what has an infinity is rounded
-    for options in ({"mask_mode": "zero"},) if INTERPRETED else ({}, {"mask_mode": "zero"}, {"reduction": "mean"}):
+    asked_for: list[dict[str, str]] = [{}, {"mask_mode": "zero"}, {"reduction": "mean"}]
+    for options in asked_for[(queries + masked) % 3 :][:1] if INTERPRETED else asked_for:
         asked = inputs.layout | options
         found = maxsim(inputs.queries, documents, **asked, impl=target.impl)
         truth = maxsim(inputs.queries, documents, **asked, impl="reference")

@@ -150,7 +150,7 @@ def _screen(steps: HeadSteps, total: int, length: int) -> None:
     batch, (vocab, dim), group = steps.tokens.batch, steps.tensors.weight.shape, steps.values["GROUP"]
     block_v, block_t, block_k = 2 * hopper.HALF_V.value, configs.SCREEN["BLOCK_T"], configs.SCREEN["BLOCK_K"]
     programs, sampled = steps.setting.multiprocessors, min(batch, configs.SAMPLED)
-    sample, groups, when = (sampled, programs // sampled), cdiv(total, group), lookup(configs.WHEN_SCREENED)
+    sample, groups, when = (sampled, max(1, programs // sampled)), cdiv(total, group), lookup(configs.WHEN_SCREENED)
     steps.values |= {
         "SCREENED": True, "limit": int(when["MOST_KEPT"] * batch * vocab), "BLOCK_D": power_of_two(dim),
         "sample_limit": int(when["MOST_SAMPLED"] * sample[0] * sample[1] * configs.SAMPLE["BLOCK_V"]),

@@ -39,6 +39,7 @@ _TYPES: dict[str, type | UnionType] = {
 }
 REMEDY = "Build the index again (tilefold index)."
 _IDS, _OFFSETS = ID_FILES = "ids.npy", "id_offsets.npy"
+_FORMER_IDS = "ids.json", "id_ends.npy"  # which an index that is built again replaces
 _ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
 
 N = TypeVar("N", bound=np.generic)
@@ -190,9 +191,12 @@ class StoredIds(Sequence[str]):
     def __init__(self, text: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> None:
         self._text, self._offsets = text, offsets
 
-    def __getitem__(self, at: int) -> str:  # type: ignore[override]
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
+        at = at + len(self) if at < 0 else at
         if not 0 <= at < len(self):
-            raise IndexError(f"at: expected a position in [0, {len(self)}), got {at}.")
+            raise IndexError(f"at: expected a position among {len(self)} ids, got {at}.")
         try:
             return self._text[self._offsets[at] : self._offsets[at + 1]].tobytes().decode("utf-8", _ERRORS)
         except UnicodeDecodeError as error:
@@ -203,8 +207,10 @@ class StoredIds(Sequence[str]):
 
     @classmethod
     def load(cls, folder: Path, count: int) -> StoredIds:
-        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`."""
+        """Load ids that :func:`save_ids` wrote, memory-mapped; ``DataError`` unless they are `count`, none empty."""
         offsets = read_offsets(folder / _OFFSETS, count)
+        if (np.diff(offsets) < 1).any():
+            raise DataError(f"{folder / _OFFSETS}: expected ids of one byte at least, got an empty one. {REMEDY}")
         return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
 
 
@@ -235,7 +241,7 @@ class FolderIndex(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options, with which another index like this one is built."""
+        """Options, with which another index like this one is built; of late interaction also what was measured."""
         return dict(self.options) if isinstance(self.options, Mapping) else asdict(self.options)
 
     @abstractmethod
@@ -247,7 +253,9 @@ class FolderIndex(ABC):
     @classmethod
     def _replaced(cls, path: str | Path) -> AbstractContextManager[Path]:
         """A new folder, which then replaces an earlier index of this kind at `path`."""
-        return atomic_directory(Path(path), own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *cls.own_files])
+        return atomic_directory(
+            Path(path), own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *_FORMER_IDS, *cls.own_files]
+        )
 
     def _finish(self, folder: Path) -> None:
         """Write what all indexes have into a folder that has the rest."""

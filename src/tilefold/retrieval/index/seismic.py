@@ -272,7 +272,7 @@ class SeismicIndex(FolderIndex):
                 wanted = f"{filled.size} of {len(ids)} texts, of {terms.size} terms"
                 raise DataError(f"{_FILE}: expected {wanted}, got {engine.len}, {engine.dim}.")
         origin = (manifest["vocab_size"], manifest.get("fingerprint"), Provenance.from_dict(manifest))
-        index = cls(engine, ids, terms, filled, options, origin)
+        index = cls(engine, list(ids), terms, filled, options, origin)
         index._folder = folder
         return index
 

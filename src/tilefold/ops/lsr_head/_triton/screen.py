@@ -97,7 +97,9 @@ def largest_kernel(
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
     if (row < n_rows) & (tl.load(state_ptr + TOO_MANY) <= sample_limit):
-        seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)  # of all rows of a group
+        seq = first_sequence(
+            offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM
+        )  # by its last: empty ones may begin at its first
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(tl.float32)
@@ -150,7 +152,9 @@ def round_kernel(
             v = v0 + tl.arange(0, GROUP)
             _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D, BLOCK_D)
         else:
-            seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)  # of all rows of a group
+            seq = first_sequence(
+                offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM
+            )  # by its last: empty ones may begin at its first
             scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
             r = (row + tl.arange(0, GROUP)).to(tl.int64)
             d = tl.arange(0, BLOCK_D)
