@@ -91,11 +91,7 @@ def check_plan(plan: Plan, names: Names, capability: int, only: str) -> set[str]
     """Compile its launches, each once; ``names`` are the dtypes of given tensors and results."""
     names = names | {name: each.dtype if isinstance(each, Buffer) else None for name, each in plan.buffers.items()}
     # gradients of sums are products in fp32; places are counts that were added up
-    names |= {
-        each.makes: {"place": I64, "state": I32}.get(each.makes, F32)
-        for each in plan.steps
-        if isinstance(each, TorchStep)
-    }
+    names |= {each.makes: I64 if each.makes == "place" else F32 for each in plan.steps if isinstance(each, TorchStep)}
     found = set()
     for launch in plan.steps:
         if not isinstance(launch, Launch) or only not in launch.kernel.__name__:

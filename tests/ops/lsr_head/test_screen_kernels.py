@@ -63,6 +63,10 @@ def inputs(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return rows, weight, bias
 
 
+def empty_state(batch: int) -> Tensor:
+    return torch.full((screen.STATE.value + screen.PER_SEQUENCE.value * batch,), 77, dtype=torch.int32, device=DEVICE)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("uniform", [False, True])
 def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> None:
@@ -72,20 +76,23 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
         bias = ((rows[: offsets[1]].double() @ weight.double().T).amax(0) * (2.0**-10 - 1)).half()
     B, length, T = len(offsets) - 1, 48 if uniform else 0, OFFSETS[-1]
     offset = None if uniform else torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-    state = torch.zeros(screen.STATE.value + screen.PER_SEQUENCE * B, dtype=torch.int32, device=DEVICE)
+    state, counts = empty_state(B), torch.full((B, 2), 77, dtype=torch.int32, device=DEVICE)
     rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
     terms = torch.full((3, V), float("nan"), device=DEVICE)
     constants = {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": uniform}
     limits = (32 * B, B * V)
     kept = torch.full((B, V), -1, dtype=torch.int8, device=DEVICE)
     screen.sample_kernel[(B, 2)](
-        weight, rows, bias, offset, state, B, V, length, 1.0,
+        weight, rows, bias, offset, state, counts, B, V, length, 1.0,
         D=D, BLOCK_V=16, BLOCK_T=16, BLOCK_K=16, MOST_T=32, HAS_BIAS=True, UNIFORM=uniform,
     )  # fmt: skip
+    assert not state.any()
+    screen.largest_kernel[(T // 16,)](
+        rows, offset, state, counts, B, T, length, 2 * B, limits[0], BLOCK_SAMPLES=8, **constants
+    )
     sampled = int(state[screen.TOO_MANY.value]) / (32 * B)
     assert sampled == 1 if kind == "everything" else sampled < 0.6 or kind not in ("trained", "small")
-    screen.largest_kernel[(T // 16,)](rows, offset, state, B, T, length, limits[0], **constants)
-    screen.round_kernel[(-(-V // 16) + T // 16,)](
+    screen.round_kernel[(-(-V // 16) + T // 16 if uniform else 2,)](
         weight, rows, offset, state, weight8, rows8, terms, kept, B, V, T, length, limits[0], **constants
     )
     assert bool((kept == 0).all())
@@ -124,11 +131,11 @@ def test_rows_after_empty_sequences_have_the_scale_of_their_own() -> None:
     offsets = [0, 0, 0, 48, 48, 96]
     B, T = len(offsets) - 1, OFFSETS[-1]
     offset = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-    state = torch.zeros(screen.STATE.value + screen.PER_SEQUENCE * B, dtype=torch.int32, device=DEVICE)
+    state, counts = empty_state(B).zero_(), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
     terms, kept = torch.empty(3, V, device=DEVICE), torch.empty(B, V, dtype=torch.int8, device=DEVICE)
     constants = {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": False}
-    screen.largest_kernel[(T // 16,)](rows, offset, state, B, T, 0, B * V, **constants)
+    screen.largest_kernel[(T // 16,)](rows, offset, state, counts, B, T, 0, 1, B * V, BLOCK_SAMPLES=2, **constants)
     screen.round_kernel[(-(-V // 16) + T // 16,)](
         weight, rows, offset, state, weight8, rows8, terms, kept, B, V, T, 0, B * V, **constants
     )

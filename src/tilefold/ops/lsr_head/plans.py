@@ -159,13 +159,15 @@ def _screen(steps: HeadSteps, total: int, length: int) -> None:
     steps.buffer("weight8", (vocab, dim), torch.int8)
     steps.buffer("terms", (3, vocab))
     steps.buffer("list", (batch, vocab), torch.int32)
-    steps.buffer("state", (screen.STATE.value + screen.PER_SEQUENCE * batch,), torch.int32)
+    steps.buffer("state", (screen.STATE.value + screen.PER_SEQUENCE.value * batch,), torch.int32)
     steps.buffer("kept", (batch, vocab), torch.int8)
-    steps.torch("state", Tensor.zero_, "state")
+    steps.buffer("counts", sample, torch.int32)
     steps.launch(screen.sample_kernel, sample, configs.SAMPLE)
-    steps.launch(screen.largest_kernel, (groups,), configs.ROUND)
+    own = {"samples": sample[0] * sample[1], "BLOCK_SAMPLES": power_of_two(sample[0] * sample[1])}
+    steps.launch(screen.largest_kernel, (groups,), configs.ROUND | own)
     named = {"values_ptr": "rows8", "weight_values_ptr": "weight8"}
-    steps.launch(screen.round_kernel, (cdiv(vocab, group) + groups,), configs.ROUND, named)
+    grid = (min(cdiv(vocab, group) + groups, programs * configs.ROUND["PROGRAMS"]),)
+    steps.launch(screen.round_kernel, grid, configs.ROUND, named)
     tma = {
         name: Tma(rows, dim, hopper.hopper_descriptor(block, block_k, torch.int8))
         for name, rows, block in (("weight8", vocab, hopper.HALF_V.value), ("rows8", total, block_t))

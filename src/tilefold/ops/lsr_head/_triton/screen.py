@@ -23,7 +23,8 @@ TOO_MANY = tl.constexpr(0)  # places of counters: entries of the sample that sta
 KEPT = tl.constexpr(1)
 BLOCK_CLEAR = tl.constexpr(32)  # sequences whose marks are cleared at a time
 STATE = tl.constexpr(4)  # place of the first number of a sequence in the state, which begins with the counters
-PER_SEQUENCE = 4  # numbers, each for all sequences: largest entry, norm and error of rounded rows, entries listed
+# numbers, each for all sequences: largest entry, norm and error of rounded rows, entries listed
+PER_SEQUENCE = tl.constexpr(4)
 BLOCK_LIST = 1024  # entries of a sequence that a program lists
 
 
@@ -35,14 +36,18 @@ def runs_screened(state_ptr, sample_limit, limit):
 
 @triton.jit(do_not_specialize=["B", "V", "uniform_length", "logit_scale"])
 def sample_kernel(
-    weight_ptr, rows_ptr, bias_ptr, offset_ptr, state_ptr, B, V, uniform_length, logit_scale,
+    weight_ptr, rows_ptr, bias_ptr, offset_ptr, state_ptr, counts_ptr, B, V, uniform_length, logit_scale,
     D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, MOST_T: tl.constexpr,
     HAS_BIAS: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Count, in a sample, entries that would stay: of some sequences and columns, by a guess of the bound.
 
-    Once most of a program's entries would stay, it looks no further.
+    Once most of a program's entries would stay, it looks no further. The state becomes zeros.
     """
+    program, n_state = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), B * PER_SEQUENCE + STATE
+    for i0 in range(program * BLOCK_T, n_state, tl.num_programs(0) * tl.num_programs(1) * BLOCK_T):
+        i = i0 + tl.arange(0, BLOCK_T)
+        tl.store(state_ptr + i, tl.zeros((BLOCK_T,), tl.int32), mask=i < n_state)
     seq = (tl.program_id(0).to(tl.int64) * B // tl.num_programs(0)).to(tl.int32)
     place = (tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     v = place * V // (tl.num_programs(1) * BLOCK_V)
@@ -53,33 +58,33 @@ def sample_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + v).to(tl.float32)
     best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    h_square, h_largest = tl.zeros((BLOCK_T,), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
+    h_sizes, h_square = tl.zeros((BLOCK_K, BLOCK_T), tl.float32), 0.0
     count = 0
     r0 = start
     while (r0 < end) & (2 * count < BLOCK_V):
         row = r0 + tl.arange(0, BLOCK_T)
         rows = rows_ptr + row.to(tl.int64)[None, :] * D
         acc = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
-        w_square, w_largest = tl.zeros((BLOCK_V,), tl.float32), tl.zeros((BLOCK_V,), tl.float32)
-        square = tl.zeros((BLOCK_T,), tl.float32)
+        w_squares, w_sizes = tl.zeros((BLOCK_V, BLOCK_K), tl.float32), tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+        h_squares = tl.zeros((BLOCK_K, BLOCK_T), tl.float32)
         for k in range(0, D, BLOCK_K):
             d = k + tl.arange(0, BLOCK_K)
             w = tl.load(weights + d[None, :], mask=(d < D)[None, :], other=0.0)
             h = tl.load(rows + d[:, None], mask=(d < D)[:, None] & (row < end)[None, :], other=0.0)
             acc = tl.dot(w, h, acc)
             w, h = w.to(tl.float32), h.to(tl.float32)
-            w_square += tl.sum(w * w, axis=1)
-            w_largest = tl.maximum(w_largest, tl.max(tl.abs(w), axis=1))
-            square += tl.sum(h * h, axis=0)
-            h_largest = tl.maximum(h_largest, tl.max(tl.abs(h), axis=0))
-        h_square = tl.maximum(h_square, square)
+            w_squares += w * w
+            w_sizes = tl.maximum(w_sizes, tl.abs(w))
+            h_squares += h * h
+            h_sizes = tl.maximum(h_sizes, tl.abs(h))
+        h_square = tl.maximum(h_square, tl.max(tl.sum(h_squares, axis=0)))
         best = tl.maximum(best, tl.max(tl.where((row < end)[None, :], acc, float("-inf")), axis=1))
         # errors of rounding are spread evenly over a step, whose square is 1/12 on average
-        error = tl.max(h_largest) * tl.sqrt(w_square) + w_largest * tl.sqrt(tl.max(h_square))
+        error = tl.max(h_sizes) * tl.sqrt(tl.sum(w_squares, axis=1)) + tl.max(w_sizes, axis=1) * tl.sqrt(h_square)
         bound = (best + error * (tl.sqrt(D / 12.0) / LEVELS)) * logit_scale + bias
         count = tl.sum((~(bound <= 0.0)).to(tl.int32))
         r0 += BLOCK_T
-    tl.atomic_add(state_ptr + TOO_MANY, count, sem="relaxed")
+    tl.store(counts_ptr + program, count)
 
 
 @triton.jit
@@ -88,18 +93,21 @@ def _largest(state_ptr, place, x):
     tl.atomic_max(state_ptr + place, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["B", "T", "uniform_length", "sample_limit"])
+@triton.jit(do_not_specialize=["B", "T", "uniform_length", "samples", "sample_limit"])
 def largest_kernel(
-    rows_ptr, offset_ptr, state_ptr, B, T, uniform_length, sample_limit,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr,
+    rows_ptr, offset_ptr, state_ptr, counts_ptr, B, T, uniform_length, samples, sample_limit,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr, BLOCK_SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Largest entry of each sequence, as the bits of a number that is not negative: NaN is above all."""
+    """How much of the sample stays; largest entry of each sequence, as the bits of a number that is not negative."""
+    each = tl.arange(0, BLOCK_SAMPLES)
+    count = tl.sum(tl.load(counts_ptr + each, mask=each < samples, other=0))
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + TOO_MANY, count)
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     row = tl.program_id(0) * GROUP
-    if (row < n_rows) & (tl.load(state_ptr + TOO_MANY) <= sample_limit):
-        seq = first_sequence(
-            offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM
-        )  # by its last: empty ones may begin at its first
+    if (row < n_rows) & (count <= sample_limit):
+        # by the group's last row: empty sequences may begin at its first
+        seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
         r = (row + tl.arange(0, GROUP)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         x = tl.load(rows_ptr + r[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0).to(tl.float32)
@@ -143,18 +151,18 @@ def round_kernel(
     B, V, T, uniform_length, sample_limit,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Integers of a group of rows, of the weight first, then of the tokens; the latter's largest norms by sequence."""
-    v0 = tl.program_id(0) * GROUP
+    """Integers of groups of rows, of the weight first, then of the tokens; the latter's largest norms by sequence."""
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
-    row = v0 - (V + GROUP - 1) // GROUP * GROUP
-    if (row < n_rows) & (tl.load(state_ptr + TOO_MANY) <= sample_limit):
-        if row < 0:
-            v = v0 + tl.arange(0, GROUP)
+    of_weight = (V + GROUP - 1) // GROUP
+    n_groups = tl.where(tl.load(state_ptr + TOO_MANY) <= sample_limit, of_weight + (n_rows + GROUP - 1) // GROUP, 0)
+    for group in range(tl.program_id(0), n_groups, tl.num_programs(0)):
+        if group < of_weight:
+            v = group * GROUP + tl.arange(0, GROUP)
             _round_weight(weight_ptr, weight_values_ptr, terms_ptr, kept_ptr, v, B, V, D, BLOCK_D)
         else:
-            seq = first_sequence(
-                offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM
-            )  # by its last: empty ones may begin at its first
+            row = (group - of_weight) * GROUP
+            # by the group's last row: empty sequences may begin at its first
+            seq = first_sequence(offset_ptr, row + GROUP - 1, B, uniform_length, UNIFORM)
             scale = tl.load(state_ptr + STATE + seq).to(tl.float32, bitcast=True) / LEVELS
             r = (row + tl.arange(0, GROUP)).to(tl.int64)
             d = tl.arange(0, BLOCK_D)
