@@ -53,9 +53,9 @@ MAX_FORWARD = (
 # (128 tokens of a text find half to two thirds of what stays of it), or MOST_KEPT of all, which costs both.
 WHEN_SCREENED = (Row({}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED),)
 SCREEN = {"BLOCK_T": 128, "BLOCK_K": 128, "num_warps": 4, "STAGES": 6}
-SAMPLE = {"BLOCK_V": 64, "BLOCK_T": 32, "BLOCK_K": 64, "MOST_T": 128, "num_warps": 4, "num_stages": 4}
+SAMPLE = {"BLOCK_V": 64, "BLOCK_T": 32, "BLOCK_K": 64, "MOST_T": 128, "num_warps": 4, "num_stages": 6}
 SAMPLED = 12  # sequences of a sample, at most
-ROUND = {"num_warps": 8, "PROGRAMS": 4}
+ROUND = {"num_warps": 8, "PROGRAMS": 2}
 REFINE = {"BLOCK_V": 128, "BLOCK_T": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "PROGRAMS": 1}
 # Backward of max pooling. BLOCK_R hidden rows own a list of entries, at most 32; a program of SCAN looks at SPLIT_V.
 SCAN = (

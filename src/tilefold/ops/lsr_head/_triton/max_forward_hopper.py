@@ -108,12 +108,11 @@ def _reduce_groups(
 @gluon.jit
 def _load_tiles(
     weight_desc, rows_desc, w_ring, h_ring, full, empty,
-    V, n_tiles, split_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    n_items, n_tiles, split_tiles, K_STEPS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: fill the ring in the order in which the groups read it."""
     n_splits = gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
@@ -165,13 +164,12 @@ def _fold_tiles(
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
     (
         w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
-        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles, uniform_length, logit_scale,
+        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_items, n_tiles, split_tiles, uniform_length, logit_scale,
     ) = given  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32 if QUANTIZED else 16])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
     n_splits = gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
     step = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
@@ -272,8 +270,9 @@ def max_forward_hopper_kernel(
     if not UNIFORM:
         n_rows = gl.load(offset_ptr + B)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
+    n_items = gl.cdiv(V, 2 * HALF_V) * gl.cdiv(n_tiles, split_tiles)
     if SCREENED:
-        n_tiles = gl.where(runs_screened(state_ptr, sample_limit, limit), 0, n_tiles)
+        n_items = gl.where(runs_screened(state_ptr, sample_limit, limit), 0, n_items)
     w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
     h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -283,7 +282,7 @@ def max_forward_hopper_kernel(
         mbarrier.init(empty.index(i), count=2)
     given = (
         w_ring, h_ring, full, empty, row_scale_ptr, weight_scale_ptr, bias_ptr, offset_ptr, position_ptr, out_ptr,
-        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_tiles, split_tiles, uniform_length, logit_scale,
+        winner_ptr, part_ptr, part_winner_ptr, B, V, n_rows, n_items, n_tiles, split_tiles, uniform_length, logit_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -296,7 +295,7 @@ def max_forward_hopper_kernel(
                 UNIFORM, QUANTIZED, LEAN_PLACES, 1,
             )),
             (_load_tiles, (
-                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, K_STEPS, BLOCK_T,
+                weight_desc, rows_desc, w_ring, h_ring, full, empty, n_items, n_tiles, split_tiles, K_STEPS, BLOCK_T,
                 BLOCK_K, STAGES,
             )),
         ],

@@ -40,13 +40,12 @@ def _fold_tiles(
     """One group of four warps: products and running maximum of its half of the vocabulary tile."""
     (
         w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, B, V, n_rows,
-        n_tiles, split_tiles, uniform_length, logit_scale,
+        n_items, n_tiles, split_tiles, uniform_length, logit_scale,
     ) = given  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
     n_splits = gl.cdiv(n_tiles, split_tiles)
-    n_items = gl.cdiv(V, 2 * HALF_V) * n_splits
     step = 0
     kept = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
@@ -119,7 +118,8 @@ def screen_hopper_kernel(
     if not UNIFORM:
         n_rows = gl.load(offset_ptr + B)
     n_tiles, split_tiles = split_tiles_of(n_rows, splits, multiple, BLOCK_T)
-    n_tiles = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_tiles)
+    n_items = gl.cdiv(V, 2 * HALF_V) * gl.cdiv(n_tiles, split_tiles)
+    n_items = gl.where(gl.load(state_ptr + TOO_MANY) > sample_limit, 0, n_items)
     w_ring = gl.allocate_shared_memory(weight_desc.dtype, [2 * STAGES, HALF_V, BLOCK_K], weight_desc.layout)
     h_ring = gl.allocate_shared_memory(rows_desc.dtype, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -129,14 +129,14 @@ def screen_hopper_kernel(
         mbarrier.init(empty.index(i), count=2)
     given = (
         w_ring, h_ring, full, empty, state_ptr, terms_ptr, bias_ptr, offset_ptr, kept_ptr, B, V, n_rows,
-        n_tiles, split_tiles, uniform_length, logit_scale,
+        n_items, n_tiles, split_tiles, uniform_length, logit_scale,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 0)),
             (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 1)),
             (_load_tiles, (
-                weight_desc, rows_desc, w_ring, h_ring, full, empty, V, n_tiles, split_tiles, K_STEPS,
+                weight_desc, rows_desc, w_ring, h_ring, full, empty, n_items, n_tiles, split_tiles, K_STEPS,
                 BLOCK_T, BLOCK_K, STAGES,
             )),
         ],
