@@ -113,7 +113,7 @@ def accelerate(
     check: bool = True,
     quantize: str | None = None,
     packed: bool = True,
-    screen: bool | str = "auto",
+    screen: bool = True,
 ) -> Acceleration:
     """Make a SparseEncoder score without the ``[B, S, V]`` logits, or a MultiVectorEncoder without token similarities.
 
@@ -148,15 +148,14 @@ def accelerate(
             unless :func:`collate_ahead` packs the batches. A warning, and ``padded`` of the handle, say why a network
             stays padded. Dropout then draws other numbers than in the padded model.
         screen: whether a product in 8 bits first finds the scores of a stock SpladePooling that can be positive, on an
-            H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`): the same rows, 1.25 times the documents a
-            second with V = 250,002. ``"auto"``: where no gradient is needed, as in ``encode``; True: in training, too,
-            where the head's forward of a trained model takes .65 of its time; a fresh one's takes 1.05.
+            H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`): the same rows and gradients, 1.25 times the
+            documents a second with V = 250,002. A sample leaves out what would not gain, a fresh model's scores, say.
 
     Returns:
         A handle; as a context manager, it restores the model at its end.
 
     Raises:
-        TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder.
+        TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder, or ``screen`` is no bool.
         ValueError: if the model has no LM head before a pooling (and no module of :mod:`tilefold.modules` that needs
             none), or changes its logits or similarities in another way than the operator; nothing is changed then.
         RuntimeError: if the check cannot run the model on its device.
@@ -201,8 +200,8 @@ def _check_bits(quantize: object, screen: object) -> None:
     if quantize not in {None, "fp8"}:
         remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
-    if screen != "auto" and not isinstance(screen, bool):
-        raise ValueError(f"screen must be 'auto', True or False, got {screen!r}.")
+    if not isinstance(screen, bool):
+        raise TypeError(f"screen must be True or False, got {screen!r}.")
 
 
 def _carry(model: Model, encoder: object, name: str) -> None:

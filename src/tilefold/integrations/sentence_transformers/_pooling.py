@@ -59,7 +59,7 @@ def pass_hidden_states(hidden: Tensor) -> Tensor:
 class StockPooling(FusedPooling):
     """The fused scores of a stock ``SpladePooling``, whose options are read at every call."""
 
-    def __init__(self, pooling: SpladePooling, screen: bool | str) -> None:
+    def __init__(self, pooling: SpladePooling, screen: bool) -> None:
         self.stock, self.screen = pooling, screen
 
     @property
@@ -88,14 +88,13 @@ class StockPooling(FusedPooling):
             "out_dtype": out_dtype,
             "impl": wanted.impl,
         }
-        screen = not torch.is_grad_enabled() if isinstance(self.screen, str) else self.screen  # of "auto"
         scores: Any = None
         if sparse is None:
-            scores = lsr_head(*head, **arguments, screen=screen)
+            scores = lsr_head(*head, **arguments, screen=self.screen)
         else:
             arguments |= sparse._asdict()
             if (capacity := _sparse.get()[1]) is not None:
-                scores = lsr_head_rows(*head, **arguments, screen=screen, capacity=capacity)
+                scores = lsr_head_rows(*head, **arguments, screen=self.screen, capacity=capacity)
             if scores is None:
                 scores = lsr_head_sparse(*head, **arguments)
         if stock.embedding_dimension is None:
@@ -104,7 +103,7 @@ class StockPooling(FusedPooling):
         return found
 
 
-def fused_pooling(pooling: FusedPooling | SpladePooling, screen: bool | str = False) -> FusedPooling:
+def fused_pooling(pooling: FusedPooling | SpladePooling, screen: bool = False) -> FusedPooling:
     """The fused scores of a module: of one of ours its own, of a stock ``SpladePooling`` an adapter's."""
     return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling, screen)
 
@@ -124,7 +123,7 @@ class FusedForward(Replacement):
         impl: str,
         quantize: str | None = None,
         last: bool = True,
-        screen: bool | str = False,
+        screen: bool = False,
     ) -> None:
         super().__init__(pooling)
         self.pooling = fused_pooling(pooling, screen)
