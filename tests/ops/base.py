@@ -21,7 +21,7 @@ from tilefold.ops._shared.entmax_root import kind_of, solve
 from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
 from tilefold.ops._shared.impl import chosen_impl
 from tilefold.ops._shared.internals import has_onednn_linear, onednn_linear, onednn_packed, tf32_allowed
-from tilefold.ops._shared.operator import Checked, Operator, Variant
+from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops._shared.plan import Buffer, Instead, Launch, Plan, Setting, TorchStep, contiguous
 from tilefold.ops._shared.tuning import Between, Row, lookup

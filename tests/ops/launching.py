@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
+
 from tilefold.ops._shared._triton import cuda_driver, launch, program
 from tilefold.ops._shared._triton.cuda_driver import bind, driver_launch
 from tilefold.ops._shared._triton.launch import Build, Memory, Step, listed
@@ -14,5 +17,11 @@ from tilefold.ops.lsr_head._triton import pack as head_pack
 from tilefold.ops.lsr_head._triton.max_backward import count_kernel
 from tilefold.ops.lsr_head._triton.sum_pooling import check_offsets_kernel
 from tilefold.ops.maxsim._triton.forward import combine_kernel
-from tilefold.ops.maxsim._triton.norms import row_query_kernel
+from tilefold.ops.maxsim._triton.norms import query_of
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def owner_kernel(offset_ptr, out_ptr, n_rows, count, steps, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + row, query_of(offset_ptr, row, count, steps), mask=row < n_rows)

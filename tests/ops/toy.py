@@ -24,7 +24,6 @@ from tests.ops.base import (
     Plan,
     Setting,
     TorchStep,
-    Variant,
     check_shape,
     chosen_impl,
     contiguous,
@@ -75,11 +74,10 @@ def reads(options: ToyOptions) -> tuple[str, ...]:
     return ("x", "w") if options.way == "two launches" else ("x", "w", "sums")
 
 
-def variant(tensors: ToyTensors) -> Variant | None:
+def choose(tensors: ToyTensors, impl: str) -> tuple[str, str]:
     """Halves are given up by themselves."""
-    if tensors.x.dtype != torch.float16:
-        return None
-    return Variant(HALVES, lambda x, impl: chosen_impl(HALVES, "x", x, impl))
+    name = HALVES if tensors.x.dtype == torch.float16 else TOY.name
+    return name, chosen_impl(name, "x", tensors.x, impl)
 
 
 def outputs(tensors: ToyTensors, options: ToyOptions, training: bool) -> tuple[Buffer, Buffer]:
@@ -203,5 +201,5 @@ TOY = Operator(
     tiled=SimpleNamespace(forward=tiled_forward, backward=tiled_backward),
     reference=reference,
     reads=reads,
-    variant=variant,
+    choose=choose,
 )

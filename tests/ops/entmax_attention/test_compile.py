@@ -17,6 +17,7 @@ from tests.ops.cross_compile import CAPABILITIES, NAMES, SHARED_LIMIT, Compiled,
 from tests.ops.launching import entmax_kernels as rows
 from tilefold.ops.entmax.plans import rows_config
 from tilefold.ops.entmax_attention import configs, plans
+from tilefold.ops.entmax_attention.api import live_shape
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
@@ -66,10 +67,17 @@ def attention_types(name: str) -> ArgumentTypes:
     types = ArgumentTypes()
     operands = ("q", "k", "v", "out", "out2", "dout", "dq", "dk", "dv")
     types |= dict.fromkeys([f"{operand}_ptr" for operand in operands], f"*{name}")
-    types |= dict.fromkeys(["stats_ptr", "maxima_ptr", "alpha_ptr", "delta_ptr", "dalpha_ptr"], "*fp32")
-    integers = ("live", "list", "count", "cu_q", "cu_k", "batch", "start", "key_batch", "key_start")
+    types |= dict.fromkeys(["stats_ptr", "maxima_ptr", "alpha_ptr", "delta_ptr", "terms_ptr"], "*fp32")
+    integers = ("live", "key_list", "key_count", "query_list", "query_count", "cu_seqlens_q", "cu_seqlens_k",
+                "q_batch", "q_start", "k_batch", "k_start")  # fmt: skip
     types |= dict.fromkeys([f"{integer}_ptr" for integer in integers], "*i32")
-    types |= {"mask_ptr": "*u8", "seed_ptr": "*i64", "scale": "fp32", "alpha_value": "fp32", "keep_scale": "fp32"}
+    types |= {
+        "key_padding_mask_ptr": "*u8",
+        "seed_ptr": "*i64",
+        "scale": "fp32",
+        "alpha_value": "fp32",
+        "keep_scale": "fp32",
+    }
     return types
 
 
@@ -124,7 +132,7 @@ def launched(
     )
     setting = Setting(divmod(capability, 10), 132, tf32=False, aligned=True, given_up=frozenset())
     if name in ("dq", "dkv"):
-        live = torch.empty(configs.live_shape(tensors, options, setting.capability), dtype=torch.int32, device="meta")
+        live = torch.empty(live_shape(tensors, options, setting.capability), dtype=torch.int32, device="meta")
         saved = AttentionSaved(*tensors, q, torch.empty(4, *tensors.stats_shape, device="meta"), live)
         plan = plans.backward(q, saved, options, (True, True, True, bool(asked.get("need_alpha"))), setting)
     else:
@@ -189,7 +197,7 @@ def test_kernels_of_packed_batches_build_without_spills(capability: int, offsets
     for name, of in (("tables", "output"), ("tables", "dq"), ("nan_if_broken", "output")):
         launch = launched(of, torch.bfloat16, 64, "entmax15", capability, 4096, name, packed=True)
         types = attention_types("bf16")
-        types |= {"cu_q_ptr": offsets, "cu_k_ptr": offsets, "size": "i64"}
+        types |= {"cu_seqlens_q_ptr": offsets, "cu_seqlens_k_ptr": offsets, "size": "i64"}
         types |= dict.fromkeys(["q_batch_ptr", "q_start_ptr", "k_batch_ptr", "k_start_ptr"], "*i32")
         nothing = {} if of == "dq" else {"k_batch_ptr": None, "k_start_ptr": None}
         own = {name: value for name, value in nothing.items() if name in launch.kernel.arg_names}

@@ -17,7 +17,7 @@ from tests.ops.base import AttentionTensors, philox_word
 from tests.ops.samples import allocations
 from tests.refusals import refused
 from tilefold.ops import entmax_attention
-from tilefold.ops.entmax_attention.configs import live_shape
+from tilefold.ops.entmax_attention.api import live_shape
 from tilefold.testing.entmax_attention import entmax_attention_inputs
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="this part needs no interpreter")

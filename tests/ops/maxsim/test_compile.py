@@ -19,10 +19,10 @@ from tilefold.ops.maxsim import configs, plans
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
-OPERANDS = ["query_ptr", "doc_ptr", "doc_src", "dquery_ptr", "ddoc_ptr", "rows_ptr"]
-FP32 = ["query_scale_ptr", "doc_scale_ptr", "scale_ptr", "dscore_ptr", "score_ptr", "part_ptr", "largest_ptr",
-        "grad_ptr"]  # fmt: skip
-INT32 = ["cu_q_ptr", "cu_d_ptr", "index_ptr", "row_query_ptr", "list_ptr", "int32_ptr"]
+OPERANDS = ["queries_ptr", "documents_ptr", "documents_src", "dquery_ptr", "ddoc_ptr", "rows_ptr"]
+FP32 = ["query_factors_ptr", "document_factors_ptr", "scale_ptr", "dscores_ptr", "scores_ptr", "parts_ptr",
+        "largest_ptr", "grad_ptr"]  # fmt: skip
+INT32 = ["cu_queries_ptr", "cu_documents_ptr", "pairs_ptr", "row_query_ptr", "lists_ptr"]
 FLOATS = ["temperature", "inverse_temperature", "divisor", "factor"]
 
 
@@ -75,10 +75,12 @@ def build(
     smooth = constants.get("SMOOTH") or launch.kernel.__name__.startswith("smooth")
     types = dict.fromkeys(launch.kernel.arg_names, "i32") | dict.fromkeys(OPERANDS, f"*{NAMES[dtype]}")
     types |= dict.fromkeys(FP32, "*fp32") | dict.fromkeys(INT32, "*i32") | dict.fromkeys(FLOATS, "fp32")
-    types |= {"query_mask_ptr": "*u8", "doc_mask_ptr": "*u8", "saved_ptr": "*fp32" if smooth else "*u16"}
+    types |= {"query_mask_ptr": "*u8", "document_mask_ptr": "*u8", "saved_ptr": "*fp32" if smooth else "*u16"}
     types |= {"order_ptr": "*i64", "first_ptr": "*i64", "int64_ptr": "*i64", "out_ptr": f"*{NAMES[dtype]}"} | changes
     if constants.get("USE_TMA"):
-        types["doc_src"] = f"tensordesc<{types['doc_ptr'][1:]}[{constants['BLOCK_T']},{constants['BLOCK_K']}]>"
+        types["documents_src"] = (
+            f"tensordesc<{types['documents_ptr'][1:]}[{constants['BLOCK_T']},{constants['BLOCK_K']}]>"
+        )
     compiled = compile_kernel(launch.kernel, types, constants, capability, warps, stages, registers=registers)
     products = "PRECISION" in constants and dtype != torch.float32
     check(compiled, capability, wgmma=products, name=launch.kernel.__name__, most=spilled, looped=looped)
@@ -132,7 +134,7 @@ def test_forward_of_quantized_documents_builds_without_spills(
         *_, launch = planned(capability, dtype, rows=rows, stored=stored, **asked)
         masked_with_39 = release() == (3, 9) and "q" in asked.get("masked", "")  # puts away 144 bytes, none in the loop
         spilled = 144 if masked_with_39 else 0
-        types = {"doc_src": document, "doc_ptr": document, "query_ptr": f"*{NAMES[dtype]}"}
+        types = {"documents_src": document, "documents_ptr": document, "queries_ptr": f"*{NAMES[dtype]}"}
         compiled = build(launch, capability, torch.bfloat16, spilled, **types)
         config = configs.stream_config(divmod(capability, 10), stored, asked.get("dim", 128), rows, dtype)
         if stored == torch.int8 and release() == (3, 6) and config is not None:
@@ -143,7 +145,15 @@ def test_forward_of_quantized_documents_builds_without_spills(
         *_, launch = planned(capability, dtype, rows=4096, stored=stored)
         query = document if stored == torch.int8 else f"*{NAMES[dtype]}"
         shared = launch.kernel.__name__ == "shared_pass_kernel"  # puts away 48 bytes before and after its loop
-        build(launch, capability, torch.bfloat16, 48 * shared, doc_src=document, doc_ptr=document, query_ptr=query)
+        build(
+            launch,
+            capability,
+            torch.bfloat16,
+            48 * shared,
+            documents_src=document,
+            documents_ptr=document,
+            queries_ptr=query,
+        )
         assert shared == (capability == 90 and stored == torch.int8)
 
 
@@ -169,7 +179,7 @@ def test_the_pass_by_warps_with_roles_builds_without_spills(queries: tuple[int, 
     *_, launch = plans.forward(tensors, options, False, setting).steps
     assert isinstance(launch, Launch) and launch.kernel.__name__ == "shared_hopper_kernel"
     layout = gl.NVMMASharedLayout.get_default_for([8, 8, 128], gl.int8)
-    types = {"doc_src": f"tensordesc<i8[8, 8, 128],{layout!r}>", "query_ptr": "*i8"}
+    types = {"documents_src": f"tensordesc<i8[8, 8, 128],{layout!r}>", "queries_ptr": "*i8"}
     compiled = build(launch, 90, torch.int8, 96 if masked else 24, **types)  # put away where a document ends
     assert compiled.wgmma > 0
 

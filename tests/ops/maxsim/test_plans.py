@@ -24,7 +24,7 @@ from tests.ops.base import (
     fallback,
 )
 from tests.ops.conftest import Target
-from tests.ops.launching import combine_kernel, row_query_kernel
+from tests.ops.launching import combine_kernel, owner_kernel
 from tests.ops.launching import launch as shared_launch
 from tests.ops.maxsim.matching import maxsim_results
 from tests.ops.samples import same
@@ -91,10 +91,8 @@ def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Targ
     found = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)
     count = cu.numel() - 1
     numbers = (offsets[-1], count, count.bit_length())
-    shared_launch.launch(row_query_kernel, (-(-offsets[-1] // 256), 1, 1), (cu, found, *numbers), {"BLOCK": 256})
-    every_row = torch.arange(offsets[-1], dtype=torch.int32, device=target.device)
-    expected = torch.searchsorted(cu[1:].contiguous(), every_row, right=True).clamp_(max=cu.numel() - 2)
-    assert torch.equal(found.long(), expected)
+    shared_launch.launch(owner_kernel, (-(-offsets[-1] // 256), 1, 1), (cu, found, *numbers), {"BLOCK": 256})
+    assert torch.equal(found, plans.row_queries(offsets[-1], cu))
 
 
 @kernels

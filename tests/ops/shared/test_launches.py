@@ -118,7 +118,7 @@ OPERATORS: dict[str, Operator] = {
         late(QUERIES, DOCUMENTS), (4, 5), ({"normalize": True}, {"normalize": False, "reduction": "mean"})
     ),
     "maxsim aligned": Operator(late(QUERIES, (2, 5, 16)), 3, ({"pairing": "aligned"}, {"pairing": "all"})),
-    "maxsim listed pairs": Operator(late(QUERIES, DOCUMENTS, pairing=PAIRS), 5, ({}, {"mask_mode": "zero"})),
+    "maxsim listed pairs": Operator(late(QUERIES, DOCUMENTS, pairing=PAIRS), 3, ({}, {"mask_mode": "zero"})),
     "lsr_head": a_head(5),
     "lsr_head masked": a_head(6, "max", 2, 21, 16, attention_mask=MASK),
     "lsr_head packed": a_head((6, 7), "max", 32, 16, cu_seqlens=OFFSETS),

@@ -24,7 +24,8 @@ from tests.ops.base import (
     TorchStep,
     releases,
 )
-from tilefold.ops.entmax_attention import configs, plans
+from tilefold.ops.entmax_attention import plans
+from tilefold.ops.entmax_attention.api import live_shape, outputs
 from tilefold.ops.token_scatter import plans as scatter_plans
 
 HOPPER = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
@@ -43,7 +44,7 @@ def launches(plan: Plan) -> dict[str, Launch]:
 
 
 def gradients(tensors: AttentionTensors, options: Options, *needs: bool) -> Plan:
-    live = torch.empty(configs.live_shape(tensors, options, HOPPER.capability), dtype=torch.int32, device="meta")
+    live = torch.empty(live_shape(tensors, options, HOPPER.capability), dtype=torch.int32, device="meta")
     saved = AttentionSaved(*tensors, tensors.q, torch.empty(4, *tensors.stats_shape, device="meta"), live)
     return plans.backward(tensors.q, saved, options, needs, HOPPER)
 
@@ -66,7 +67,7 @@ def test_the_way_of_rows_follows_the_keys_that_a_tile_sees(
     tensors, asked = problem(keys, **options)
     plan = plans.forward(tensors, asked, True, HOPPER._replace(capability=capability))
     assert list(launches(plan)) == kernels and ("live" not in plan.buffers) == lists
-    assert (min(configs.live_shape(tensors, asked, capability)) > 0) == lists
+    assert (min(live_shape(tensors, asked, capability)) > 0) == lists
 
 
 def test_what_nobody_reads_is_not_made() -> None:
@@ -90,7 +91,7 @@ def test_a_last_dimension_of_other_strides_is_copied() -> None:
     plan = plans.forward(tensors._replace(q=turned), options, True, HOPPER)
     made = [step.makes if isinstance(step, TorchStep) else step.kernel.__name__ for step in plan.steps]
     assert made == ["q", "resident_kernel"]
-    assert configs.outputs(tensors._replace(q=turned), options, True)[0].strides == tensors.q.contiguous().stride()
+    assert outputs(tensors._replace(q=turned), options, True)[0].strides == tensors.q.contiguous().stride()
 
 
 @pytest.mark.parametrize(("release", "option"), [((3, 8), None), ((3, 9), "--regAllocOptLevel=4")], ids=str)

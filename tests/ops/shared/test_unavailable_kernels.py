@@ -93,7 +93,6 @@ QUERIES, DOCUMENTS = (2, 17, 16), (3, 5, 16)
 
 # by folder, file and name: a call that launches the kernel
 CASES: dict[str, Sample] = {
-    "_shared/offsets.int32_kernel": late(QUERIES, DOCUMENTS, pairing=PAIRS),
     "entmax/rows._forward_kernel": rows(alpha=1.5),
     "entmax/rows._backward_kernel": rows(alpha=1.7),
     "entmax_attention/backward.dkv_kernel": attention(21),
@@ -142,9 +141,6 @@ CASES: dict[str, Sample] = {
     "maxsim/norms.inverse_norms_kernel": late(QUERIES, DOCUMENTS, normalize=True),
     "maxsim/norms.quantize_kernel": inference("maxsim", quantized_documents, QUERIES, (2, 5, 16), pairing="aligned"),
     "maxsim/norms.unit_gradient_kernel": late(QUERIES, (2, 2, 5, 16), pairing="grouped", normalize=True),
-    "maxsim/norms.row_query_kernel": Sample(
-        "xtr_scores", xtr_scores, ((34, 16), DOCUMENTS), {"cu_seqlens_q": [0, 20, 34], "top_k": 4}
-    ),
     "maxsim/smooth.smooth_ddocuments_kernel": late(QUERIES, DOCUMENTS, temperature=0.5),
     "maxsim/smooth.smooth_dqueries_kernel": late(QUERIES, DOCUMENTS, temperature=0.5, mask_mode="zero"),
     "maxsim/shared.shared_pass_kernel": inference("maxsim", quantized_documents, QUERIES, DOCUMENTS),

@@ -16,9 +16,9 @@ from tilefold.ops.sparse_search._problem import SearchOptions, SearchTensors
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
 
 TYPES = dict.fromkeys(
-    ["term_ptr", "score_ptr", "group_ptr", "high_ptr", "member_ptr", "listed_ptr", "value_ptr"], "*i32"
-) | dict.fromkeys(["weight_ptr", "posting_ptr", "largest_ptr"], "*fp32")
-TYPES |= {"offset_ptr": "*i64", "place_ptr": "*i16", "allowed_ptr": "*u8", "document_ptr": "*i64"}
+    ["terms_ptr", "score_ptr", "group_ptr", "high_ptr", "member_ptr", "listed_ptr", "values_ptr"], "*i32"
+) | dict.fromkeys(["weights_ptr", "postings_ptr", "largest_ptr"], "*fp32")
+TYPES |= {"offsets_ptr": "*i64", "places_ptr": "*i16", "allowed_ptr": "*u8", "documents_ptr": "*i64"}
 
 
 @pytest.mark.parametrize(("n", "queries", "k"), [(8_800_000, 1, 100), (1_000_000, 512, 1000)])

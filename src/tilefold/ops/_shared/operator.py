@@ -39,13 +39,6 @@ class Checked(NamedTuple):
     ready: Callable[[Any], Any] | None = None  # makes the operator's tensors of those that were given, differentiably
 
 
-class Variant(NamedTuple):
-    """Calls of an operator that choose an implementation, and whose kernels are given up, apart from the others."""
-
-    name: str  # as people call it
-    chosen_impl: Callable[[Tensor, str], str]  # from the first tensor and what was asked for
-
-
 @dataclass(eq=False)
 class Operator(Generic[TensorsT, OptionsT]):
     """``operator(tensors, asked, impl, check, into)``: the results, of which the first may be differentiated, once.
@@ -70,7 +63,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         reference: ``(tensors, options)`` to the first result, or to all.
         check_values: of tensors on the CPU, before kernels; the tiled path checks those that it reads.
         reads: which of those that ``saved`` names backward reads with these options; the others are ``None``.
-        variant: of a call, ``None`` where there is nothing special about it.
+        choose: ``(tensors, impl)`` to the name by which the kernels of such calls are given up, and the implementation.
     """
 
     name: str
@@ -85,7 +78,7 @@ class Operator(Generic[TensorsT, OptionsT]):
     reference: Callable[[TensorsT, OptionsT], Tensor | tuple[Tensor, ...]]
     check_values: Callable[[TensorsT, OptionsT], object] | None = None
     reads: Callable[[OptionsT], Collection[str]] | None = None
-    variant: Callable[[TensorsT], Variant | None] | None = None
+    choose: Callable[[TensorsT, str], tuple[str, str]] | None = None
 
     def __post_init__(self) -> None:
         self._inputs: tuple[str, ...] = cast(Any, self.tensors)._fields
@@ -100,9 +93,8 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     def _named(self, tensors: TensorsT, impl: str) -> tuple[str, str]:
         """The operator as people call it, and the implementation that it runs."""
-        special = None if self.variant is None else self.variant(tensors)
-        variant = special or Variant(self.name, self.chosen_impl)
-        return variant.name, settled(impl, variant.chosen_impl(tensors[0], impl))
+        name, chosen = self.choose(tensors, impl) if self.choose else (self.name, self.chosen_impl(tensors[0], impl))
+        return name, settled(impl, chosen)
 
     # A call of the public function
 

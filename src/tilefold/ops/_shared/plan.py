@@ -121,12 +121,12 @@ class Steps:
     """The steps of a plan in the making; launches take their arguments by their kernels' own names.
 
     Attributes:
-        places: names of tensors by the kernels' for them; one ``<name>_ptr`` that is not there is ``name``.
+        places: names of tensors by the kernels' for them; else ``<name>_ptr``, ``_src`` and ``_desc`` are ``name``.
         stands: by such a name the one that the plan has for it at this point.
         values: numbers and constants by the kernels' names, of which each takes its own.
     """
 
-    def __init__(self, places: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], places: Mapping[str, str] = {}) -> None:
         self.places, self.values = places, dict(values)
         self.stands: dict[str, str] = {}
         self.steps: list[Launch | TorchStep] = []
@@ -156,8 +156,9 @@ class Steps:
         numbers: list[int | float] = []
         constants = {name: values[name] for name in ASKED if values.get(name) is not None}
         for name in kernel.arg_names:
-            if name in places or name.endswith("_ptr"):
-                place = places.get(name, name.removesuffix("_ptr"))
+            stem, _, kind = name.rpartition("_")
+            if name in places or kind in ("ptr", "src", "desc"):
+                place = places.get(name, stem)
                 named.append(self.stands.get(place, place))
             elif name in kernel.fn.__annotations__:
                 constants[name] = values[name]

@@ -9,14 +9,41 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared.checks import check_same_device, check_shape, check_tensor
+from tilefold.ops._shared.impl import capability_of, triton_interpreted
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops._shared.plan import Buffer
 from tilefold.ops.entmax_attention import _reference, _tiled
 from tilefold.ops.entmax_attention._arguments import checked, ready
 from tilefold.ops.entmax_attention._problem import AttentionSaved, AttentionTensors, Options, check_values, result_like
 from tilefold.ops.entmax_attention._stats import SPARSITY_BLOCK, EntmaxStats, count_blocks, described, of_rows
-from tilefold.ops.entmax_attention.configs import outputs
+from tilefold.ops.entmax_attention.configs import LISTS, config_of, row_tiles, way_of
+
+
+def live_shape(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> tuple[int, int, int]:
+    """``[H, row tiles, words]`` of the map of live blocks, one bit per block; empty where nothing reads it."""
+    if way_of(tensors, options, capability) != LISTS:
+        return 0, 0, 0
+    q, config = tensors.q, config_of(tensors, options, capability)
+    blocks = -(-options.max_seqlen_k // config["keys"])
+    return q.size(1), row_tiles(q, config["rows"], tensors), -(-blocks // 32)
+
+
+def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+    """Output, what delta is made from, statistics ``[4, B, H, Nq]`` and the map of live blocks.
+
+    Their shapes are those of the kernels where kernels may run: a graph is compiled for these, before or after the
+    tiled path takes over, which makes neither the second nor the last.
+    """
+    q = tensors.q
+    rows = (4, *tensors.stats_shape) if training or options.support else (0,)
+    stats = Buffer(rows, torch.promote_types(q.dtype, torch.float32))
+    nothing = Buffer((0,), q.dtype)
+    if not triton_interpreted() and implementations.chosen_impl("", "q", q) != "triton":
+        return result_like(q), nothing, stats, Buffer((0,), torch.int32)
+    live = live_shape(tensors, options, capability_of(q.device))
+    return result_like(q), result_like(q) if training else nothing, stats, Buffer(live, torch.int32)
 
 
 def _like(name: str, saved: AttentionSaved, options: Options) -> Buffer:

@@ -1,7 +1,4 @@
-"""Launch configurations of alpha-entmax attention, the way that rows of a length take, and the results that it leaves.
-
-Nothing is searched at run time.
-"""
+"""Launch configurations of alpha-entmax attention, and the way of rows; nothing is searched at run time."""
 
 from __future__ import annotations
 
@@ -9,19 +6,9 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared._triton.releases import ALL_REGISTERS
-from tilefold.ops._shared.entmax_root import (
-    ENTMAX15,
-    GENERIC,
-    GENERIC16,
-    GENTLE,
-    SOFTMAX,
-    STEEP,
-    kernel_kind,
-)
-from tilefold.ops._shared.impl import capability_of, chosen_impl, triton_interpreted
-from tilefold.ops._shared.plan import Buffer
+from tilefold.ops._shared.entmax_root import ENTMAX15, GENERIC, GENERIC16, GENTLE, SOFTMAX, STEEP, kernel_kind
 from tilefold.ops._shared.tuning import Between, Facts, Row, lookup
-from tilefold.ops.entmax_attention._problem import AttentionTensors, Options, result_like
+from tilefold.ops.entmax_attention._problem import AttentionTensors, Options
 
 # Ways through a row: its scores stay on chip; all its blocks are visited; its live blocks are listed.
 RESIDENT, SHORT, LISTS = "resident", "short", "lists"
@@ -184,28 +171,3 @@ def way_of(tensors: AttentionTensors, options: Options, capability: tuple[int, i
 def row_tiles(t: Tensor, rows: int, tensors: AttentionTensors) -> int:
     """Tiles of the rows of ``t``, q-like or k-like, of all sequences; for packed ones the most there can be."""
     return t.size(0) // rows + tensors.batch if tensors.packed else tensors.batch * -(-t.size(2) // rows)
-
-
-def live_shape(tensors: AttentionTensors, options: Options, capability: tuple[int, int]) -> tuple[int, int, int]:
-    """``[H, row tiles, words]`` of the map of live blocks, one bit per block; empty where nothing reads it."""
-    if way_of(tensors, options, capability) != LISTS:
-        return 0, 0, 0
-    q, config = tensors.q, config_of(tensors, options, capability)
-    blocks = -(-options.max_seqlen_k // config["keys"])
-    return q.size(1), row_tiles(q, config["rows"], tensors), -(-blocks // 32)
-
-
-def outputs(tensors: AttentionTensors, options: Options, training: bool) -> tuple[Buffer, Buffer, Buffer, Buffer]:
-    """Output, what delta is made from, statistics ``[4, B, H, Nq]`` and the map of live blocks.
-
-    Their shapes are those of the kernels where kernels may run: a graph is compiled for these, before or after the
-    tiled path takes over, which makes neither the second nor the last.
-    """
-    q = tensors.q
-    rows = (4, *tensors.stats_shape) if training or options.support else (0,)
-    stats = Buffer(rows, torch.promote_types(q.dtype, torch.float32))
-    nothing = Buffer((0,), q.dtype)
-    if not triton_interpreted() and chosen_impl("", "q", q) != "triton":
-        return result_like(q), nothing, stats, Buffer((0,), torch.int32)
-    live = live_shape(tensors, options, capability_of(q.device))
-    return result_like(q), result_like(q) if training else nothing, stats, Buffer(live, torch.int32)

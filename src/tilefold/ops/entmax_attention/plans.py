@@ -20,10 +20,6 @@ from tilefold.ops.entmax_attention._triton.roots import roots_kernel
 from tilefold.ops.entmax_attention._triton.tiles import nan_if_broken_kernel, tables_kernel
 from tilefold.ops.entmax_attention.configs import LISTS, RESIDENT, SHORT, config_of, row_tiles, span, way_of
 
-PLACES = {  # of tensors, by their kernels' names
-    "mask_ptr": "key_padding_mask", "cu_q_ptr": "cu_seqlens_q", "cu_k_ptr": "cu_seqlens_k", "batch_ptr": "q_batch",
-    "start_ptr": "q_start", "key_batch_ptr": "k_batch", "key_start_ptr": "k_start", "dalpha_ptr": "terms",
-}  # fmt: skip
 SMALL = {"num_warps": 4, "num_stages": 1}
 SIMPLE = SMALL | {"maxnreg": None, "ptx_options": None}
 TABLE_BLOCK = 64  # tiles of a program, and sequences that it looks at together
@@ -57,7 +53,7 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
         "TOLERANCE": tolerance(q.dtype), "NEAR": near,
     }  # fmt: skip
     _add_tables(steps, tensors, (tiles, rows))
-    grid, lists = (tiles, q.size(1)), {"list_ptr": "lists", "count_ptr": "counts"}
+    grid = tiles, q.size(1)
     if way == RESIDENT:
         own = {"BLOCK_N": power_of_two(span(rows, options)), "num_warps": config["resident_warps"], "num_stages": 1}
         steps.launch(resident_kernel, grid, own)
@@ -70,15 +66,15 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
             programs = min(programs, config["programs"] * turns * setting.multiprocessors)
             words = cdiv(options.max_seqlen_k, 32 * config["keys"])
             steps.buffer("maxima", (programs, blocks, rows))
-            steps.buffer("lists", (q.size(1), tiles, blocks), torch.int32)
-            steps.buffer("counts", (q.size(1), tiles), torch.int32)
+            steps.buffer("key_list", (q.size(1), tiles, blocks), torch.int32)
+            steps.buffer("key_count", (q.size(1), tiles), torch.int32)
         steps.values |= {
             "LISTS": way == LISTS, "BLOCK_N": config["keys"], "tiles": tiles, "blocks": blocks, "words": words,
             "num_stages": config["forward_stages"], "num_warps": config["num_warps"], "maxnreg": config["registers"],
         }  # fmt: skip
-        steps.launch(roots_kernel, (programs,), {"WIDTH": 16 if blocks <= 18 else 32}, lists)
+        steps.launch(roots_kernel, (programs,), {"WIDTH": 16 if blocks <= 18 else 32})
         registers = config["wide_registers"] if training else config["registers"]
-        steps.launch(output_kernel, grid, {"maxnreg": registers}, lists)
+        steps.launch(output_kernel, grid, {"maxnreg": registers})
     if packed:
         # NaN in all of the output where offsets do not describe the rows, or a sequence has more keys than it may: the
         # host cannot look without waiting
@@ -118,17 +114,17 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
         steps.torch("terms", Tensor.zero_, "terms")
     _add_tables(steps, tensors, (q_tiles, config["rows"]), (k_tiles, config["dkv_keys"]))
     # for every tile of queries the live blocks of keys, and their number
-    lists = _add_lists(steps, key_lists_kernel, live, (q_tiles, blocks), {"num_warps": 1, "num_stages": 1})
+    _add_lists(steps, "key", key_lists_kernel, live, (q_tiles, blocks), {"num_warps": 1, "num_stages": 1})
     own: dict[str, object] = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
     own["maxnreg"] = config["wide_registers"] if need_alpha else config["registers"]
     own |= _strides(given | {"g": result_like(q).on(q.device)}, packed)
-    steps.launch(dq_kernel, (q_tiles, q.size(1)), own, lists)
+    steps.launch(dq_kernel, (q_tiles, q.size(1)), own)
     if need_k or need_v:
         # for every tile of keys the tiles of queries that one of its blocks is live in, and their number
-        lists = _add_lists(steps, query_lists_kernel, live, (k_tiles, listed), SMALL)
+        _add_lists(steps, "query", query_lists_kernel, live, (k_tiles, listed), SMALL)
         own = {"num_warps": config["dkv_warps"], "num_stages": config["dkv_stages"], "maxnreg": config["dkv_registers"]}
         own |= _strides(given | {"g": result_like(k).on(k.device), "w": result_like(v).on(v.device)}, packed)
-        steps.launch(dkv_kernel, (k_tiles, k.size(1)), own, lists)
+        steps.launch(dkv_kernel, (k_tiles, k.size(1)), own)
     if need_alpha:
         dtype = torch.float32 if tensors.alpha is None else tensors.alpha.dtype
         steps.torch("dalpha", lambda terms: terms.sum(dim=(0, 2)).to(dtype), "terms")
@@ -136,16 +132,13 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
 
 
 def _add_lists(
-    steps: Steps, kernel: Any, live: Tensor | None, shape: tuple[int, int], own: dict[str, int]
-) -> dict[str, str]:
-    """Lists of live blocks and their lengths, if there is a map, by the kernels' names for them."""
-    name = "query" if kernel is query_lists_kernel else "key"
-    places = {"list_ptr": f"{name}_list", "count_ptr": f"{name}_count"}
+    steps: Steps, name: str, kernel: Any, live: Tensor | None, shape: tuple[int, int], own: dict[str, int]
+) -> None:
+    """Lists of live blocks and their lengths, if there is a map."""
     if live is not None:
-        for place, size in zip(places.values(), (shape, shape[:1]), strict=True):
-            steps.buffer(place, (live.size(0), *size), torch.int32)
-        steps.launch(kernel, (shape[0], live.size(0)), own, places)
-    return places
+        steps.buffer(f"{name}_list", (live.size(0), *shape), torch.int32)
+        steps.buffer(f"{name}_count", (live.size(0), shape[0]), torch.int32)
+        steps.launch(kernel, (shape[0], live.size(0)), own)
 
 
 def _steps(tensors: AttentionTensors, options: Options, config: Mapping[str, Any], rows: int) -> Steps:
@@ -164,7 +157,7 @@ def _steps(tensors: AttentionTensors, options: Options, config: Mapping[str, Any
         "EXACT": scale > 0 and math.frexp(scale)[0] == 0.5,  # multiplying never rounds and keeps the order of scores
         "PRECISION": config["precision"], "ptx_options": config["ptx_options"],
     }  # fmt: skip
-    return Steps(PLACES, values)
+    return Steps(values)
 
 
 def _add_tables(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold.ops._shared import impl as shared
 from tilefold.ops._shared.fallback import KernelUnavailableError, attempt, give_up, given_up
-from tilefold.ops._shared.operator import Operator, Variant
+from tilefold.ops._shared.operator import Operator
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_head, checked
 from tilefold.ops.lsr_head._parallel import PLAIN_TYPES, Options
@@ -42,11 +42,12 @@ def _plans() -> ModuleType:
     return plans
 
 
-def _variant(tensors: HeadTensors) -> Variant | None:
-    return None if tensors.weight_scale is None else QUANTIZED
+def _choose(tensors: HeadTensors, impl: str) -> tuple[str, str]:
+    if tensors.weight_scale is None:
+        return HEAD.name, HEAD.chosen_impl(tensors.hidden, impl)
+    return _quantized.QUANTIZED_HEAD, _quantized.chosen_quantized_impl(tensors.hidden, impl)
 
 
-QUANTIZED = Variant(_quantized.QUANTIZED_HEAD, _quantized.chosen_quantized_impl)
 HEAD = Operator(
     "lsr_head",
     HeadTensors,
@@ -60,7 +61,7 @@ HEAD = Operator(
     reference=_reference.lsr_head,
     check_values=check_values,
     reads=reads,
-    variant=_variant,
+    choose=_choose,
 )
 
 

@@ -29,6 +29,13 @@ BY_ROLES = "lsr_head's kernel whose warps load or compute"
 BY_SCREEN = "lsr_head's screen of scores that cannot be positive"
 BY_TMA = "lsr_head's portable kernel with TMA"
 PORTABLE = "lsr_head's portable kernel"
+INSTEAD = {
+    kernel: Instead(kernel, f"{does} instead: the same results, a slower forward pass.")
+    for kernel, does in (
+        (BY_ROLES, f"Max pooling runs {BY_TMA}"), (BY_TMA, f"Max pooling runs {PORTABLE}"),
+        (BY_SCREEN, "Every logit is computed"),
+    )
+}  # fmt: skip
 
 # Forward of max pooling; sequences begin at multiples of GROUP rows. With WARP_ROLES warps are of a computing group.
 # The facts tma and roles say whether kernels with descriptors, and with such warps, can run: :func:`max_forward`.
@@ -171,11 +178,3 @@ def plan_splits(
 def kernel_name(constants: Constants) -> str:
     """The family of forward kernels that has these constants."""
     return BY_ROLES if constants["WARP_ROLES"] else BY_TMA if constants["USE_TMA"] else PORTABLE
-
-
-def instead_of(kernel: str) -> Instead | None:
-    """Fallback of a family of forward kernels."""
-    does = {BY_ROLES: f"Max pooling runs {BY_TMA}", BY_TMA: f"Max pooling runs {PORTABLE}"}
-    does[BY_SCREEN] = "Every logit is computed"
-    sentence = f"{does.get(kernel)} instead: the same results, a slower forward pass."
-    return Instead(kernel, sentence) if kernel in does else None

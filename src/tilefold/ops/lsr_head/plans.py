@@ -19,18 +19,15 @@ from tilefold.ops._shared.tuning import lookup
 from tilefold.ops._shared.winners import no_winner, winner_dtype
 from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._problem import HeadOptions, HeadSaved, HeadTensors, Needs
+from tilefold.ops.lsr_head._slabs import add_rows, fill, times, unit_of_dlogits, wide_product
 from tilefold.ops.lsr_head._triton import max_backward, one_token, pack, quantize, screen, sum_pooling
 from tilefold.ops.lsr_head._triton.max_forward import combine_kernel, max_forward_kernel
 
 COMBINE_BLOCK = 1024
 MAX_ADDED = 8192  # counts that every program adds up itself: more launches take the host longer
-# A row of zeros divides by nothing smaller. Times these and their inverses, numbers stay within fp32.
-MIN_POWER, MAX_POWER = 2.0**-100, 2.0**100
-HEADROOM = 2.0**14  # the largest number becomes less than twice that, below fp16's 65504
-EXPONENT = 0x7F800000  # the bits of fp32 that say which power of two
 PLACES = {  # of tensors, by their kernels' names
-    "weight_src": "weight", "weight_desc": "weight", "rows_ptr": "hidden", "rows_src": "hidden", "rows_desc": "hidden",
-    "mask_ptr": "attention_mask", "cu_ptr": "cu_seqlens", "winner_ptr": "winners", "out_ptr": "scores",
+    "rows_ptr": "hidden", "rows_src": "hidden", "rows_desc": "hidden", "mask_ptr": "attention_mask",
+    "cu_ptr": "cu_seqlens", "winner_ptr": "winners", "out_ptr": "scores",
 }  # fmt: skip
 
 
@@ -53,7 +50,7 @@ class HeadSteps(Steps):
             "UNIFORM": not packed, "LAST": options.pooling == "last", "MEAN": options.pooling == "mean",
             "SCALED": self.dtype == torch.float16,
         }  # fmt: skip
-        super().__init__(PLACES, values)
+        super().__init__(values, PLACES)
 
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
@@ -96,7 +93,7 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
     dtype = tensors.weight.dtype if steps.quantized else steps.dtype
     on_hopper, why = setting.capability == (9, 0) and dtype != torch.float32, releases.why_no_warp_roles()
     if on_hopper and why is not None and configs.BY_ROLES not in setting.given_up:
-        raise KernelUnavailableError("max_forward_hopper_kernel", why, configs.instead_of(configs.BY_ROLES))
+        raise KernelUnavailableError("max_forward_hopper_kernel", why, configs.INSTEAD[configs.BY_ROLES])
     config = configs.max_forward(dtype, setting, setting.aligned and rows_fit_descriptor(tensors.weight.to(dtype)))
     block_t, block_k = config["BLOCK_T"], config["BLOCK_K"]
     steps.values |= {"WITH_WINNERS": training, "GROUP": config["GROUP"]}
@@ -133,7 +130,7 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
         if name == configs.PORTABLE
         else {given: Tma(rows, dim, make(block, block_k, dtype)) for given, (rows, block) in described.items()}
     )
-    instead = None if setting.capability == (0, 0) else configs.instead_of(name)
+    instead = None if setting.capability == (0, 0) else configs.INSTEAD.get(name)
     steps.values |= {"SCREENED": False, "sample_limit": 0, "limit": 0}
     if config["WARP_ROLES"] and configs.may_screen(steps.options, setting, total, vocab, dim):
         _screen(steps, total, length)
@@ -175,7 +172,7 @@ def _screen(steps: HeadSteps, total: int, length: int) -> None:
     splits, multiple = configs.plan_splits(total, vocab, length, block_v, block_t, programs)
     own = {**configs.SCREEN, "splits": splits, "multiple": multiple}
     places = {"weight_desc": "weight8", "rows_desc": "rows8"}
-    instead = configs.instead_of(configs.BY_SCREEN)
+    instead = configs.INSTEAD[configs.BY_SCREEN]
     steps.launch(screen_hopper.screen_hopper_kernel, (programs,), own, places, tma, instead)
     steps.launch(screen.list_kernel, (batch, cdiv(vocab, screen.BLOCK_LIST)), {"BLOCK": screen.BLOCK_LIST})
     own = dict(configs.REFINE) | {"BLOCK_B": min(1024, power_of_two(batch))}
@@ -286,7 +283,7 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
         # dlogits in units that fp16 holds; whatever is made of them is fp32 until it is taken back
         # in fp16 those of a mean, not yet divided by the length, would not fit
         unit = functools.partial(
-            _unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length, scale=options.logit_scale
+            unit_of_dlogits, mean=options.pooling == "mean", length=tokens.length, scale=options.logit_scale
         )
         steps.torch("dscores", lambda dscores: dscores.float().contiguous(), "dscores")
         steps.torch("unit", unit, "dscores attention_mask cu_seqlens")
@@ -311,54 +308,17 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
             _row_gradients(steps, needs)
             return
         if needs.hidden:
-            steps.torch("drows", functools.partial(_add_rows, slab), "drows dlogits weight")
+            steps.torch("drows", functools.partial(add_rows, slab), "drows dlogits weight")
         if needs.weight:
             steps.torch(
-                "product", lambda dlogits, rows: _wide_product(dlogits.t(), rows.view(-1, dim)), f"dlogits {rows}"
+                "product", lambda dlogits, rows: wide_product(dlogits.t(), rows.view(-1, dim)), f"dlogits {rows}"
             )
-            steps.torch("dweight", functools.partial(_fill, slab), "dweight product unit")
+            steps.torch("dweight", functools.partial(fill, slab), "dweight product unit")
         if needs.bias:
             steps.torch("total", functools.partial(torch.sum, dim=0), "sum")
-            steps.torch("dbias", functools.partial(_fill, slab), "dbias total unit")
+            steps.torch("dbias", functools.partial(fill, slab), "dbias total unit")
     if needs.hidden:
-        steps.torch("dhidden", lambda drows, unit: _times(drows, unit).to(given[0]).view(shape), "drows unit")
-
-
-def _unit_of_dlogits(
-    dscores: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, mean: bool, length: int, scale: float
-) -> Tensor:
-    """Power of two by which fp16 divides the gradients of all logits, none steeper than 1; fp32, on the device."""
-    largest = dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)  # [B, 1], of what is finite
-    if mean and cu_seqlens is not None:
-        largest /= cu_seqlens.diff().clamp(min=1)[:, None]
-    elif mean and attention_mask is not None:
-        largest /= (attention_mask != 0).sum(dim=1, keepdim=True).clamp(min=1)
-    elif mean:
-        largest /= max(length, 1)
-    power = (largest.amax().mul_(abs(scale)).view(torch.int32) & EXPONENT).view(torch.float32)
-    return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)
-
-
-def _add_rows(slab: slice, drows: Tensor | None, dlogits: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of rows by a slab of the vocabulary, added to that of those before; fp32."""
-    found = _wide_product(dlogits[:, : slab.stop - slab.start], weight[slab])
-    return found if drows is None else drows.add_(found)
-
-
-def _fill(slab: slice, result: Tensor, found: Tensor, unit: Tensor | None) -> Tensor:
-    result[slab] = _times(found[: slab.stop - slab.start], unit)
-    return result
-
-
-def _times(found: Tensor, unit: Tensor | None) -> Tensor:
-    return found if unit is None else found.mul_(unit)
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` handed out in fp32."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+        steps.torch("dhidden", lambda drows, unit: times(drows, unit).to(given[0]).view(shape), "drows unit")
 
 
 # ---- one token per sequence

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_tensor
 from tilefold.ops._shared.fallback import SLOWER, give_up
-from tilefold.ops._shared.operator import Operator, Variant
+from tilefold.ops._shared.operator import Operator
 from tilefold.ops.maxsim import _reference, _tiled, tiles
 from tilefold.ops.maxsim._arguments import checked, divides_itself
 from tilefold.ops.maxsim._problem import (
@@ -54,9 +54,9 @@ def nothing(problem: Problem) -> Tensor:
     return zero.to(wide_dtype(problem.queries.dtype)).expand(problem.score_shape).contiguous()
 
 
-def _variant(tensors: MaxSimTensors) -> Variant | None:
+def _choose(tensors: MaxSimTensors, impl: str) -> tuple[str, str]:
     fp8 = tensors.documents.dtype == torch.float8_e4m3fn and tensors.documents.is_cuda
-    return Variant("maxsim", _impl_of_fp8) if fp8 else None
+    return "maxsim", (_impl_of_fp8 if fp8 else MAXSIM.chosen_impl)(tensors.queries, impl)
 
 
 def _impl_of_fp8(queries: Tensor, impl: str) -> str:
@@ -85,7 +85,7 @@ MAXSIM = Operator(
     tiled=_tiled,
     reference=by_reference,
     check_values=check_values,
-    variant=_variant,
+    choose=_choose,
 )
 
 

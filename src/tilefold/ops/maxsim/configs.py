@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -128,10 +129,14 @@ STREAM = (
     Row(INTERPRETED, {"BLOCK_T": 16, "USE_TMA": True}, "small tiles, so that small inputs take several steps"),
 )
 # Queries that share the pass over int8 documents. Facts: capability, slot (rows of a query, a power of two), rows (of
-# all), tokens of a document on average. `BLOCK_Q` of 0: there are better kernels.
+# all), tokens of a document on average. A query's rows are at most PARTS quarters of BLOCK_Q, whose 0 says that there
+# are better kernels.
 SHARED_PASS = (
     Row(
-        {}, {"BLOCK_Q": 0, "BLOCK_T": 64, "num_warps": 4, "num_stages": 3, "PROGRAMS": 2, "USE_TMA": True},
+        {},
+        {
+            "BLOCK_Q": 0, "PARTS": 4, "BLOCK_T": 64, "num_warps": 4, "num_stages": 3, "PROGRAMS": 2, "USE_TMA": True,
+        },
         "no other GPU was timed",
     ),
     Row(
@@ -273,25 +278,11 @@ def stream_config(
     return found | {"BLOCK_Q": rows, "BLOCK_K": power_of_two(dim, 32)}
 
 
-def shared_pass_config(
-    capability: tuple[int, int], dim: int, slot: int, n_queries: int, tokens: int
-) -> Constants | None:
-    """Constants of the pass over int8 documents of so many ``tokens`` that queries share, if it is better."""
-    found = lookup(SHARED_PASS, capability=capability, slot=slot, rows=slot * n_queries, tokens=tokens)
-    fits = dim <= MAX_BLOCK_K and 0 < slot <= found["BLOCK_Q"]
-    return found | {"SLOT": slot, "BLOCK_K": power_of_two(dim, 32)} if fits else None
-
-
-def roles_pass_config(
-    capability: tuple[int, int], dim: int, slot: int, n_queries: int, documents: int, length: int
-) -> Constants | None:
-    """Constants of the pass by warps with roles over int8 documents padded to ``length``, if it is better."""
-    rows = slot * n_queries
-    uneven = (length + 63) // 64 * 64 * 5 >= (length + 7) // 8 * 8 * 6
-    half = -rows % 512 >= 256
-    found = lookup(ROLES_PASS, capability=capability, rows=rows, documents=documents, half=half, uneven=uneven)
+def pass_config(table: Iterable[Row], dim: int, slot: int, **facts: object) -> Constants | None:
+    """Constants of a pass over int8 documents that queries of ``slot`` rows share, if it is better."""
+    found = lookup(table, slot=slot, **facts)
     fits = dim <= MAX_BLOCK_K and 0 < slot <= found["BLOCK_Q"] * found["PARTS"] // 4
-    return found | {"SLOT": slot} if fits else None
+    return found | {"SLOT": slot, "BLOCK_K": power_of_two(dim, 32)} if fits else None
 
 
 def backward_config(kernel: str, capability: tuple[int, int], dtype: torch.dtype, tf32: bool) -> Constants:

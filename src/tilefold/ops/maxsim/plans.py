@@ -12,7 +12,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
-from tilefold.ops._shared._triton.offsets import int32_kernel
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
@@ -41,19 +40,10 @@ TILES_OF_PACKED = 4  # programs that share the tiles of a packed document, where
 MANY_ROWS = 16384
 MAX_PROGRAMS = 4096  # that keep a list of winners each; the rest of the work is dealt to them
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128  # of kernels that go over rows once
-NARROWED = 1024  # offsets that a program brings to int32
-ROW_QUERIES = 256  # rows that a program finds the query of
 BY_POINTERS = Instead(configs.BY_TMA, "Documents are read by pointers instead: the same scores, slower.")
 WITHOUT_ROLES = Instead(configs.BY_ROLES, "Others share the pass over the documents: the same scores to fp32, slower.")
 SAVED_NORMS = {"query_factors": "query_norms", "document_factors": "document_norms"}
 OFFSETS = ("cu_queries", "cu_documents", "pairs")
-TENSORS = {  # by their kernels' names
-    "query_ptr": "queries", "doc_ptr": "documents", "doc_src": "documents", "query_mask_ptr": "query_mask",
-    "doc_mask_ptr": "document_mask", "query_scale_ptr": "query_factors", "doc_scale_ptr": "document_factors",
-    "cu_q_ptr": "cu_queries", "cu_d_ptr": "cu_documents", "index_ptr": "pairs", "score_ptr": "scores",
-    "part_ptr": "parts", "saved_ptr": "saved", "row_query_ptr": "row_query", "dscore_ptr": "dscores",
-    "largest_ptr": "largest", "list_ptr": "lists",
-}  # fmt: skip
 
 
 class MaxSimSteps(Steps):
@@ -71,19 +61,15 @@ class MaxSimSteps(Steps):
             "HAS_DMASK": p.document_mask is not None,
             "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[p.pairing],
         }  # fmt: skip
-        super().__init__(TENSORS, values)
+        super().__init__(values)
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.known = known = {name: tensor for name, tensor in given.items() if tensor.numel()}
         self.stands |= {name: f"no_{name}" for name in given if name not in known}  # not made by the registered one
         # from a multiple of 16 bytes on: a copy costs less than another build of a kernel, and adds up alike
         self.steps += contiguous(**known) if setting.aligned else [TorchStep(name, _in_order, name) for name in known]
         self.steps += leading
-        for name in OFFSETS:
-            if name in known and known[name].dtype == torch.int64:
-                narrow, count = self.buffer(f"narrow_{name}", known[name].shape, torch.int32), known[name].numel()
-                own = {"count": count, "BLOCK": NARROWED, "num_warps": 4, "num_stages": 1}
-                self.launch(int32_kernel, (cdiv(count, NARROWED),), own, {"int64_ptr": name, "int32_ptr": narrow})
-                self.stands[name] = narrow
+        wide = [name for name in OFFSETS if name in known and known[name].dtype == torch.int64]
+        self.steps += [TorchStep(name, _in_int32, name) for name in wide]
 
     def over_rows(self, kernel: object, count: int, places: Mapping[str, str] = {}, others: int = 0) -> None:
         """A launch that goes over ``count`` rows once, and over ``others``."""
@@ -99,6 +85,11 @@ class MaxSimSteps(Steps):
             for name, count in zip(SAVED_NORMS, sides, strict=True):
                 self.buffer(name, (count,))
         self.over_rows(norms.inverse_norms_kernel, sides[0], others=sides[1])
+
+
+def _in_int32(offsets: Tensor) -> Tensor:
+    """Offsets or indices as kernels read them: what int32 does not hold is no offset in it either."""
+    return offsets.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
 def _in_order(tensor: Tensor) -> Tensor:
@@ -136,7 +127,8 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
             return
         if stored == torch.int8:
             tokens = p.documents.size(0) // p.n_documents
-            shared = configs.shared_pass_config(setting.capability, dim, slot, p.n_queries, tokens)
+            facts = {"capability": setting.capability, "rows": slot * p.n_queries, "tokens": tokens}
+            shared = configs.pass_config(configs.SHARED_PASS, dim, slot, **facts)
         stream = shared or configs.stream_config(setting.capability, stored, dim, rows, p.queries.dtype)
     dtype = stored if stored == torch.int8 else p.queries.dtype  # queries of int8 documents are rounded to int8 too
     winners_in = p.document_length if training else None
@@ -183,11 +175,12 @@ def _round_queries(steps: MaxSimSteps) -> None:
 def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
     """Whether the warps of one kernel have roles: padded queries against many padded int8 documents."""
     p, setting = steps.problem, steps.setting
-    if p.documents.dtype != torch.int8 or not p.document_length or not rows_fit_descriptor(p.documents):
+    length, rows = p.document_length, slot * p.n_queries
+    if p.documents.dtype != torch.int8 or not length or not rows_fit_descriptor(p.documents):
         return False
-    config = configs.roles_pass_config(
-        setting.capability, p.queries.size(1), slot, p.n_queries, p.n_documents, p.document_length
-    )
+    facts = {"capability": setting.capability, "rows": rows, "documents": p.n_documents, "half": -rows % 512 >= 256}
+    facts["uneven"] = cdiv(length, 64) * 64 * 5 >= cdiv(length, 8) * 8 * 6
+    config = configs.pass_config(configs.ROLES_PASS, p.queries.size(1), slot, **facts)
     if config is None or configs.BY_ROLES in setting.given_up or releases.why_no_warp_roles():
         return False
     from tilefold.ops.maxsim._triton import shared_hopper as hopper  # needs Gluon
@@ -270,14 +263,18 @@ def backward(
     elif p.normalize:
         steps.inverse_norms(results=False)
     if everything and p.cu_queries is not None and "row_query" not in steps.known:
-        rows, bisections = p.queries.size(0), p.n_queries.bit_length()
-        steps.stands["row_query"] = steps.buffer("rows_query", (rows,), torch.int32)
-        own = {"steps": bisections, "BLOCK": ROW_QUERIES, "num_warps": 4, "num_stages": 1}
-        steps.launch(norms.row_query_kernel, (cdiv(rows, ROW_QUERIES),), own)
+        steps.stands["row_query"] = "owners"
+        steps.torch("owners", functools.partial(row_queries, p.queries.size(0)), "cu_queries")
     for side in (1, 0):  # documents first: their lists of winners are gone when the queries' gradient is made
         if needs[side]:
             _add_gradient(steps, side)
     return steps.plan()
+
+
+def row_queries(rows: int, offsets: Tensor) -> Tensor:
+    """``[Tq]`` int32 query of each packed row, as the forward kernel finds it."""
+    every = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets[1:], every, right=True, out_int32=True).clamp_(max=offsets.size(0) - 2)
 
 
 def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:

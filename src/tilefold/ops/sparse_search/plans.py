@@ -10,10 +10,6 @@ from tilefold.ops.sparse_search._problem import SearchOptions, SearchTensors
 from tilefold.ops.sparse_search._triton.search import best_kernel, block_scores_kernel
 from tilefold.ops.sparse_search.postings import BLOCK
 
-PLACES = {  # of tensors, by their kernels' names
-    "term_ptr": "terms", "weight_ptr": "weights", "offset_ptr": "offsets", "place_ptr": "places",
-    "posting_ptr": "postings", "value_ptr": "values", "document_ptr": "documents",
-}  # fmt: skip
 GROUP, CHUNK = 64, 8192  # documents of a group, and groups of a group of them; values that a program holds
 # Facts: capability, programs (blocks of documents times queries)
 SCORES = (
@@ -34,7 +30,7 @@ def forward(tensors: SearchTensors, options: SearchOptions, training: bool, sett
         "ONE": k * GROUP <= CHUNK, "FIRST": min(power_of_two(groups // GROUP, 512), CHUNK),
         "ONE_FIRST": groups // GROUP <= CHUNK, "num_warps": 16, "num_stages": 3,
     }  # fmt: skip
-    steps = Steps(PLACES, values)
+    steps = Steps(values)
     steps.steps += contiguous(**tensors._asdict())
     widths = {"score": n_documents, "group": groups, "high": groups // GROUP, "member": 3 * k, "listed": k}
     for name, width in widths.items():

@@ -16,7 +16,7 @@ import torch
 from tilefold.ops._shared import internals
 from tilefold.ops._shared.fallback import give_up
 from tilefold.ops._shared.internals import TMA_MAP_BYTES, Addresses, Grid, LaunchAt, Tma
-from tilefold.ops._shared.plan import cdiv, taker
+from tilefold.ops._shared.plan import taker
 
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^\[,\n]*(?:\[(\d+)\])?")
 INVALID_CONTEXT = 201
@@ -87,34 +87,33 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Argum
     other parameters; ``None`` without libcuda, or with a driver before CUDA 12.0.
     """
     name, declared, index = compiled.metadata.name, parameters(ptx), torch.cuda.current_device()
-    more = [8 - size for _, size in declared[len(arguments) :]]  # zeros: addresses of scratch, which it does not use
-    if len(arguments) > len(declared) or more not in ([], [0], [0, 0]):
+    spare = [size for _, size in declared[len(arguments) :]]  # addresses of scratch, which it does not use
+    if len(arguments) > len(declared) or spare not in ([], [8], [8, 8]):
         raise ValueError(f"{name} declares {declared}, and {len(arguments)} parameters were given")
-    table = (ctypes.c_void_p * len(declared))()  # where the driver finds each parameter
-    memory = (ctypes.c_char * (2 * TMA_MAP_ALIGNMENT + (8 + TMA_MAP_BYTES) * len(declared)))()  # addresses, then others
-    pointers = free = ctypes.addressof(memory) + -ctypes.addressof(memory) % TMA_MAP_ALIGNMENT
-    free += cdiv(8 * len(declared), TMA_MAP_ALIGNMENT) * TMA_MAP_ALIGNMENT
-    places: list[int] = []
-    maps: list[list[Any]] = []  # the place of each one's matrix, the map's address, and the one that is in it
-    for number, ((place, value), (letter, size)) in enumerate(
-        zip((*arguments, *((None, zero) for zero in more)), declared, strict=True)
-    ):
-        wanted = min(size, 8) if place is None else 8 if value is None else TMA_MAP_BYTES
+    arguments = [*arguments, *[(None, 0)] * len(spare)]
+    places = [place for place, value in arguments if value is None and place is not None]
+    held, table = (ctypes.c_uint64 * len(places))(), (ctypes.c_void_p * len(declared))()  # addresses, and all places
+    memory = (ctypes.c_char * (TMA_MAP_ALIGNMENT + TMA_MAP_BYTES * len(declared)))()
+    pointer_at, map_at = (
+        ctypes.addressof(held),
+        ctypes.addressof(memory) + -ctypes.addressof(memory) % TMA_MAP_ALIGNMENT,
+    )
+    maps: list[Any] = []  # the place of each one's matrix, the map's address, and the one that is in it
+    kept: list[Any] = [compiled, memory, table]
+    for number, ((place, value), (letter, size)) in enumerate(zip(arguments, declared, strict=True)):
+        wanted = 8 if value is None else TMA_MAP_BYTES if isinstance(value, bytes) else min(size, 8)
         if size != wanted or (isinstance(value, float) and letter != "f"):
             raise ValueError(f"parameter {number} of {name} is .{letter}{8 * size}, and {value} was given")
-        if place is not None and value is None:
-            table[number] = pointers + 8 * len(places)
-            places.append(place)
-            continue
-        table[number] = free
-        if isinstance(value, bytes) and place is not None:
-            ctypes.memmove(free, value, TMA_MAP_BYTES)
-            maps.append([place, free, 0])
-        elif letter == "f":
-            (ctypes.c_float if size == 4 else ctypes.c_double).from_address(free).value = value
-        else:
-            ctypes.c_int64.from_address(free).value = int(value)  # whose first bytes are those of a narrower one
-        free += TMA_MAP_BYTES
+        if value is None:
+            table[number], pointer_at = pointer_at, pointer_at + 8
+        elif isinstance(value, bytes):
+            ctypes.memmove(map_at, value, TMA_MAP_BYTES)
+            maps.append([place, map_at, 0])
+            table[number], map_at = map_at, map_at + TMA_MAP_BYTES
+        else:  # of 64 bits the first bytes are those of a narrower number
+            wide = ctypes.c_int64 if letter != "f" else ctypes.c_float if size == 4 else ctypes.c_double
+            kept.append(wide(value if letter == "f" else int(value)))
+            table[number] = ctypes.addressof(kept[-1])
     config = _Config(*grid, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared, None, None, 0)
     stream, handle = internals.current_stream, ctypes.c_void_p(compiled.function)
     try:
@@ -123,10 +122,9 @@ def driver_launch(compiled: Any, ptx: str, grid: Grid, arguments: Sequence[Argum
         return None
     config_at, table_at = (ctypes.c_void_p(ctypes.addressof(found)) for found in (config, table))
     pack, pick, pointer = struct.Struct(f"{len(places)}Q").pack_into, taker(places), ctypes.c_void_p
-    held = (ctypes.c_char * (8 * len(places))).from_address(pointers)
     lock = threading.Lock()  # config, parameters and maps are one launch's until the driver has copied them
 
-    def launch(addresses: Addresses, _kept: object = (compiled, table, memory)) -> None:
+    def launch(addresses: Addresses, _kept: object = kept) -> None:
         with lock:
             error = 0
             pack(held, 0, *pick(addresses))

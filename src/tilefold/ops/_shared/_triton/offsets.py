@@ -7,7 +7,6 @@ import triton.language as tl
 
 from tilefold.ops._shared.impl import triton_interpreted
 
-INT32_MAX = tl.constexpr(2147483647)
 _INTERPRETED = tl.constexpr(triton_interpreted())
 
 
@@ -30,11 +29,3 @@ def narrowed(value):
     if value.dtype == tl.int64:
         value = tl.where((value >= 0) & (value <= 2147483647), value, -1).to(tl.int32)
     return value
-
-
-@triton.jit(do_not_specialize=["count"])
-def int32_kernel(int64_ptr, int32_ptr, count, BLOCK: tl.constexpr):
-    """int64 in int32, in the same order: what is out of range becomes -1 or the largest."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(int64_ptr + i, mask=i < count, other=0)
-    tl.store(int32_ptr + i, tl.minimum(tl.maximum(value, -1), INT32_MAX).to(tl.int32), mask=i < count)

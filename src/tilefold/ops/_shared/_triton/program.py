@@ -22,11 +22,11 @@ PIECE_ALIGNMENT = 128  # bytes, of scratch in a block: as much as the L2 cache r
 class _Turn:
     """Memory, then a step of torch or a launch; places are those of all tensors, or of all addresses."""
 
-    made: list[Tensor] = field(default_factory=list)  # without memory; the last may stand for a block of scratch
+    made: list[tuple[int, Tensor]] = field(default_factory=list)  # places, and tensors like these, without memory
     fills: list[tuple[int, float]] = field(default_factory=list)  # which of those have a number in all entries
-    offsets: list[int] = field(default_factory=list)  # of scratch in the block
-    dtypes: list[torch.dtype] = field(default_factory=list)  # of all these
+    offsets: list[int] = field(default_factory=list)  # of scratch in a block, which is made last
     function: Callable[..., Tensor | None] | None = None
+    makes: int = 0  # place of what the function makes
     launch: Step | None = None
     take: Take = tuple  # what the step gets
     ends: list[int] = field(default_factory=list)  # places of tensors that nothing reads any more
@@ -39,7 +39,7 @@ class Program:
     ``bound``, and no kernel is built any more.
     """
 
-    __slots__ = ("_aligned", "_empty", "_results", "bound", "turns")
+    __slots__ = ("_aligned", "_dtypes", "_results", "bound", "turns")
 
     def __init__(
         self,
@@ -56,50 +56,41 @@ class Program:
         wanted = {name: each for name, each in results.items() if each and plan.buffers.get(name, each) is not None}
         scratch = {name: each for name, each in plan.buffers.items() if each and name in first}
         by_torch = {step.makes for step, _ in of_torch} - scratch.keys()
-        made = {name: each for name, each in (wanted | scratch).items() if name not in by_torch}
-        room = {  # of scratch, in whole pieces
-            name: cdiv(each.on(torch.device("meta")).nbytes, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        pieces = {  # of scratch, with their room in the block
+            name: cdiv(max(each.on(torch.device("meta")).nbytes, 1), PIECE_ALIGNMENT) * PIECE_ALIGNMENT
             for name, each in scratch.items()
         }
-        pieces = [name for name in room if name not in wanted and all(name not in names for _, names in of_torch)]
-        if sum(room.values()) > MAX_TOGETHER:
-            pieces = []
+        if sum(pieces.values()) > MAX_TOGETHER:
+            pieces = {}
         else:
-            first = {}
-        *offsets, size = accumulate(map(room.__getitem__, pieces), initial=0)
-        self._empty = [] if size else [made[name].dtype for name in pieces]  # of scratch without an element, at 0
-        nothing = len(given)  # the place of None
-        tensors = known = nothing + 1
-        places = {name: place for place, name in enumerate(given)}
-        addresses = places | {name: known + place for place, name in enumerate(pieces)}
-        known += len(self._empty)
-        lasts: dict[int, _Turn] = {}  # by place of a tensor the turn that reads it last
+            alone = wanted.keys() | {name for _, names in of_torch for name in names}
+            pieces, first = {name: room for name, room in pieces.items() if name not in alone}, {}
+        made = {name: each for name, each in (wanted | scratch).items() if name not in by_torch | pieces.keys()}
+        *offsets, size = accumulate(pieces.values(), initial=0)
+        made |= {"": Buffer((size,), torch.uint8)} if pieces else {}
+        nothing = len(given)  # the place of None; then come tensors that are made, those by torch, and pieces
+        places = {name: place for place, name in enumerate([*given, None, *made]) if name is not None}
+        makes = nothing + 1 + len(made)
+        addresses = places | {name: makes + len(of_torch) + place for place, name in enumerate(pieces)}
+        places |= dict.fromkeys(pieces, places.get("", nothing))
+        self._dtypes = [each.dtype for each in made.values()] + [None] * len(of_torch)
+        self._dtypes += [scratch[name].dtype for name in pieces]
         self.turns = [_Turn() for _ in plan.steps] or [_Turn()]
-        for number, turn in enumerate(self.turns):
-            begins = [(name, made[name]) for name in made if first.get(name, 0) == number and name not in pieces]
-            turn.offsets = offsets if number == 0 and size else []
-            for name, buffer in [*begins, ("", Buffer((size,), torch.uint8))] if turn.offsets else begins:
-                turn.fills += [(len(turn.made), plan.fills[name])] if name in plan.fills else []
-                turn.made.append(buffer.on(device))
-                turn.made[-1].untyped_storage().resize_(0)
-                places[name], addresses[name], lasts[tensors] = tensors, known, turn
-                tensors, known = tensors + 1, known + 1
-            turn.dtypes = [each.dtype for each in turn.made]
-            if turn.offsets:
-                turn.dtypes += [made[name].dtype for name in pieces]
-                places |= dict.fromkeys(pieces, places[""])
-                addresses |= {name: known + place for place, name in enumerate(pieces)}
-                known += len(pieces)
-            if not plan.steps:
-                break
-            step, names = plan.steps[number], reads[number]
+        self.turns[0].offsets = offsets
+        for name, buffer in made.items():
+            turn, like = self.turns[first.get(name, 0)], buffer.on(device)
+            like.untyped_storage().resize_(0)
+            turn.made.append((places[name], like))
+            turn.fills += [(places[name], plan.fills[name])] if name in plan.fills else []
+        lasts: dict[int, _Turn] = {}  # by place of a tensor the turn that reads it last
+        for turn, step, names in zip(self.turns, plan.steps, reads, strict=False):
             lasts |= {places[name]: turn for name in names if name in places}
             if isinstance(step, Launch):
                 turn.launch, turn.take = Step(step), taker([addresses.get(name, nothing) for name in names])
                 continue
             turn.function, turn.take = step.function, taker([places.get(name, nothing) for name in names])
-            places[step.makes], addresses[step.makes], lasts[tensors] = tensors, known, turn
-            tensors, known = tensors + 1, known + 1
+            places[step.makes] = addresses[step.makes] = turn.makes = makes
+            lasts[makes], makes = turn, makes + 1
         kept = [places[name] if name in wanted else nothing for name in results]
         self._results = taker(kept)
         for place, turn in lasts.items():
@@ -109,24 +100,24 @@ class Program:
     def __call__(self, *given: Tensor | None) -> Sequence[Tensor | None]:
         repeats = self._aligned and not hooked()
         bound = repeats and self.bound
-        tensors: list[Any] = [*given, None]
-        addresses: list[Any] = [None if x is None else x.data_ptr() for x in tensors]
-        addresses += [0] * len(self._empty)
-        dtypes: list[Any] = [] if bound else [*(None if x is None else x.dtype for x in tensors), *self._empty]
+        nothing = [None] * (1 + len(self._dtypes))
+        tensors: list[Any] = [*given, *nothing]
+        addresses: list[Any] = [*(None if x is None else x.data_ptr() for x in given), *nothing]
+        dtypes: list[Any] = [] if bound else [*(None if x is None else x.dtype for x in given), None, *self._dtypes]
         for turn in self.turns:
-            if turn.made:
-                made = list(map(torch.empty_like, turn.made))
-                for place, value in turn.fills:
-                    made[place].fill_(value)
-                tensors += made
-                addresses += map(Tensor.data_ptr, made)
-                del made
-                addresses += map(addresses[-1].__add__, turn.offsets)
-                dtypes += turn.dtypes
+            for place, like in turn.made:
+                tensors[place] = torch.empty_like(like)
+                addresses[place] = tensors[place].data_ptr()
+            if turn.offsets:  # the block is what was made last
+                addresses[-len(turn.offsets) :] = map(addresses[place].__add__, turn.offsets)
+            for place, value in turn.fills:
+                tensors[place].fill_(value)
             if turn.function is not None:
-                tensors.append(turn.function(*turn.take(tensors)))
-                addresses.append(None if tensors[-1] is None else tensors[-1].data_ptr())
-                dtypes.append(None if tensors[-1] is None else tensors[-1].dtype)
+                place = turn.makes
+                tensors[place] = turn.function(*turn.take(tensors))
+                addresses[place] = None if tensors[place] is None else tensors[place].data_ptr()
+                if not bound:
+                    dtypes[place] = None if tensors[place] is None else tensors[place].dtype
             elif turn.launch is not None:
                 if repeats and turn.launch.bound is not None:
                     turn.launch.bound(turn.take(addresses))

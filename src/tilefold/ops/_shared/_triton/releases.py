@@ -1,26 +1,4 @@
-"""Differences between the releases of Triton, beside those of tables; no other file asks which is installed.
-
-=====================================  =====  =====  =====  =====  =====  =====
-                                       3.4    3.5    3.6    3.7    3.8    3.9
-=====================================  =====  =====  =====  =====  =====  =====
-Gluon has the warp roles of ``wgmma``  no     no (1) yes    yes    yes    yes
-Gluon's TMA load                       copy   copy   copy   copy   load   load
-Gluon's barrier of a role               thread thread thread all    all    all
-places of winners spill registers (4)  -      -      no     no     yes    yes
-interpreted loops with numpy 2.4       no     no     no     yes    yes    yes
-interpreted bf16, fp8 (2)              wrong  wrong  wrong  wrong  wrong  wrong
-interpreted rows in memory (11)        items  items  bytes  bytes  bytes  bytes
-interpreted masks may be integers      yes    yes    yes    yes    yes    no
-interpreter puts the language back     no     no     yes    yes    yes    yes
-fused multiply-add by default (3)      yes    yes    yes    yes    yes    warns
-=====================================  =====  =====  =====  =====  =====  =====
-
-1. There, all roles take the same arguments.
-2. Products take the bits of bf16 for integers; conversions truncate to bf16, and some to fp8 are far off.
-3. 3.10 will change the default, so it is asked for.
-4. Of the Hopper kernel, whose comparisons then keep a register for each place of a tile.
-11. What 16 of must divide a row behind a descriptor.
-"""
+"""Differences between the releases of Triton, beside those of tables; no other file asks which is installed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tilefold.ops.entmax_attention._triton.rows import LANES, lane_sums
 
 
 @triton.jit(do_not_specialize=["tiles", "words", "blocks"])
-def key_lists_kernel(live_ptr, list_ptr, count_ptr, tiles, words, blocks):
+def key_lists_kernel(live_ptr, key_list_ptr, key_count_ptr, tiles, words, blocks):
     """For a tile of queries, the key blocks that are live."""
     row = tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
     lanes = tl.arange(0, 32)
@@ -21,29 +21,29 @@ def key_lists_kernel(live_ptr, list_ptr, count_ptr, tiles, words, blocks):
         flags = (tl.load(live_ptr + row * words + word) >> lanes) & 1
         place = count + tl.cumsum(flags, axis=0) - flags
         # tiles beyond the last sequence were never written: whatever their words hold stays in their row
-        tl.store(list_ptr + row * blocks + place, word * 32 + lanes, mask=(flags > 0) & (place < blocks))
+        tl.store(key_list_ptr + row * blocks + place, word * 32 + lanes, mask=(flags > 0) & (place < blocks))
         count += tl.sum(flags, axis=0)
-    tl.store(count_ptr + row, count)
+    tl.store(key_count_ptr + row, count)
 
 
 @triton.jit(
     do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "list_length"]
 )
 def query_lists_kernel(
-    live_ptr, list_ptr, count_ptr, cu_q_ptr, cu_k_ptr, start_ptr, key_batch_ptr, key_start_ptr,
-    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, list_length,
+    live_ptr, query_list_ptr, query_count_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_start_ptr, k_batch_ptr,
+    k_start_ptr, Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, list_length,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in."""
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
     b, n0, _, k_len = of_tile.locate(
-        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, KEYS, PACKED
+        key_tile, Nk, Tk, key_tiles_per, cu_seqlens_k_ptr, k_batch_ptr, k_start_ptr, B, KEYS, PACKED
     )
     if n0 < k_len:
-        _, q_len = of_tile.bounds(cu_q_ptr, b, Nq, Tq, PACKED)
+        _, q_len = of_tile.bounds(cu_seqlens_q_ptr, b, Nq, Tq, PACKED)
         if PACKED:
-            first = tl.load(start_ptr + b)
+            first = tl.load(q_start_ptr + b)
         else:
             first = b * tiles_per
         block = n0 // BLOCK_N  # the tile's blocks share a word: their number divides 32
@@ -57,9 +57,9 @@ def query_lists_kernel(
             bits = tl.load(live_ptr + offs, mask=inside, other=0) >> (block % 32)
             flags = ((bits & ((1 << (KEYS // BLOCK_N)) - 1)) != 0).to(tl.int32)
             place = count + tl.cumsum(flags, axis=0) - flags
-            tl.store(list_ptr + row * list_length + place, t, mask=flags > 0)
+            tl.store(query_list_ptr + row * list_length + place, t, mask=flags > 0)
             count += tl.sum(flags, axis=0)
-        tl.store(count_ptr + row, count)
+        tl.store(query_count_ptr + row, count)
 
 
 @triton.jit
@@ -73,20 +73,22 @@ def load_stats(stats_ptr, offs, size, mask):
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, dalpha_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr,
-    mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, seed_ptr,
-    sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks,
+    q_ptr, k_ptr, v_ptr, dout_ptr, out2_ptr, dq_ptr, delta_ptr, terms_ptr, stats_ptr, key_list_ptr, key_count_ptr,
+    alpha_ptr, key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, seed_ptr, sq_b, sq_h,
+    sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, Nq, Nk, Tq, Tk, B,
+    tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
     NEED_Q: tl.constexpr, NEED_ALPHA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    b, m0, q_base, q_len = of_tile.locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
+    b, m0, q_base, q_len = of_tile.locate(
+        tile, Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
+    )
     if m0 < q_len:
         h = tl.program_id(1)
-        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_seqlens_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
@@ -95,7 +97,7 @@ def dq_kernel(
         dout_ptr += b64 * sd_b + h.to(tl.int64) * sd_h + tl.cast(q_base, tl.int64) * sd_n
         out2_ptr += b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
-            mask_ptr += b64 * Nk
+            key_padding_mask_ptr += b64 * Nk
         e, _ = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
@@ -122,18 +124,18 @@ def dq_kernel(
         count = tl.maximum((high_key + BLOCK_N - 1) // BLOCK_N - first, 0)
         if LISTS:
             row = h.to(tl.int64) * tiles + tile
-            count = tl.load(count_ptr + row)
-            list_ptr += row * blocks
+            count = tl.load(key_count_ptr + row)
+            key_list_ptr += row * blocks
         if NEED_Q or NEED_ALPHA:
             for place in range(count):
                 if LISTS:
-                    block = tl.load(list_ptr + place)
+                    block = tl.load(key_list_ptr + place)
                 else:
                     block = first + place
                 n0 = block * BLOCK_N
                 j = n0 + tl.arange(0, BLOCK_N)
                 s, k, keep = of_tile.score_tile(
-                    q, k_ptr, mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
+                    q, k_ptr, key_padding_mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
                     D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
                 )  # fmt: skip
                 v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)
@@ -159,16 +161,15 @@ def dq_kernel(
             total = tl.sum(total, axis=1)
             rows = tl.sum(sum_a, axis=1) * tl.sum(dot_b, axis=1) - tl.sum(sum_b, axis=1) * tl.sum(dot_a, axis=1)
             rows /= tl.where(total > 0, total, 1.0)
-            tl.store(dalpha_ptr + offs, rows, mask=mask_m)
+            tl.store(terms_ptr + offs, rows, mask=mask_m)
 
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "key_tiles_per", "list_length"])
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
-    cu_q_ptr, cu_k_ptr, key_batch_ptr, key_start_ptr, seed_ptr,
-    sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size,
-    list_length,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, query_list_ptr, query_count_ptr, alpha_ptr,
+    key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, k_batch_ptr, k_start_ptr, seed_ptr, sq_b, sq_h, sq_n,
+    sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n, Nq, Nk, Tq, Tk, B,
+    tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, list_length,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
@@ -176,18 +177,18 @@ def dkv_kernel(
 ):  # fmt: skip
     key_tile = tl.program_id(0)
     b, n0, k_base, k_len = of_tile.locate(
-        key_tile, Nk, Tk, key_tiles_per, cu_k_ptr, key_batch_ptr, key_start_ptr, B, KEYS, PACKED
+        key_tile, Nk, Tk, key_tiles_per, cu_seqlens_k_ptr, k_batch_ptr, k_start_ptr, B, KEYS, PACKED
     )
     if n0 < k_len:
         kv = tl.program_id(1)
-        q_base, q_len = of_tile.bounds(cu_q_ptr, b, Nq, Tq, PACKED)
+        q_base, q_len = of_tile.bounds(cu_seqlens_q_ptr, b, Nq, Tq, PACKED)
         b64 = b.to(tl.int64)
         kv64 = kv.to(tl.int64)
         j = n0 + tl.arange(0, KEYS)
         mask_n = j < k_len
         keep = mask_n
         if HAS_MASK:
-            keep = of_tile.kept_keys(mask_ptr + b64 * Nk, n0, k_len, KEYS, HAS_MASK)
+            keep = of_tile.kept_keys(key_padding_mask_ptr + b64 * Nk, n0, k_len, KEYS, HAS_MASK)
         k = of_tile.load_rows(
             k_ptr + b64 * sk_b + kv64 * sk_h + tl.cast(k_base, tl.int64) * sk_n, j, sk_n, keep, D, BLOCK_D
         )
@@ -215,10 +216,10 @@ def dkv_kernel(
                 to_row = plane.to(tl.int64) * Nq
             row = h.to(tl.int64) * tl.num_programs(0) + key_tile
             if LISTS:
-                count = tl.load(count_ptr + row) * (BLOCK_M // QUERIES)
+                count = tl.load(query_count_ptr + row) * (BLOCK_M // QUERIES)
             for place in range(count):
                 if LISTS:
-                    tile = tl.load(list_ptr + row * list_length + place // (BLOCK_M // QUERIES))
+                    tile = tl.load(query_list_ptr + row * list_length + place // (BLOCK_M // QUERIES))
                     m0 = tile * BLOCK_M + (place % (BLOCK_M // QUERIES)) * QUERIES
                 else:
                     m0 = (first + place) * QUERIES

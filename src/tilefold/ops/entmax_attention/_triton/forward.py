@@ -28,20 +28,20 @@ def finish(acc, total, empty, broken):
 
 @triton.jit(do_not_specialize=of_tile.TOLD)
 def resident_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr,
-    seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size,
+    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, alpha_ptr, key_padding_mask_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b,
+    so_h, so_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, GRADIENT: tl.constexpr,
     SUPPORT: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, m0, q_base, q_len = of_tile.locate(
-        tl.program_id(0), Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED
+        tl.program_id(0), Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
     )
     if m0 < q_len:
         h = tl.program_id(1)
-        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_seqlens_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
@@ -49,7 +49,7 @@ def resident_kernel(
         v_ptr += b64 * sv_b + (h // GROUP).to(tl.int64) * sv_h + tl.cast(k_base, tl.int64) * sv_n
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
-            mask_ptr += b64 * Nk
+            key_padding_mask_ptr += b64 * Nk
         e, given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
@@ -58,7 +58,7 @@ def resident_kernel(
         j = low_key + tl.arange(0, BLOCK_N)
         q = of_tile.load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
         s, _, keep = of_tile.score_tile(
-            q, k_ptr, mask_ptr, m0, i, low_key, j, shift, sk_n, k_len, scale, window,
+            q, k_ptr, key_padding_mask_ptr, m0, i, low_key, j, shift, sk_n, k_len, scale, window,
             D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
         )  # fmt: skip
         parts = of_row.lane_peaks(s, of_row.LANES)
@@ -110,9 +110,10 @@ def resident_kernel(
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
 def output_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
-    batch_ptr, start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks,
+    q_ptr, k_ptr, v_ptr, out_ptr, out2_ptr, stats_ptr, key_list_ptr, key_count_ptr, alpha_ptr, key_padding_mask_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, seed_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b,
+    sv_h, sv_n, so_b, so_h, so_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale,
+    stat_size, tiles, blocks,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
@@ -120,10 +121,12 @@ def output_kernel(
 ):  # fmt: skip
     """Weights and values of the live blocks, or without lists of all; mass and support of every row."""
     tile = tl.program_id(0)
-    b, m0, q_base, q_len = of_tile.locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
+    b, m0, q_base, q_len = of_tile.locate(
+        tile, Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
+    )
     if m0 < q_len:
         h = tl.program_id(1)
-        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_seqlens_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         q_ptr += b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
@@ -131,7 +134,7 @@ def output_kernel(
         v_ptr += b64 * sv_b + (h // GROUP).to(tl.int64) * sv_h + tl.cast(k_base, tl.int64) * sv_n
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
-            mask_ptr += b64 * Nk
+            key_padding_mask_ptr += b64 * Nk
         e, _given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
@@ -146,8 +149,8 @@ def output_kernel(
         MOVES: tl.constexpr = (KIND != "softmax") & (KIND != "sparsemax")  # the root, in a last step
         if LISTS:
             row = h.to(tl.int64) * tiles + tile
-            count = tl.load(count_ptr + row)
-            list_ptr += row * blocks
+            count = tl.load(key_count_ptr + row)
+            key_list_ptr += row * blocks
         q = of_tile.load_rows(q_ptr, i, sq_n, mask_m, D, BLOCK_D)
         peak = tl.load(stats_ptr + offs, mask=mask_m, other=float("-inf"))
         y = tl.load(stats_ptr + stat_size + offs, mask=mask_m, other=0.0)
@@ -162,12 +165,12 @@ def output_kernel(
         support = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
         for place in range(count):
             if LISTS:
-                n0 = tl.load(list_ptr + place) * BLOCK_N
+                n0 = tl.load(key_list_ptr + place) * BLOCK_N
             else:
                 n0 = (first + place) * BLOCK_N
             j = n0 + tl.arange(0, BLOCK_N)
             s, _k, keep = of_tile.score_tile(
-                q, k_ptr, mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
+                q, k_ptr, key_padding_mask_ptr, m0, i, n0, j, shift, sk_n, k_len, scale, window,
                 D, BLOCK_D, CAUSAL, WINDOW, HAS_MASK, EXACT, PRECISION,
             )  # fmt: skip
             v = of_tile.load_rows(v_ptr, j, sv_n, keep, D, BLOCK_D)

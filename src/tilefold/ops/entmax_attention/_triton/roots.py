@@ -48,7 +48,7 @@ def live_flags(
 
 @triton.jit
 def list_live(
-    maxima_ptr, list_ptr, live_ptr, low_block, high_block, words, peak, y, e, idle,
+    maxima_ptr, key_list_ptr, live_ptr, low_block, high_block, words, peak, y, e, idle,
     BLOCK_M: tl.constexpr, KIND: tl.constexpr, WRITE_MAP: tl.constexpr,
 ):  # fmt: skip
     """List the live blocks and return how many there are; ``WRITE_MAP`` also writes the row of the map."""
@@ -62,7 +62,7 @@ def list_live(
     for word in range(first, last):
         flags, block = live_flags(maxima_ptr, word, low_block, high_block, peak, y, c, e, idle, BLOCK_M, KIND)
         place = count + tl.cumsum(flags, axis=0) - flags
-        tl.store(list_ptr + place, block, mask=flags > 0)
+        tl.store(key_list_ptr + place, block, mask=flags > 0)
         count += tl.sum(flags, axis=0)
         if WRITE_MAP:
             tl.store(live_ptr + word, tl.sum(flags << tl.arange(0, 32), axis=0))
@@ -91,26 +91,29 @@ def blocks_bound(
 
 @triton.jit
 def tile_roots(
-    item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
-    batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value,
-    stat_size, tiles, blocks, words, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-    LISTS: tl.constexpr, TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
+    item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr, key_padding_mask_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
+    tiles_per, window, scale, alpha_value, stat_size, tiles, blocks, words,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, LISTS: tl.constexpr,
+    TOLERANCE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Peak and root of the rows of one tile, its list of live blocks and its row of the map."""
     h = item // tiles
     tile = tiles - 1 - item % tiles  # under causal attention the last tiles have most to do
-    b, m0, q_base, q_len = of_tile.locate(tile, Nq, Tq, tiles_per, cu_q_ptr, batch_ptr, start_ptr, B, BLOCK_M, PACKED)
+    b, m0, q_base, q_len = of_tile.locate(
+        tile, Nq, Tq, tiles_per, cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, BLOCK_M, PACKED
+    )
     if m0 < q_len:
-        k_base, k_len = of_tile.bounds(cu_k_ptr, b, Nk, Tk, PACKED)
+        k_base, k_len = of_tile.bounds(cu_seqlens_k_ptr, b, Nk, Tk, PACKED)
         plane = b * H + h
         b64 = b.to(tl.int64)
         qs = q_ptr + b64 * sq_b + h.to(tl.int64) * sq_h + tl.cast(q_base, tl.int64) * sq_n
         ks = k_ptr + b64 * sk_b + (h // GROUP).to(tl.int64) * sk_h + tl.cast(k_base, tl.int64) * sk_n
-        keys_kept = mask_ptr
+        keys_kept = key_padding_mask_ptr
         if HAS_MASK:
-            keys_kept = mask_ptr + b64 * Nk
+            keys_kept = key_padding_mask_ptr + b64 * Nk
         e, given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
@@ -156,7 +159,7 @@ def tile_roots(
         count = high_block - low_block
         row = h.to(tl.int64) * tiles + tile
         if LISTS:
-            listed = list_ptr + row * blocks
+            listed = key_list_ptr + row * blocks
             count = list_live(
                 maxima_ptr, listed, live_ptr, low_block, high_block, words, peak, y, e, idle, BLOCK_M, KIND, False
             )
@@ -196,7 +199,7 @@ def tile_roots(
                 maxima_ptr, listed, live_ptr + row * words, low_block, high_block, words, peak, reach, e, idle,
                 BLOCK_M, KIND, True,
             )  # fmt: skip
-            tl.store(count_ptr + row, count)
+            tl.store(key_count_ptr + row, count)
         if PACKED:
             offs = h.to(tl.int64) * Tq + q_base + i
         else:
@@ -212,9 +215,9 @@ def tile_roots(
 
 @triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks", "words"])
 def roots_kernel(
-    q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
-    batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-    Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks, words,
+    q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr, key_padding_mask_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
+    tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles, blocks, words,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
@@ -227,18 +230,18 @@ def roots_kernel(
     if CAN_STOP_HOISTING:
         for item in tl.range(program, tiles * H, tl.num_programs(0), disable_licm=True):
             tile_roots(
-                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
-                cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
-                tiles_per, window, scale, alpha_value, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
-                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, NEAR,
-                PRECISION,
+                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr,
+                key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n,
+                sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, stat_size, tiles, blocks,
+                words, H, GROUP, D, BLOCK_D, BLOCK_M, BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED,
+                EXACT, LISTS, TOLERANCE, NEAR, PRECISION,
             )  # fmt: skip
     else:
         for item in range(program, tiles * H, tl.num_programs(0)):
             tile_roots(
-                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, list_ptr, count_ptr, alpha_ptr, mask_ptr,
-                cu_q_ptr, cu_k_ptr, batch_ptr, start_ptr, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B,
-                tiles_per, window, scale, alpha_value, stat_size, tiles, blocks, words, H, GROUP, D, BLOCK_D, BLOCK_M,
-                BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED, EXACT, LISTS, TOLERANCE, NEAR,
-                PRECISION,
+                item, q_ptr, k_ptr, stats_ptr, live_ptr, maxima_ptr, key_list_ptr, key_count_ptr, alpha_ptr,
+                key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, sq_b, sq_h, sq_n,
+                sk_b, sk_h, sk_n, Nq, Nk, Tq, Tk, B, tiles_per, window, scale, alpha_value, stat_size, tiles, blocks,
+                words, H, GROUP, D, BLOCK_D, BLOCK_M, BLOCK_N, WIDTH, KIND, HAS_ALPHA, CAUSAL, WINDOW, HAS_MASK, PACKED,
+                EXACT, LISTS, TOLERANCE, NEAR, PRECISION,
             )  # fmt: skip

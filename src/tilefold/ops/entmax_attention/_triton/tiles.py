@@ -265,14 +265,14 @@ def write_table(cu_ptr, batch_ptr, start_ptr, B, tiles, ROWS: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["B", "q_tiles", "k_tiles"])
 def tables_kernel(
-    cu_q_ptr, cu_k_ptr, q_batch_ptr, q_start_ptr, k_batch_ptr, k_start_ptr, B, q_tiles, k_tiles,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_batch_ptr, q_start_ptr, k_batch_ptr, k_start_ptr, B, q_tiles, k_tiles,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tables of the queries, and in a second row of programs those of the keys."""
     if tl.program_id(1) == 0:
-        write_table(cu_q_ptr, q_batch_ptr, q_start_ptr, B, q_tiles, ROWS, BLOCK)
+        write_table(cu_seqlens_q_ptr, q_batch_ptr, q_start_ptr, B, q_tiles, ROWS, BLOCK)
     elif KEYS > 0:  # else nothing to write to
-        write_table(cu_k_ptr, k_batch_ptr, k_start_ptr, B, k_tiles, KEYS, BLOCK)
+        write_table(cu_seqlens_k_ptr, k_batch_ptr, k_start_ptr, B, k_tiles, KEYS, BLOCK)
 
 
 @triton.jit
@@ -290,9 +290,14 @@ def is_broken(cu_ptr, B, rows, longest, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "q_rows", "k_rows", "longest", "size"])
-def nan_if_broken_kernel(cu_q_ptr, cu_k_ptr, out_ptr, B, q_rows, k_rows, longest, size, BLOCK: tl.constexpr):
+def nan_if_broken_kernel(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, out_ptr, B, q_rows, k_rows, longest, size, BLOCK: tl.constexpr
+):
     """NaN in all ``size`` elements of a dense tensor, if the offsets do not describe the rows."""
-    if is_broken(cu_q_ptr, B, q_rows, q_rows, BLOCK) + is_broken(cu_k_ptr, B, k_rows, longest, BLOCK) > 0:
+    if (
+        is_broken(cu_seqlens_q_ptr, B, q_rows, q_rows, BLOCK) + is_broken(cu_seqlens_k_ptr, B, k_rows, longest, BLOCK)
+        > 0
+    ):
         nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
         for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
             offs = first + tl.arange(0, BLOCK)

@@ -32,7 +32,7 @@ from tilefold.ops.maxsim._triton.norms import projected
 
 @triton.jit
 def query_list(
-    cu_q_ptr, first_ptr, Tq, Nq, Nd, length_q, group,
+    cu_queries_ptr, first_ptr, Tq, Nq, Nd, length_q, group,
     BLOCK: tl.constexpr, PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
 ):  # fmt: skip
     """First and last (excluded) of a program's query rows, a block of all or those of one query, and of its entries."""
@@ -41,7 +41,7 @@ def query_list(
         return first, tl.minimum(first + BLOCK, Tq), 0, Nd
     else:
         query = tl.program_id(0)
-        first, stop, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        first, stop, _ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
         if PAIRING == GROUPED:
             return first, stop, query * group, query * group + group
         else:
@@ -59,19 +59,19 @@ def document_list(d, first_ptr, PAIRING: tl.constexpr):
 
 @triton.jit
 def query_of_entry(
-    e, first_item, d, order_ptr, index_ptr, cu_q_ptr, Tq, Nq, length_q, group, longest, stride_d,
+    e, first_item, d, order_ptr, pairs_ptr, cu_queries_ptr, Tq, Nq, length_q, group, longest, stride_d,
     PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
 ):  # fmt: skip
     """Rows of the query of an entry of a document's list, and where ``saved`` and the scores' gradient have it."""
     if PAIRING == INDEX:
-        pair, query, _d = item_of(e, first_item, order_ptr, index_ptr, PAIRING)
+        pair, query, _d = item_of(e, first_item, order_ptr, pairs_ptr, PAIRING)
         known = (query >= 0) & (query < Nq)
         query = tl.where(known, query, 0)
-        start, end, _ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+        start, end, _ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
         end = tl.where(known, end, start)
         return start, end, tl.cast(pair, tl.int64) * longest - start, tl.cast(pair, tl.int64) * stride_d
     elif PAIRING == GROUPED:
-        start, end, _ok = bounds(cu_q_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
+        start, end, _ok = bounds(cu_queries_ptr, d // group, Nq, Tq, length_q, UNIFORM_Q)
         return start, end, tl.cast(d % group, tl.int64) * Tq, tl.cast(d, tl.int64) * stride_d
     else:
         return 0, Tq, tl.cast(d, tl.int64) * Tq, tl.cast(d, tl.int64) * stride_d
@@ -98,15 +98,17 @@ def saved_at(e, pair, first_item, row, q_start, Tq, longest, PAIRING: tl.constex
 
 @triton.jit(do_not_specialize=SIZES)
 def dqueries_kernel(
-    dscore_ptr, saved_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr,
-    first_ptr, index_ptr, dquery_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, factor,
+    dscores_ptr, saved_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, cu_queries_ptr, cu_documents_ptr,
+    row_query_ptr, order_ptr, first_ptr, pairs_ptr, dquery_ptr, Tq, Td, Nq, Nd, length_q, length_d, group, longest,
+    stride_q, stride_d, factor,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr,
     UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr,
 ):  # fmt: skip
     """``dqueries[r] = sum over pairs of dscore * documents[winner]``, times ``factor``."""
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first, stop, e0, e1 = query_list(cu_q_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_R, PAIRING, UNIFORM_Q)
+    first, stop, e0, e1 = query_list(
+        cu_queries_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_R, PAIRING, UNIFORM_Q
+    )
     for r0 in range(first, stop, BLOCK_R):
         row = r0 + tl.arange(0, BLOCK_R)
         inside = row < stop
@@ -114,29 +116,29 @@ def dqueries_kernel(
             owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
         acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
         for e in tl.range(e0, e1):
-            pair, _query, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
-            start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+            pair, _query, d = item_of(e, e0, order_ptr, pairs_ptr, PAIRING)
+            start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
             at = saved_at(e, pair, e0, row, first, Tq, longest, PAIRING)
             winner = tl.load(saved_ptr + at, mask=inside, other=NO_WINNER).to(tl.int32)  # [BLOCK_R]
             has = mask_if(inside & (winner != NO_WINNER), ok) & (start + winner < end)
             if PAIRING == ALL:
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
-                grad = tl.load(dscore_ptr + offs, mask=has, other=0.0).to(tl.float32)
+                grad = tl.load(dscores_ptr + offs, mask=has, other=0.0).to(tl.float32)
             else:
-                grad = tl.load(dscore_ptr + tl.cast(pair, tl.int64) * stride_d).to(tl.float32)
+                grad = tl.load(dscores_ptr + tl.cast(pair, tl.int64) * stride_d).to(tl.float32)
                 grad = tl.where(has, grad, 0.0)
             doc_row = start + winner
-            x = load_rows(doc_ptr, doc_row, has, k, D).to(tl.float32)
+            x = load_rows(documents_ptr, doc_row, has, k, D).to(tl.float32)
             if HAS_SCALE:
-                x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
+                x *= tl.load(document_factors_ptr + doc_row, mask=has, other=0.0)[:, None]
             acc += grad[:, None] * x
         store_rows(dquery_ptr, row, inside, k, acc * factor, D)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def dqueries_row_kernel(
-    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, cu_d_ptr, row_query_ptr, dquery_ptr,
-    Tq, Td, Nd, length_q, length_d, stride_q, stride_d, factor,
+    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, cu_documents_ptr,
+    row_query_ptr, dquery_ptr, Tq, Td, Nd, length_q, length_d, stride_q, stride_d, factor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
     HAS_SCALE: tl.constexpr, NO_WINNER: tl.constexpr, PROJECTS: tl.constexpr,
 ):  # fmt: skip
@@ -154,31 +156,30 @@ def dqueries_row_kernel(
     for d0 in tl.range(0, Nd, BLOCK_N):
         d = d0 + tl.arange(0, BLOCK_N)
         there = d < Nd
-        start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
         winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=there, other=NO_WINNER).to(tl.int32)
         has = (winner != NO_WINNER) & (start + winner < end)  # of an impossible document none: it is empty
         offs = tl.cast(owner, tl.int64) * stride_q + d.to(tl.int64) * stride_d
         # a column from the start: 3.7 cannot lay out a mask of `has` that int32 winners and offsets share
-        grad = tl.load(dscore_ptr + offs[:, None], mask=has[:, None], other=0.0).to(tl.float32)
+        grad = tl.load(dscores_ptr + offs[:, None], mask=has[:, None], other=0.0).to(tl.float32)
         doc_row = start + winner
-        x = load_rows(doc_ptr, doc_row, has, k, D).to(tl.float32)
+        x = load_rows(documents_ptr, doc_row, has, k, D).to(tl.float32)
         if HAS_SCALE:
-            x *= tl.load(doc_scale_ptr + doc_row, mask=has, other=0.0)[:, None]
+            x *= tl.load(document_factors_ptr + doc_row, mask=has, other=0.0)[:, None]
         acc += grad * x
     total = tl.sum(acc, axis=0) * factor
     offs = tl.cast(row, tl.int64) * D + k
     if PROJECTS:
-        x = tl.load(query_ptr + offs, mask=k < D, other=0.0).to(tl.float32)
-        scale = tl.load(query_scale_ptr + row + tl.arange(0, 1))
+        x = tl.load(queries_ptr + offs, mask=k < D, other=0.0).to(tl.float32)
+        scale = tl.load(query_factors_ptr + row + tl.arange(0, 1))
         total = tl.sum(projected(x[None, :], scale, total[None, :]), axis=0)  # of one row
     tl.store(dquery_ptr + offs, total.to(dquery_ptr.dtype.element_ty), mask=k < D)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def ddocuments_kernel(
-    dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, largest_ptr, cu_q_ptr, cu_d_ptr, order_ptr, first_ptr,
-    index_ptr, ddoc_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_d, factor,
+    dscores_ptr, saved_ptr, queries_ptr, query_factors_ptr, largest_ptr, cu_queries_ptr, cu_documents_ptr, order_ptr,
+    first_ptr, pairs_ptr, ddoc_ptr, Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_d, factor,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr,
     NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,7 +187,7 @@ def ddocuments_kernel(
     """``ddocuments[t] = sum over the query rows that t won of dscore * queries[row]``, times ``factor``."""
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
-    start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     e0, e1 = document_list(d, first_ptr, PAIRING)
     for t0 in range(tl.program_id(1) * BLOCK_T, end - start, tiles * BLOCK_T):
@@ -194,19 +195,32 @@ def ddocuments_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             r_start, r_end, base, offs_pair = query_of_entry(
-                e, e0, d, order_ptr, index_ptr, cu_q_ptr, Tq, Nq, length_q, group, longest, stride_d, PAIRING, UNIFORM_Q
+                e,
+                e0,
+                d,
+                order_ptr,
+                pairs_ptr,
+                cu_queries_ptr,
+                Tq,
+                Nq,
+                length_q,
+                group,
+                longest,
+                stride_d,
+                PAIRING,
+                UNIFORM_Q,
             )
             for r0 in tl.range(r_start, r_end, BLOCK_E):
                 row = r0 + tl.arange(0, BLOCK_E)
                 inside = row < r_end
                 winner = tl.load(saved_ptr + base + row, mask=inside, other=NO_WINNER).to(tl.int32)
                 mine = inside & (winner != NO_WINNER) & (winner >= t0) & (winner < t0 + BLOCK_T)
-                grad = tl.load(dscore_ptr + offs_pair).to(tl.float32) / unit
+                grad = tl.load(dscores_ptr + offs_pair).to(tl.float32) / unit
                 grad = tl.where(mine, grad, 0.0)
-                x = load_block(query_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
+                x = load_block(queries_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
                 x = tl.where(mine[:, None], x, 0.0).to(x.dtype)  # a zero coefficient must not meet a NaN
                 if HAS_SCALE:
-                    power, rest = split_scale(tl.load(query_scale_ptr + row, mask=mine, other=0.0))
+                    power, rest = split_scale(tl.load(query_factors_ptr + row, mask=mine, other=0.0))
                     grad *= rest
                     x = times_power(x, power)
                 onehot = tl.where(winner[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
@@ -216,23 +230,23 @@ def ddocuments_kernel(
 
 @triton.jit
 def _add_listed(
-    acc, list_ptr, count, dscore_ptr, saved_ptr, query_ptr, query_scale_ptr, row_query_ptr, t0, unit, Tq, length_q,
-    stride_q, k,
+    acc, lists_ptr, count, dscores_ptr, saved_ptr, queries_ptr, query_factors_ptr, row_query_ptr, t0, unit, Tq,
+    length_q, stride_q, k,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, UNIFORM_Q: tl.constexpr, HAS_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``acc[t] += dscore * queries[row]`` for the listed rows; ``dscore_ptr`` and ``saved_ptr`` are the document's."""
+    """``acc[t] += dscore * queries[row]`` for the listed rows; ``dscores_ptr`` and ``saved_ptr`` are the document's."""
     t = tl.arange(0, BLOCK_T)
     for e0 in tl.range(0, count, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         listed = e < count
-        row = tl.load(list_ptr + e, mask=listed, other=0)
+        row = tl.load(lists_ptr + e, mask=listed, other=0)
         place = tl.load(saved_ptr + row, mask=listed, other=0).to(tl.int32) - t0
         owner = owner_of(row_query_ptr, row, listed, length_q, UNIFORM_Q)
-        grad = tl.load(dscore_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(tl.float32) / unit
-        x = load_rows(query_ptr, row, listed, k, D)  # [BLOCK_E, BLOCK_D]
+        grad = tl.load(dscores_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(tl.float32) / unit
+        x = load_rows(queries_ptr, row, listed, k, D)  # [BLOCK_E, BLOCK_D]
         if HAS_SCALE:
-            power, rest = split_scale(tl.load(query_scale_ptr + row, mask=listed, other=0.0))
+            power, rest = split_scale(tl.load(query_factors_ptr + row, mask=listed, other=0.0))
             grad *= rest
             x = times_power(x, power)
         onehot = tl.where(place[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
@@ -242,9 +256,9 @@ def _add_listed(
 
 @triton.jit(do_not_specialize=SIZES)
 def ddocuments_listed_kernel(
-    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, cu_d_ptr, row_query_ptr,
-    list_ptr, ddoc_ptr,
-    Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d, factor,
+    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, largest_ptr,
+    cu_documents_ptr, row_query_ptr, lists_ptr, ddoc_ptr, Tq, Td, Nd, slices, length_q, length_d, stride_q, stride_d,
+    factor,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
     CAPACITY: tl.constexpr, ALIGNED: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, NO_WINNER: tl.constexpr, PRECISION: tl.constexpr,
@@ -256,15 +270,15 @@ def ddocuments_listed_kernel(
     rows are normalised, of no more than ``BLOCK_D`` dimensions, and get their own gradient.
     """
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    list_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
+    lists_ptr += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * CAPACITY
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     for item in range(tl.program_id(0), Nd * slices, tl.num_programs(0)):
         d = item // slices
-        start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
         saved_d = saved_ptr + tl.cast(d, tl.int64) * Tq
         if ALIGNED:  # rows are a multiple of 8: winners are read 16 bytes at a time
             saved_d = tl.multiple_of(saved_d, 16)
-        dscore_d = dscore_ptr + tl.cast(d, tl.int64) * stride_d
+        dscore_d = dscores_ptr + tl.cast(d, tl.int64) * stride_d
         for t0 in range((item % slices) * BLOCK_T, end - start, slices * BLOCK_T):
             acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
             count = 0
@@ -273,19 +287,19 @@ def ddocuments_listed_kernel(
                 winner = tl.load(saved_d + row, mask=row < Tq, other=NO_WINNER).to(tl.int32)
                 mine = (winner >= t0) & (winner < t0 + BLOCK_T) & (winner != NO_WINNER)
                 place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
-                tl.store(list_ptr + place, row, mask=mine)
+                tl.store(lists_ptr + place, row, mask=mine)
                 count += tl.sum(mine.to(tl.int32))
                 if (count > CAPACITY - BLOCK_S) | (r0 + BLOCK_S >= Tq):
                     tl.debug_barrier()  # the list was written by other threads
                     acc = _add_listed(
-                        acc, list_ptr, count, dscore_d, saved_d, query_ptr, query_scale_ptr, row_query_ptr, t0, unit,
-                        Tq, length_q, stride_q, k, D, BLOCK_T, BLOCK_E, UNIFORM_Q, HAS_SCALE, PRECISION,
+                        acc, lists_ptr, count, dscore_d, saved_d, queries_ptr, query_factors_ptr, row_query_ptr, t0,
+                        unit, Tq, length_q, stride_q, k, D, BLOCK_T, BLOCK_E, UNIFORM_Q, HAS_SCALE, PRECISION,
                     )  # fmt: skip
                     count = 0
                     tl.debug_barrier()  # before it is written anew
             row_d = start + t0 + tl.arange(0, BLOCK_T)
             acc = acc * unit * factor
             if PROJECTS:
-                x = load_rows(doc_ptr, row_d, row_d < end, k, D).to(tl.float32)
-                acc = projected(x, tl.load(doc_scale_ptr + row_d, mask=row_d < end, other=0.0), acc)
+                x = load_rows(documents_ptr, row_d, row_d < end, k, D).to(tl.float32)
+                acc = projected(x, tl.load(document_factors_ptr + row_d, mask=row_d < end, other=0.0), acc)
             store_rows(ddoc_ptr, row_d, row_d < end, k, acc, D)

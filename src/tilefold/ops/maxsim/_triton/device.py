@@ -169,7 +169,7 @@ def init_state(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
 
 
 @triton.jit
-def count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T: tl.constexpr, UNIFORM_D: tl.constexpr):
+def count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T: tl.constexpr, UNIFORM_D: tl.constexpr):
     """Tiles of every ``splits``-th document; an empty one takes a tile, in which its score is written."""
     mine = (Nd - split + splits - 1) // splits
     if UNIFORM_D:
@@ -178,7 +178,7 @@ def count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T: tl.constexpr
         n_tiles = 0
         for i0 in range(0, mine, 64):
             i = i0 + tl.arange(0, 64)
-            start, end, _known = bounds(cu_d_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
+            start, end, _known = bounds(cu_documents_ptr, split + i * splits, Nd, Td, length_d, UNIFORM_D)
             n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
             n_tiles += tl.sum(tl.where(i < mine, n, 0))
         return n_tiles
@@ -194,10 +194,10 @@ def owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q: tl.constexpr):
 
 
 @triton.jit
-def item_of(e, first_item, order_ptr, index_ptr, PAIRING: tl.constexpr):
+def item_of(e, first_item, order_ptr, pairs_ptr, PAIRING: tl.constexpr):
     """Pair, query (for an index) and document of entry ``e`` of a list of pairs."""
     if PAIRING == INDEX:
         pair = tl.load(order_ptr + e).to(tl.int32)
-        return pair, tl.load(index_ptr + 2 * pair), tl.load(index_ptr + 2 * pair + 1)
+        return pair, tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
     else:
         return e, e - first_item, e

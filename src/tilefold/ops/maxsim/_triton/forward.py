@@ -29,7 +29,7 @@ from tilefold.ops.maxsim._triton.norms import query_of
 
 @triton.jit
 def _products(
-    q, query_ptr, row0, rows, power, doc_src, start, t0, n_rows,
+    q, queries_ptr, row0, rows, power, documents_src, start, t0, n_rows,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr, INTEGER: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -39,27 +39,27 @@ def _products(
     first = start + t0
     if D <= BLOCK_K:
         if USE_TMA:
-            d = doc_src.load([first, 0])  # [BLOCK_T, BLOCK_K]
+            d = documents_src.load([first, 0])  # [BLOCK_T, BLOCK_K]
         else:
-            d = load_block(doc_src, first, n_rows - first, tl.arange(0, BLOCK_K), D, BLOCK_T)
+            d = load_block(documents_src, first, n_rows - first, tl.arange(0, BLOCK_K), D, BLOCK_T)
         acc = tl.dot(q, d.to(q.dtype).T, acc, input_precision=PRECISION, out_dtype=kind)
     else:
         for k0 in range(0, D, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
-            part = load_block(query_ptr, row0, rows, k, D, BLOCK_Q)
+            part = load_block(queries_ptr, row0, rows, k, D, BLOCK_Q)
             if NORMALIZED:
                 part = times_power(part, power)
             if USE_TMA:
-                d = doc_src.load([first, k0])
+                d = documents_src.load([first, k0])
             else:
-                d = load_block(doc_src, first, n_rows - first, k, D, BLOCK_T)
+                d = load_block(documents_src, first, n_rows - first, k, D, BLOCK_T)
             acc = tl.dot(part, d.to(part.dtype).T, acc, input_precision=PRECISION, out_dtype=kind)
     return acc.to(tl.float32)
 
 
 @triton.jit
 def _query_rows(
-    query_ptr, mask_ptr, scale_ptr, row0, rows, row, inside,
+    queries_ptr, mask_ptr, scale_ptr, row0, rows, row, inside,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SCALE: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _query_rows(
     An inverse norm is in two parts: the power of two that the rows are multiplied by, so that their products are
     numbers of fp32, and what is left for their maxima.
     """
-    q = load_block(query_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
+    q = load_block(queries_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
     kept = inside
     if HAS_MASK:
         kept = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
@@ -84,9 +84,9 @@ def _query_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def all_pairs_kernel(
-    query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr,
-    score_ptr, part_ptr, saved_ptr, row_query_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, tile_rows, splits, steps, temperature, inverse_temperature, divisor,
+    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr,
+    cu_queries_ptr, cu_documents_ptr, scores_ptr, parts_ptr, saved_ptr, row_query_ptr, Tq, Td, Nq, Nd, length_q,
+    length_d, tile_rows, splits, steps, temperature, inverse_temperature, divisor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LQ: tl.constexpr,
     DIRECT: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
     HAS_DMASK: tl.constexpr, HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -100,36 +100,36 @@ def all_pairs_kernel(
     row = row0 + tl.arange(0, BLOCK_Q)
     inside = tl.arange(0, BLOCK_Q) < rows
     q, kept_q, row_scale, power = _query_rows(
-        query_ptr, query_mask_ptr, query_scale_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK, HAS_QSCALE,
-        NORMALIZED,
+        queries_ptr, query_mask_ptr, query_factors_ptr, row0, rows, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
+        HAS_QSCALE, NORMALIZED,
     )  # fmt: skip
-    first_q = sequence_at(cu_q_ptr, row0, Nq, length_q, UNIFORM_Q)
-    last_q = sequence_at(cu_q_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
+    first_q = sequence_at(cu_queries_ptr, row0, Nq, length_q, UNIFORM_Q)
+    last_q = sequence_at(cu_queries_ptr, row0 + rows - 1, Nq, length_q, UNIFORM_Q)
     if WITH_SAVED and not UNIFORM_Q:  # for backward
-        tl.store(row_query_ptr + row, query_of(cu_q_ptr, row, Nq, steps), mask=mask_if(inside, split == 0))
+        tl.store(row_query_ptr + row, query_of(cu_queries_ptr, row, Nq, steps), mask=mask_if(inside, split == 0))
 
-    n_tiles = count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
+    n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     d = split
     t0 = 0
     parts = 0
     best, state = init_state(BLOCK_Q, SMOOTH)
-    start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     for _ in tl.range(0, n_tiles):
         length = end - start
         acc = _products(
-            q, query_ptr, row0, rows, power, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA, PRECISION,
-            INTEGER, NORMALIZED,
+            q, queries_ptr, row0, rows, power, documents_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA,
+            PRECISION, INTEGER, NORMALIZED,
         )  # fmt: skip
         acc, part = mask_tile(
-            acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO, HAS_SCALE,
-            SMOOTH,
+            acc, start, length, t0, row_scale, document_mask_ptr, document_factors_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO,
+            HAS_SCALE, SMOOTH,
         )  # fmt: skip
         best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
         parts += part
         done = t0 + BLOCK_T >= length
         if done:
             value, saved = finish(
-                best, state, parts, kept_q, row_scale, start, temperature, doc_mask_ptr,
+                best, state, parts, kept_q, row_scale, start, temperature, document_mask_ptr,
                 HAS_DMASK, MASK_ZERO, HAS_SCALE, WITH_SAVED, SMOOTH, NO_WINNER,
             )  # fmt: skip
             if WITH_SAVED:
@@ -140,55 +140,55 @@ def all_pairs_kernel(
                 sums = tl.div_rn(sums, divisor + tl.zeros((BLOCK_Q // LQ,), tl.float32))
                 query = first_q + tl.arange(0, BLOCK_Q // LQ)
                 tl.store(
-                    score_ptr + query.to(tl.int64) * Nd + d, tl.where(ok, sums, float("nan")), mask=query <= last_q
+                    scores_ptr + query.to(tl.int64) * Nd + d, tl.where(ok, sums, float("nan")), mask=query <= last_q
                 )
             else:
                 begin, finish_q = first_q, last_q + 1
                 if DIRECT and not UNIFORM_Q:  # the one tile has all queries, those without a token too
                     begin, finish_q = first_q * 0, Nq
                 for query in range(begin, finish_q):
-                    q_start, q_end, known = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                    q_start, q_end, known = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
                     total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
                     if DIRECT:
                         total = tl.div_rn(total, divisor)
                         total = tl.where(ok & known, total, float("nan"))
-                        tl.store(score_ptr + tl.cast(query, tl.int64) * Nd + d, total)
+                        tl.store(scores_ptr + tl.cast(query, tl.int64) * Nd + d, total)
                     else:
                         total = tl.where(ok, total, float("nan"))
-                        tl.store(part_ptr + tl.cast(tile + query, tl.int64) * Nd + d, total)
+                        tl.store(parts_ptr + tl.cast(tile + query, tl.int64) * Nd + d, total)
             best, state = init_state(BLOCK_Q, SMOOTH)
         parts = tl.where(done, 0, parts)
         t0 = tl.where(done, 0, t0 + BLOCK_T)
         d = tl.where(done, d + splits, d)
-        start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+        start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def combine_kernel(
-    part_ptr, cu_q_ptr, score_ptr, Tq, Nq, Nd, length_q, tile_rows, divisor,
+    parts_ptr, cu_queries_ptr, scores_ptr, Tq, Nq, Nd, length_q, tile_rows, divisor,
     BLOCK: tl.constexpr, UNIFORM_Q: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of each query, tile by tile."""
     blocks = (Nd + BLOCK - 1) // BLOCK  # on the grid's first axis, the only one that holds more than 65,535
     query = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    start, end, ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+    start, end, ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
     total = tl.zeros((BLOCK,), tl.float32)
     if end > start:
         for tile in range(start // tile_rows, (end - 1) // tile_rows + 1):
-            total += tl.load(part_ptr + tl.cast(tile + query, tl.int64) * Nd + d, mask=d < Nd, other=0.0)
+            total += tl.load(parts_ptr + tl.cast(tile + query, tl.int64) * Nd + d, mask=d < Nd, other=0.0)
         if not UNIFORM_Q:  # offsets that fall elsewhere give its rows to other queries: these parts were not written
-            ok &= sequence_at(cu_q_ptr, start, Nq, length_q, UNIFORM_Q) == query
-            ok &= sequence_at(cu_q_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
+            ok &= sequence_at(cu_queries_ptr, start, Nq, length_q, UNIFORM_Q) == query
+            ok &= sequence_at(cu_queries_ptr, end - 1, Nq, length_q, UNIFORM_Q) == query
     total = tl.where(ok, tl.div_rn(total, divisor + tl.zeros((BLOCK,), tl.float32)), float("nan"))
-    tl.store(score_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
+    tl.store(scores_ptr + query.to(tl.int64) * Nd + d, total, mask=d < Nd)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def listed_pairs_kernel(
-    query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, index_ptr,
-    score_ptr, saved_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, temperature, inverse_temperature, divisor,
+    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr,
+    cu_queries_ptr, cu_documents_ptr, pairs_ptr, scores_ptr, saved_ptr, Tq, Td, Nq, Nd, length_q, length_d, group,
+    longest, temperature, inverse_temperature, divisor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PAIRING: tl.constexpr,
     UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
     HAS_QSCALE: tl.constexpr, MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, SMOOTH: tl.constexpr,
@@ -197,16 +197,16 @@ def listed_pairs_kernel(
 ):  # fmt: skip
     pair = tl.program_id(0)
     if PAIRING == INDEX:
-        query = tl.load(index_ptr + 2 * pair.to(tl.int64))
-        d = tl.load(index_ptr + 2 * pair.to(tl.int64) + 1)
+        query = tl.load(pairs_ptr + 2 * pair.to(tl.int64))
+        d = tl.load(pairs_ptr + 2 * pair.to(tl.int64) + 1)
     else:
         query = pair // group
         d = pair
     known = (query >= 0) & (query < Nq) & (d >= 0) & (d < Nd)
     query = tl.where(known, query, 0)
     d = tl.where(known, d, 0)
-    q_start, q_end, q_ok = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
-    start, end, d_ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    q_start, q_end, q_ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+    start, end, d_ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     ok = known & q_ok & d_ok
     length = tl.where(ok, end - start, 0)
     total = 0.0
@@ -214,24 +214,24 @@ def listed_pairs_kernel(
         row = r0 + tl.arange(0, BLOCK_Q)
         inside = row < q_end
         q, kept_q, row_scale, power = _query_rows(
-            query_ptr, query_mask_ptr, query_scale_ptr, r0, q_end - r0, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
+            queries_ptr, query_mask_ptr, query_factors_ptr, r0, q_end - r0, row, inside, D, BLOCK_Q, BLOCK_K, HAS_QMASK,
             HAS_QSCALE, NORMALIZED,
         )  # fmt: skip
         best, state = init_state(BLOCK_Q, SMOOTH)
         parts = 0
         for t0 in tl.range(0, length, BLOCK_T):
             acc = _products(
-                q, query_ptr, r0, q_end - r0, power, doc_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K, USE_TMA,
-                PRECISION, INTEGER, NORMALIZED,
+                q, queries_ptr, r0, q_end - r0, power, documents_src, start, t0, Td, D, BLOCK_Q, BLOCK_T, BLOCK_K,
+                USE_TMA, PRECISION, INTEGER, NORMALIZED,
             )  # fmt: skip
             acc, part = mask_tile(
-                acc, start, length, t0, row_scale, doc_mask_ptr, doc_scale_ptr, BLOCK_T, HAS_DMASK, MASK_ZERO,
-                HAS_SCALE, SMOOTH,
+                acc, start, length, t0, row_scale, document_mask_ptr, document_factors_ptr, BLOCK_T, HAS_DMASK,
+                MASK_ZERO, HAS_SCALE, SMOOTH,
             )  # fmt: skip
             best, state = fold_tile(acc, t0, best, state, inverse_temperature, BLOCK_T, WITH_SAVED, SMOOTH)
             parts += part
         value, saved = finish(
-            best, state, parts, kept_q, row_scale, start, temperature, doc_mask_ptr,
+            best, state, parts, kept_q, row_scale, start, temperature, document_mask_ptr,
             HAS_DMASK, MASK_ZERO, HAS_SCALE, WITH_SAVED, SMOOTH, NO_WINNER,
         )  # fmt: skip
         total += tl.sum(value)
@@ -241,4 +241,4 @@ def listed_pairs_kernel(
             else:
                 offs = (pair % group).to(tl.int64) * Tq + row
             tl.store(saved_ptr + offs, saved.to(saved_ptr.dtype.element_ty), mask=inside)
-    tl.store(score_ptr + pair, tl.where(ok, tl.div_rn(total, divisor), float("nan")))
+    tl.store(scores_ptr + pair, tl.where(ok, tl.div_rn(total, divisor), float("nan")))

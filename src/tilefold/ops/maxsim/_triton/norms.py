@@ -39,7 +39,7 @@ def _inverse_norms(rows_ptr, scale_ptr, block, T, D: tl.constexpr, BLOCK_R: tl.c
 
 @triton.jit(do_not_specialize=["Tq", "Td"])
 def inverse_norms_kernel(
-    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, Tq, Td,
+    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, Tq, Td,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``scale = 1 / norm``: of rows brought to the order of 1 first, whose squares neither overflow nor vanish.
@@ -50,9 +50,9 @@ def inverse_norms_kernel(
     block = tl.program_id(0)
     of_queries = (Tq + BLOCK_R - 1) // BLOCK_R
     if block < of_queries:
-        _inverse_norms(query_ptr, query_scale_ptr, block, Tq, D, BLOCK_R, BLOCK_D)
+        _inverse_norms(queries_ptr, query_factors_ptr, block, Tq, D, BLOCK_R, BLOCK_D)
     else:
-        _inverse_norms(doc_ptr, doc_scale_ptr, block - of_queries, Td, D, BLOCK_R, BLOCK_D)
+        _inverse_norms(documents_ptr, document_factors_ptr, block - of_queries, Td, D, BLOCK_R, BLOCK_D)
 
 
 @triton.jit
@@ -117,22 +117,15 @@ def quantize_kernel(rows_ptr, out_ptr, scale_ptr, T, D: tl.constexpr, BLOCK_R: t
 
 
 @triton.jit
-def query_of(cu_q_ptr, row, Nq, steps):
+def query_of(cu_queries_ptr, row, Nq, steps):
     """The first sequence that ends behind each row, or the last one, by ``steps`` bisections."""
     low = row * 0
     high = low + Nq
     for _ in range(steps):
         searching = low < high
         middle = (low + high) // 2
-        end = tl.load(cu_q_ptr + 1 + middle, mask=searching, other=0)
+        end = tl.load(cu_queries_ptr + 1 + middle, mask=searching, other=0)
         ended = end <= row
         low = tl.where(searching & ended, middle + 1, low)
         high = tl.where(searching & (end > row), middle, high)
     return tl.minimum(low, Nq - 1)
-
-
-@triton.jit(do_not_specialize=["Tq", "Nq", "steps"])
-def row_query_kernel(cu_q_ptr, row_query_ptr, Tq, Nq, steps, BLOCK: tl.constexpr):
-    """``row_query[row]``: :func:`query_of` each."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(row_query_ptr + row, query_of(cu_q_ptr, row, Nq, steps), mask=row < Tq)

@@ -18,8 +18,8 @@ LANES = tl.constexpr(8)  # columns that are told apart until a document ends
 
 @triton.jit(do_not_specialize=SIZES)
 def shared_pass_kernel(
-    query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, cu_d_ptr, score_ptr,
-    Td, Nq, Nd, length_q, length_d, splits, divisor,
+    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr,
+    cu_documents_ptr, scores_ptr, Td, Nq, Nd, length_q, length_d, splits, divisor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SLOT: tl.constexpr,
     UNIFORM_D: tl.constexpr, ONE_TILE: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
     MASK_ZERO: tl.constexpr, USE_TMA: tl.constexpr,
@@ -38,26 +38,26 @@ def shared_pass_kernel(
     row = query * length_q + token
     k = tl.arange(0, BLOCK_K)
     q = tl.load(
-        query_ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=kept_q[:, None] & (k < D)[None, :], other=0
+        queries_ptr + row.to(tl.int64)[:, None] * D + k[None, :], mask=kept_q[:, None] & (k < D)[None, :], other=0
     )
-    row_scale = tl.load(query_scale_ptr + row, mask=kept_q, other=0.0)
+    row_scale = tl.load(query_factors_ptr + row, mask=kept_q, other=0.0)
     if HAS_QMASK:
         kept_q = kept_q & (tl.load(query_mask_ptr + row, mask=kept_q, other=0) != 0)
 
-    n_tiles = count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
+    n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     place = tl.arange(0, BLOCK_T)
     d = split
     t0 = 0
     parts = 0
-    start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    scale = tl.load(doc_scale_ptr + start + place, mask=place < end - start, other=0.0)
+    start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    scale = tl.load(document_factors_ptr + start + place, mask=place < end - start, other=0.0)
     best = tl.full((BLOCK_Q, LANES), float("-inf"), tl.float32)
     for _ in tl.range(0, n_tiles):
         length = end - start
         if USE_TMA:
-            rows = doc_src.load([start + t0, 0])
+            rows = documents_src.load([start + t0, 0])
         else:
-            rows = load_block(doc_src, start + t0, Td - start - t0, k, D, BLOCK_T)
+            rows = load_block(documents_src, start + t0, Td - start - t0, k, D, BLOCK_T)
         if ONE_TILE:
             next_t0 = 0
             next_d = d + splits
@@ -65,15 +65,15 @@ def shared_pass_kernel(
             done = t0 + BLOCK_T >= length
             next_t0 = tl.where(done, 0, t0 + BLOCK_T)
             next_d = tl.where(done, d + splits, d)
-        next_start, next_end, next_ok = bounds(cu_d_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
+        next_start, next_end, next_ok = bounds(cu_documents_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
         next_t = next_t0 + place  # what is read when it is needed is waited for
         there = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
-        next_scale = tl.load(doc_scale_ptr + next_start + next_t, mask=there, other=0.0)
+        next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=there, other=0.0)
         acc = tl.dot(q, rows.T, out_dtype=tl.int32).to(tl.float32)
         there = t0 + place < length
         part = tl.minimum(length - t0, BLOCK_T)
         if HAS_DMASK:
-            kept = tl.load(doc_mask_ptr + start + t0 + place, mask=there, other=0) != 0
+            kept = tl.load(document_mask_ptr + start + t0 + place, mask=there, other=0) != 0
             scale = tl.where(kept, scale, 0.0)
             if not MASK_ZERO:
                 there = kept
@@ -82,12 +82,12 @@ def shared_pass_kernel(
         scale = next_scale
         top = tl.reduce(tl.reshape(acc, (BLOCK_Q, BLOCK_T // LANES, LANES)), 1, nan_max)
         if ONE_TILE:
-            _store(top, part, kept_q, row_scale, score_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT)
+            _store(top, part, kept_q, row_scale, scores_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT)
         else:
             best = nan_max(best, top)
             parts += part
             if done:
-                _store(best, parts, kept_q, row_scale, score_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT)
+                _store(best, parts, kept_q, row_scale, scores_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT)
                 best = tl.full((BLOCK_Q, LANES), float("-inf"), tl.float32)
             parts = tl.where(done, 0, parts)
         t0 = next_t0
@@ -96,11 +96,11 @@ def shared_pass_kernel(
 
 
 @triton.jit
-def _store(best, parts, kept_q, row_scale, score_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT: tl.constexpr):
+def _store(best, parts, kept_q, row_scale, scores_ptr, first_query, d, ok, Nq, Nd, divisor, SLOT: tl.constexpr):
     """The scores of a document, one for each slot."""
     QUERIES: tl.constexpr = best.shape[0] // SLOT
     value = tl.where(kept_q & (parts > 0), tl.reduce(best, 1, nan_max) * row_scale, 0.0)
     total = tl.sum(tl.sum(tl.reshape(value, (SLOT // STRIP, QUERIES, STRIP)), axis=2), axis=0)
     total = tl.where(ok, tl.div_rn(total, divisor + tl.zeros((QUERIES,), tl.float32)), float("nan"))
     query = first_query + tl.arange(0, QUERIES)
-    tl.store(score_ptr + query.to(tl.int64) * Nd + d, total, mask=query < Nq)
+    tl.store(scores_ptr + query.to(tl.int64) * Nd + d, total, mask=query < Nq)

@@ -71,12 +71,12 @@ def _load_tile(
     step, scale, out, given, PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr
 ):  # fmt: skip
     """Fill a place of the ring; the scales of the tile that is loaded four later."""
-    doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
+    documents_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
     slot = step % STAGES
     d, t0 = _place(step, length_d, PARTS)
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(slot), COLUMNS * DIM)
-    _tma_load(doc_src, [d, t0, 0], full.index(slot), ring.index(slot))
+    _tma_load(documents_src, [d, t0, 0], full.index(slot), ring.index(slot))
     scales.index(slot).store(scale)
     shifts.index(slot).store(scale * -64.0 + out)
     _barrier()
@@ -86,7 +86,7 @@ def _load_tile(
 
 @gluon.jit
 def _load_tiles(
-    doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d, steps,
+    documents_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d, steps,
     PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: four tiles a round, so that what was read for the next ones is not moved, and waited for."""
@@ -94,7 +94,7 @@ def _load_tiles(
     b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     c, c_out = _scales(scale_ptr, mask_ptr, 2, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     e, e_out = _scales(scale_ptr, mask_ptr, 3, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
-    given = doc_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d
+    given = documents_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d
     for step in range(0, steps, 4):
         a, a_out = _load_tile(step, a, a_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
         b, b_out = _load_tile(step + 1, b, b_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
@@ -129,7 +129,7 @@ def _tile_best(q, ring, scales, shifts, full, empty, step, layout: gl.constexpr,
 
 @gluon.jit
 def _finish(
-    best, d, mask_ptr, scale_ptr, score_ptr, first, Nq, Nd, length_q, divisor,
+    best, d, mask_ptr, scale_ptr, scores_ptr, first, Nq, Nd, length_q, divisor,
     SLOT: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr, MEAN: gl.constexpr,
 ):  # fmt: skip
     """The scores of the documents of a tile."""
@@ -155,7 +155,7 @@ def _finish(
         total = total / divisor
     query = gl.expand_dims(first + gl.arange(0, QUERIES, layout=gl.SliceLayout(1, total.type.layout)), 1)
     document = gl.expand_dims(d + gl.arange(0, GROUP, layout=gl.SliceLayout(0, total.type.layout)), 0)
-    gl.store(score_ptr + query.to(gl.int64) * Nd + document, total, mask=(query < Nq) & (document < Nd))
+    gl.store(scores_ptr + query.to(gl.int64) * Nd + document, total, mask=(query < Nq) & (document < Nd))
 
 
 @gluon.jit
@@ -166,7 +166,7 @@ def _score(
 ):  # fmt: skip
     """A group of four warps, which has its share of the queries, and its part of the documents."""
     (
-        queries, ring, scales, shifts, full, empty, mask_ptr, scale_ptr, score_ptr, Nq, Nd, length_q, length_d, steps,
+        queries, ring, scales, shifts, full, empty, mask_ptr, scale_ptr, scores_ptr, Nq, Nd, length_q, length_d, steps,
         divisor,
     ) = given  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
@@ -183,7 +183,7 @@ def _score(
         t0 += AT_ONCE
         if t0 >= length_d:
             _finish(
-                best, d, mask_ptr, scale_ptr, score_ptr, first, Nq, Nd, length_q, divisor,
+                best, d, mask_ptr, scale_ptr, scores_ptr, first, Nq, Nd, length_q, divisor,
                 SLOT, HAS_QMASK, HAS_DMASK, MEAN,
             )  # fmt: skip
             best = lowest
@@ -193,7 +193,7 @@ def _score(
 
 @gluon.jit(do_not_specialize=SIZES)
 def shared_hopper_kernel(
-    query_ptr, doc_src, query_mask_ptr, doc_mask_ptr, query_scale_ptr, doc_scale_ptr, score_ptr,
+    queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr, scores_ptr,
     Nq, Nd, length_q, length_d, divisor,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, SLOT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
@@ -208,7 +208,7 @@ def shared_hopper_kernel(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(gl.int8, [SHARES, ROWS, DIM], swizzled)
-    ring = gl.allocate_shared_memory(gl.int8, [STAGES, GROUP, AT_ONCE, DIM], doc_src.layout)
+    ring = gl.allocate_shared_memory(gl.int8, [STAGES, GROUP, AT_ONCE, DIM], documents_src.layout)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], plain)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -224,14 +224,14 @@ def shared_hopper_kernel(
         token = r // (STRIP * QUERIES) * STRIP + r % STRIP
         kept = gl.expand_dims((query < Nq) & (token < length_q), 1) & (k < D)
         row = gl.expand_dims((query * length_q + token).to(gl.int64), 1)
-        queries.index(share).store(gl.load(query_ptr + row * D + k, mask=kept, other=0))
+        queries.index(share).store(gl.load(queries_ptr + row * D + k, mask=kept, other=0))
     fence_async_shared()
     _barrier()
     groups = gl.cdiv(gl.cdiv(Nd, GROUP) - gl.program_id(1), gl.num_programs(1))
     # whole rounds of four tiles: those past the last document's are zeros, and not stored
     steps = gl.cdiv(gl.cdiv(groups, PARTS) * PARTS * gl.cdiv(length_d, AT_ONCE), 4) * 4
     given = (
-        queries, ring, scales, shifts, full, empty, query_mask_ptr, query_scale_ptr, score_ptr, Nq, Nd, length_q,
+        queries, ring, scales, shifts, full, empty, query_mask_ptr, query_factors_ptr, scores_ptr, Nq, Nd, length_q,
         length_d, steps, divisor,
     )  # fmt: skip
     gl.warp_specialize(
@@ -241,8 +241,8 @@ def shared_hopper_kernel(
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 2)),
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 3)),
             (_load_tiles, (
-                doc_src, ring, scales, shifts, full, empty, doc_scale_ptr, doc_mask_ptr, Nd, length_d, steps, PARTS,
-                STAGES, HAS_DMASK, MASK_ZERO,
+                documents_src, ring, scales, shifts, full, empty, document_factors_ptr, document_mask_ptr, Nd, length_d,
+                steps, PARTS, STAGES, HAS_DMASK, MASK_ZERO,
             )),
         ],
         [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24],

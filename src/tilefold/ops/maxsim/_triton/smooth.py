@@ -23,28 +23,28 @@ from tilefold.ops.maxsim._triton.device import (
 
 @triton.jit
 def _weights(
-    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, row0, rows, row, inside_q, doc_row0, doc_rows,
-    doc_row, inside_d, top, grad, inverse_temperature,
+    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, document_mask_ptr, row0, rows, row, inside_q,
+    doc_row0, doc_rows, doc_row, inside_d, top, grad, inverse_temperature,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DMASK: tl.constexpr,
     HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``grad * softmax`` of a tile ``[BLOCK_Q, BLOCK_T]``; masked tokens have none."""
     acc = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
     if HAS_SCALE:
-        power, rest = split_scale(tl.load(query_scale_ptr + row, mask=inside_q, other=0.0))
+        power, rest = split_scale(tl.load(query_factors_ptr + row, mask=inside_q, other=0.0))
     for k0 in range(0, D, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        q = load_block(query_ptr, row0, rows, k, D, BLOCK_Q)
+        q = load_block(queries_ptr, row0, rows, k, D, BLOCK_Q)
         if HAS_SCALE:  # or its products might not be numbers of fp32
             q = times_power(q, power)
-        d = load_block(doc_ptr, doc_row0, doc_rows, k, D, BLOCK_T)
+        d = load_block(documents_ptr, doc_row0, doc_rows, k, D, BLOCK_T)
         acc = tl.dot(q, d.T, acc, input_precision=PRECISION)
     if HAS_SCALE:
         acc *= rest[:, None]
-        acc *= tl.load(doc_scale_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
+        acc *= tl.load(document_factors_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
     kept = inside_d
     if HAS_DMASK:
-        kept = inside_d & (tl.load(doc_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
+        kept = inside_d & (tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
     counts = kept[None, :] & (inside_q & (top != float("inf")))[:, None]
     # no weight is over 1, but a product that was rounded otherwise may lie above the logarithm of their sum
     below = tl.minimum(acc - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -53,16 +53,18 @@ def _weights(
 
 @triton.jit(do_not_specialize=SIZES)
 def smooth_dqueries_kernel(
-    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, doc_mask_ptr, cu_q_ptr,
-    cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, dquery_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, inverse_temperature, factor,
+    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, largest_ptr,
+    document_mask_ptr, cu_queries_ptr, cu_documents_ptr, row_query_ptr, order_ptr, first_ptr, pairs_ptr, dquery_ptr, Tq,
+    Td, Nq, Nd, length_q, length_d, group, longest, stride_q, stride_d, inverse_temperature, factor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_DMASK: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first, stop, e0, e1 = query_list(cu_q_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_Q, PAIRING, UNIFORM_Q)
+    first, stop, e0, e1 = query_list(
+        cu_queries_ptr, first_ptr, Tq, Nq, Nd, length_q, group, BLOCK_Q, PAIRING, UNIFORM_Q
+    )
     for r0 in range(first, stop, BLOCK_Q):
         row = r0 + tl.arange(0, BLOCK_Q)
         inside = row < stop
@@ -70,8 +72,8 @@ def smooth_dqueries_kernel(
             owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
         acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
         for e in range(e0, e1):
-            pair, _query, d = item_of(e, e0, order_ptr, index_ptr, PAIRING)
-            start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+            pair, _query, d = item_of(e, e0, order_ptr, pairs_ptr, PAIRING)
+            start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
             known = (d >= 0) & (d < Nd)
             end = tl.where(known, end, start)
             top = tl.load(saved_ptr + saved_at(e, pair, e0, row, first, Tq, longest, PAIRING), mask=inside, other=0.0)
@@ -79,21 +81,21 @@ def smooth_dqueries_kernel(
                 offs = owner.to(tl.int64) * stride_q + tl.cast(d, tl.int64) * stride_d
             else:
                 offs = row.to(tl.int64) * 0 + tl.cast(pair, tl.int64) * stride_d
-            grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
+            grad = tl.load(dscores_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
             for t0 in range(0, end - start, BLOCK_T):
                 doc_row = start + t0 + tl.arange(0, BLOCK_T)
                 inside_d = doc_row < end
                 share = _weights(
-                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, r0, stop - r0, row, inside,
-                    start + t0, end - start - t0, doc_row, inside_d, top, grad, inverse_temperature, D, BLOCK_Q,
-                    BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
+                    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, document_mask_ptr, r0,
+                    stop - r0, row, inside, start + t0, end - start - t0, doc_row, inside_d, top, grad,
+                    inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
                 )  # fmt: skip
                 kept = inside_d
                 if HAS_DMASK:
-                    kept = inside_d & (tl.load(doc_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
-                x = load_rows(doc_ptr, doc_row, kept, k, D)
+                    kept = inside_d & (tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
+                x = load_rows(documents_ptr, doc_row, kept, k, D)
                 if HAS_SCALE:  # of kept tokens only: what a masked one holds may be NaN
-                    power, rest = split_scale(tl.load(doc_scale_ptr + doc_row, mask=kept, other=0.0))
+                    power, rest = split_scale(tl.load(document_factors_ptr + doc_row, mask=kept, other=0.0))
                     share *= rest[None, :]
                     x = times_power(x, power)
                 acc = tl.dot(share.to(x.dtype), x, acc, input_precision=PRECISION)
@@ -102,9 +104,10 @@ def smooth_dqueries_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def smooth_ddocuments_kernel(
-    dscore_ptr, saved_ptr, query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, largest_ptr, query_mask_ptr,
-    doc_mask_ptr, cu_q_ptr, cu_d_ptr, row_query_ptr, order_ptr, first_ptr, index_ptr, ddoc_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d, inverse_temperature, factor,
+    dscores_ptr, saved_ptr, queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, largest_ptr,
+    query_mask_ptr, document_mask_ptr, cu_queries_ptr, cu_documents_ptr, row_query_ptr, order_ptr, first_ptr, pairs_ptr,
+    ddoc_ptr, Tq, Td, Nq, Nd, length_q, length_d, group, longest, tiles, stride_q, stride_d, inverse_temperature,
+    factor,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PAIRING: tl.constexpr, UNIFORM_Q: tl.constexpr, UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr,
     HAS_DMASK: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LARGEST: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,7 +115,7 @@ def smooth_ddocuments_kernel(
     unit = grad_unit(largest_ptr, HAS_LARGEST)
     k = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     d = tl.program_id(0)
-    start, end, _ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     e0, e1 = document_list(d, first_ptr, PAIRING)
     for t0 in range(tl.program_id(1) * BLOCK_T, end - start, tiles * BLOCK_T):
         doc_row = start + t0 + tl.arange(0, BLOCK_T)
@@ -120,7 +123,20 @@ def smooth_ddocuments_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             r_start, r_end, base, offs_pair = query_of_entry(
-                e, e0, d, order_ptr, index_ptr, cu_q_ptr, Tq, Nq, length_q, group, longest, stride_d, PAIRING, UNIFORM_Q
+                e,
+                e0,
+                d,
+                order_ptr,
+                pairs_ptr,
+                cu_queries_ptr,
+                Tq,
+                Nq,
+                length_q,
+                group,
+                longest,
+                stride_d,
+                PAIRING,
+                UNIFORM_Q,
             )
             for r0 in range(r_start, r_end, BLOCK_Q):
                 row = r0 + tl.arange(0, BLOCK_Q)
@@ -133,15 +149,15 @@ def smooth_ddocuments_kernel(
                 if PAIRING == ALL:
                     owner = owner_of(row_query_ptr, row, inside, length_q, UNIFORM_Q)
                     offs += owner.to(tl.int64) * stride_q
-                grad = tl.load(dscore_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
+                grad = tl.load(dscores_ptr + offs, mask=inside, other=0.0).to(tl.float32) / unit
                 share = _weights(
-                    query_ptr, doc_ptr, query_scale_ptr, doc_scale_ptr, doc_mask_ptr, r0, r_end - r0, row, kept_q,
-                    start + t0, end - start - t0, doc_row, inside_d, top, grad, inverse_temperature, D, BLOCK_Q,
-                    BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
+                    queries_ptr, documents_ptr, query_factors_ptr, document_factors_ptr, document_mask_ptr, r0,
+                    r_end - r0, row, kept_q, start + t0, end - start - t0, doc_row, inside_d, top, grad,
+                    inverse_temperature, D, BLOCK_Q, BLOCK_T, BLOCK_K, HAS_DMASK, HAS_SCALE, PRECISION,
                 )  # fmt: skip
-                x = load_rows(query_ptr, row, kept_q, k, D)
+                x = load_rows(queries_ptr, row, kept_q, k, D)
                 if HAS_SCALE:
-                    power, rest = split_scale(tl.load(query_scale_ptr + row, mask=kept_q, other=0.0))
+                    power, rest = split_scale(tl.load(query_factors_ptr + row, mask=kept_q, other=0.0))
                     share *= rest[:, None]
                     x = times_power(x, power)
                 acc = tl.dot(tl.trans(share).to(x.dtype), x, acc, input_precision=PRECISION)

@@ -55,31 +55,31 @@ def prefetch(ptr, size):
 
 @triton.jit(do_not_specialize=SIZES)
 def stream_kernel(
-    query_ptr, doc_src, doc_ptr, query_mask_ptr, doc_mask_ptr, doc_scale_ptr, cu_q_ptr, cu_d_ptr, score_ptr,
-    Tq, Td, Nq, Nd, length_q, length_d,
+    queries_ptr, documents_src, documents_ptr, query_mask_ptr, document_mask_ptr, document_factors_ptr, cu_queries_ptr,
+    cu_documents_ptr, scores_ptr, Tq, Td, Nq, Nd, length_q, length_d,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, UNIFORM_Q: tl.constexpr,
-    UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr,
-    MASK_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    INTEGER: tl.constexpr, PREFETCH: tl.constexpr,
+    UNIFORM_D: tl.constexpr, HAS_QMASK: tl.constexpr, HAS_DMASK: tl.constexpr, MASK_ZERO: tl.constexpr,
+    HAS_SCALE: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, INTEGER: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Scores ``[Nq, Nd]``: all ``Tq <= BLOCK_Q`` query rows meet every tile; a program owns every so many documents.
 
-    ``PREFETCH`` rows of its first document are asked for at once, through ``doc_ptr``.
+    ``PREFETCH`` rows of its first document are asked for at once, through ``documents_ptr``.
     """
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
     split = tl.program_id(0)
     splits = tl.num_programs(0)
     d = split
-    start, end, ok = bounds(cu_d_ptr, d, Nd, Td, length_d, UNIFORM_D)
+    start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
     if PREFETCH > 0:
-        prefetch(doc_ptr + tl.cast(start, tl.int64) * D, tl.minimum(end - start, PREFETCH) * D)
+        prefetch(documents_ptr + tl.cast(start, tl.int64) * D, tl.minimum(end - start, PREFETCH) * D)
     place = tl.arange(0, BLOCK_T)
     if HAS_SCALE:
-        scale = tl.load(doc_scale_ptr + start + place, mask=place < end - start, other=0.0)
+        scale = tl.load(document_factors_ptr + start + place, mask=place < end - start, other=0.0)
     row = tl.arange(0, BLOCK_Q)
     inside = row < Tq
     k = tl.arange(0, BLOCK_K)
-    q = load_block(query_ptr, 0, Tq, k, D, BLOCK_Q)
+    q = load_block(queries_ptr, 0, Tq, k, D, BLOCK_Q)
     weight = tl.full((BLOCK_Q,), 1.0, tl.float32)
     if INTEGER:
         q, weight = int8_rows(q)
@@ -87,24 +87,24 @@ def stream_kernel(
         kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
         weight = tl.where(kept_q, weight, -1.0)
 
-    n_tiles = count_tiles(cu_d_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
+    n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
     t0 = 0
     parts = 0
     best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
     for _ in tl.range(0, n_tiles):
         length = end - start
         if USE_TMA:
-            rows = doc_src.load([start + t0, 0])
+            rows = documents_src.load([start + t0, 0])
         else:
-            rows = load_block(doc_src, start + t0, Td - start - t0, k, D, BLOCK_T)
+            rows = load_block(documents_src, start + t0, Td - start - t0, k, D, BLOCK_T)
         done = t0 + BLOCK_T >= length
         next_t0 = tl.where(done, 0, t0 + BLOCK_T)
         next_d = tl.where(done, d + splits, d)
-        next_start, next_end, next_ok = bounds(cu_d_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
+        next_start, next_end, next_ok = bounds(cu_documents_ptr, next_d, Nd, Td, length_d, UNIFORM_D)
         if HAS_SCALE:  # of the next tile: what is read when it is needed is waited for
             next_t = next_t0 + place
             there = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
-            next_scale = tl.load(doc_scale_ptr + next_start + next_t, mask=there, other=0.0)
+            next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=there, other=0.0)
         acc = tl.dot(rows.to(q.dtype), q.T, input_precision=PRECISION, out_dtype=kind).to(tl.float32)
         there = t0 + place < length
         if HAS_SCALE:
@@ -112,7 +112,7 @@ def stream_kernel(
             scale = next_scale
         part = tl.minimum(length - t0, BLOCK_T)
         if HAS_DMASK:
-            kept = tl.load(doc_mask_ptr + start + t0 + place, mask=there, other=0) != 0
+            kept = tl.load(document_mask_ptr + start + t0 + place, mask=there, other=0) != 0
             if MASK_ZERO:
                 acc = tl.where(kept[:, None], acc, 0.0)
                 acc = tl.where(there[:, None], acc, float("-inf"))
@@ -131,10 +131,10 @@ def stream_kernel(
                 value = tl.where(weight == -1.0, 0.0, value)
             value = tl.where(parts > 0, value, 0.0)
             for query in range(Nq):
-                q_start, q_end, known = bounds(cu_q_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                q_start, q_end, known = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
                 total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
                 total = tl.where(ok & known, total, float("nan"))
-                tl.store(score_ptr + tl.cast(query, tl.int64) * Nd + d, total)
+                tl.store(scores_ptr + tl.cast(query, tl.int64) * Nd + d, total)
             best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
         parts = tl.where(done, 0, parts)
         t0 = next_t0

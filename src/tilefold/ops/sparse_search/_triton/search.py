@@ -40,21 +40,21 @@ def _get(at):
 
 
 @triton.jit
-def _exponent(term_ptr, weight_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
+def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
     """Exponent field of the least power of two that is larger than any score of a query with these terms."""
     bound = tl.zeros((BLOCK_T,), tl.float32)
     for t0 in range(0, T, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
-        weight = tl.maximum(tl.load(weight_ptr + t, mask=t < T, other=0.0), 0.0)
-        term = tl.load(term_ptr + t, mask=t < T, other=-1)
+        weight = tl.maximum(tl.load(weights_ptr + t, mask=t < T, other=0.0), 0.0)
+        term = tl.load(terms_ptr + t, mask=t < T, other=-1)
         bound += weight * tl.load(largest_ptr + term, mask=(term >= 0) & (term < V), other=0.0)
     return (tl.sum(bound).to(tl.int32, bitcast=True) >> 23) + 1
 
 
 @triton.jit(do_not_specialize=["T", "V", "N", "Nq", "blocks"])
 def block_scores_kernel(
-    term_ptr, weight_ptr, offset_ptr, place_ptr, posting_ptr, largest_ptr, allowed_ptr, score_ptr, group_ptr, high_ptr,
-    T, V, N, Nq, blocks,
+    terms_ptr, weights_ptr, offsets_ptr, places_ptr, postings_ptr, largest_ptr, allowed_ptr, score_ptr, group_ptr,
+    high_ptr, T, V, N, Nq, blocks,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
     HAS_ALLOWED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +63,9 @@ def block_scores_kernel(
     """
     block = tl.program_id(0) // Nq
     query = (tl.program_id(0) % Nq).to(tl.int64)
-    term_ptr += query * T
-    weight_ptr += query * T
-    exponent = _exponent(term_ptr, weight_ptr, largest_ptr, T, V, BLOCK_T)
+    terms_ptr += query * T
+    weights_ptr += query * T
+    exponent = _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T)
     up = tl.minimum(tl.maximum(285 - exponent, 1), 253)
     factor = (up << 23).to(tl.float32, bitcast=True)
     place = tl.arange(0, BLOCK)
@@ -78,19 +78,19 @@ def block_scores_kernel(
     else:
         tl.store(score_ptr + document, tl.zeros((BLOCK,), tl.int32), mask=inside)
     tl.debug_barrier()
-    offset_ptr += block.to(tl.int64) * V
+    offsets_ptr += block.to(tl.int64) * V
     for t0 in range(0, T, ROWS):
         t = t0 + tl.arange(0, ROWS)
-        term = tl.load(term_ptr + t, mask=t < T, other=-1)
-        weight = tl.load(weight_ptr + t, mask=t < T, other=0.0)
+        term = tl.load(terms_ptr + t, mask=t < T, other=-1)
+        weight = tl.load(weights_ptr + t, mask=t < T, other=0.0)
         there = (term >= 0) & (term < V) & (weight > 0.0)
-        start = tl.load(offset_ptr + term, mask=there, other=0)
-        end = tl.load(offset_ptr + term + 1, mask=there, other=0)
+        start = tl.load(offsets_ptr + term, mask=there, other=0)
+        end = tl.load(offsets_ptr + term + 1, mask=there, other=0)
         for i0 in range(0, tl.max(end - start).to(tl.int32), WIDE):
             at = start[:, None] + (i0 + tl.arange(0, WIDE))[None, :]
             inside_list = at < end[:, None]
-            where = tl.load(place_ptr + at, mask=inside_list, other=0).to(tl.int32)
-            product = weight[:, None] * tl.load(posting_ptr + at, mask=inside_list, other=0.0)
+            where = tl.load(places_ptr + at, mask=inside_list, other=0).to(tl.int32)
+            product = weight[:, None] * tl.load(postings_ptr + at, mask=inside_list, other=0.0)
             whole = tl.maximum(tl.floor(product * factor + 0.5), 1.0).to(tl.uint32).to(tl.int32, bitcast=True)
             whole = tl.where(product > 0.0, whole, 0)
             if SHARED:
@@ -131,7 +131,7 @@ def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
 
 @triton.jit
 def _best(
-    ptr, member_ptr, out_ptr, value_ptr, count, n, k,
+    ptr, member_ptr, out_ptr, values_ptr, count, n, k,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """List the places of the ``k`` highest positive values, rising, equal ones by place; how many there are."""
@@ -161,8 +161,8 @@ def _best(
         ties -= tl.sum(tie)
         rank = listed + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(out_ptr + rank, place.to(out_ptr.dtype.element_ty), mask=taken)
-        if value_ptr is not None:
-            tl.store(value_ptr + rank, value, mask=taken)
+        if values_ptr is not None:
+            tl.store(values_ptr + rank, value, mask=taken)
         listed += tl.sum(taken.to(tl.int32))
     return listed
 
@@ -172,7 +172,7 @@ RANKED = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=["N", "blocks", "k"])
 def best_kernel(
-    score_ptr, group_ptr, high_ptr, member_ptr, listed_ptr, document_ptr, value_ptr, N, blocks, k,
+    score_ptr, group_ptr, high_ptr, member_ptr, listed_ptr, documents_ptr, values_ptr, N, blocks, k,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, ONE_FIRST: tl.constexpr, CHUNK: tl.constexpr,
     ONE: tl.constexpr,
 ):  # fmt: skip
@@ -205,5 +205,5 @@ def best_kernel(
             )
             rank += tl.where(i < count, tl.sum(before.to(tl.int32), axis=1), 0)
         document = tl.load(member_ptr + 2 * k + i, mask=i < count, other=-1)
-        tl.store(document_ptr + query * k + rank, document.to(tl.int64), mask=i < k)
-        tl.store(value_ptr + query * k + rank, value, mask=i < k)
+        tl.store(documents_ptr + query * k + rank, document.to(tl.int64), mask=i < k)
+        tl.store(values_ptr + query * k + rank, value, mask=i < k)
