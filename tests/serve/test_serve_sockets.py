@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.refusals import refused
 from tests.serve.running import Client, Reply, read_all, served, serving
 from tilefold import retrieval as r
 from tilefold.retrieval.index.qdrant import QdrantIndex
+from tilefold.serve import server
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
@@ -169,12 +169,14 @@ def test_connections_above_the_limit_are_told_so_and_those_that_were_reset_are_c
         head(JSON + "content-length: 5\r\ncontent-length: 6\r\n") + b"12345",
         head(JSON + "content-length: -5\r\n"),
         head(JSON + "transfer-encoding: chunked\r\n") + b"zz\r\n",
+        head("host: other\r\n" + JSON + "content-length: 2\r\n") + b"{}",
+        b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"a: b\r\n" * 10_950,  # and no end
         *(f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode() * 2 for version in (0.9, 1.2, 2.0, 9.9)),
     ],
 )
 def test_bytes_that_are_no_http_are_refused_and_fill_no_log(client: Client, caplog: Any, sent: bytes) -> None:
     found = client.raw(sent)  # read to the end: the connection is closed
-    if sent.startswith(b"GET /health HTTP/") and b"1.1" not in sent:
+    if sent.startswith(b"GET /health HTTP/") and b"1.1" not in sent and not found.startswith(b"HTTP/1.1 400"):
         assert parsed(found) == (505, {"error": "expected HTTP/1.1 or HTTP/1.0", "error_type": "Validation"})
         assert client.raw(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
     else:
@@ -191,6 +193,18 @@ def test_a_body_that_nobody_reads_does_not_become_the_next_request(client: Clien
         assert re.findall(rb"HTTP/1.1 (\d+)", found) == [status, b"200"] and b"model_id" not in found
 
 
+def test_trailers_are_no_headers_and_a_wish_for_another_protocol_is_not_heard(sparse: Any) -> None:
+    chunked = JSON + "transfer-encoding: chunked\r\nx-wait: 1\r\n"
+    with serving(service(sparse), api_key="sesam") as client:
+        asked = head(chunked) + b'f\r\n{"inputs": "a"}\r\n0\r\nauthorization: Bearer sesam\r\n\r\n'
+        assert parsed(client.raw(asked))[0] == 401
+    upgrade = JSON + "connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    with serving(service(sparse)) as client, client.connect() as opened:
+        for _ in range(2):  # as Java's client asks, on one connection
+            opened.sendall(posted({"inputs": "a"}).replace(b"connection: close\r\n" + JSON.encode(), upgrade.encode()))
+            assert opened.recv(1 << 20).startswith(b"HTTP/1.1 200")
+
+
 def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
     asked = head(JSON + "transfer-encoding: chunked\r\n").replace(b"connection: close\r\n", b"")
     with serving(service(sparse, header_seconds=0.5), api_key="sesam") as client, client.connect() as opened:
@@ -204,14 +218,14 @@ def test_an_endless_body_after_an_early_answer_is_cut_off(sparse: Any) -> None:
 
 
 def test_an_answer_does_not_wait_until_its_head_has_come(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, found = H11Protocol.connection_made, []
+    made, found = server.Protocol.connection_made, []
 
-    def spied(self: H11Protocol, transport: Any) -> None:
+    def spied(self: Any, transport: Any) -> None:
         opened = transport.get_extra_info("socket")
         found.append(opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         made(self, transport)
 
-    monkeypatch.setattr(H11Protocol, "connection_made", spied)
+    monkeypatch.setattr(server.Protocol, "connection_made", spied)
     assert client.get("/health").status == 200
     assert found and all(found)  # else its body follows 40 ms after its head
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import threading
 import time
-from bisect import insort
-from collections.abc import Callable, Hashable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 from tilefold.serve.bodies import ServeError
 
@@ -269,22 +273,37 @@ _GAUGES = {
 }
 
 
+class _Histogram:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.total = (*bounds, math.inf), 0.0
+        self.counts = [0] * len(self.bounds)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
 class Metrics:
-    """The metrics of one service; safe to use from several threads."""
+    """The metrics of one service; safe to use from several threads.
+
+    What prometheus_client counts with looks through the bounds for each value; here it only collects and writes.
+    """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._counters = {name: Counter(name, text, labels, registry=self._registry)
-                          for name, (text, labels) in _COUNTERS.items()}  # fmt: skip
-        self._histograms = {name: Histogram(name, text, buckets=bounds, registry=self._registry)
-                            for name, (text, bounds) in _HISTOGRAMS.items()}  # fmt: skip
+        self._registry, self._lock = CollectorRegistry(), threading.Lock()
+        self._counts = {name: dict[tuple[str, ...], float]() if labels else {(): 0.0}
+                        for name, (_, labels) in _COUNTERS.items()}  # fmt: skip
+        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._registry.register(self)
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
-        counter = self._counters[name]
-        (counter.labels(**labels) if labels else counter).inc(by)
+        counts, key = self._counts[name], tuple(labels.values())
+        with self._lock:
+            counts[key] = counts.get(key, 0.0) + by
 
     def observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+        with self._lock:
+            self._histograms[name].observe(value)
 
     def durations(self, name: str, total: float, tokenization: float, queue: float, inference: float) -> None:
         """Add the seconds of a request or an input, and of its parts, to the histograms of `name`."""
@@ -296,7 +315,22 @@ class Metrics:
         """Say what gives the value of a gauge when it is asked for."""
         Gauge(name, _GAUGES[name], registry=self._registry).set_function(value)
 
+    def collect(self) -> Iterator[Metric]:
+        """The counters and the histograms, as a registry asks for them."""
+        with self._lock:
+            counts = {name: dict(found) for name, found in self._counts.items()}
+            histograms = {name: (list(each.counts), each.total) for name, each in self._histograms.items()}
+        for name, (text, labels) in _COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for key, value in counts[name].items():
+                counter.add_metric(key, value)
+            yield counter
+        for name, (each, total) in histograms.items():
+            bounds = map(floatToGoString, self._histograms[name].bounds)
+            buckets = list(zip(bounds, itertools.accumulate(each), strict=True))
+            yield HistogramMetricFamily(name, _HISTOGRAMS[name][0], buckets, total)
+
     def render(self) -> bytes:
-        """All metrics as Prometheus reads them, without the suffix and the times that its library adds to counters."""
+        """All metrics as Prometheus reads them, without the suffix that its library adds to counters."""
         lines = generate_latest(self._registry).splitlines(keepends=True)
-        return b"".join(line.replace(b"_total", b"", 1) for line in lines if b"_created" not in line)
+        return b"".join(line.replace(b"_total", b"", 1) for line in lines)

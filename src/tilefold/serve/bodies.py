@@ -275,12 +275,16 @@ def listed(parts: Sequence[bytes]) -> bytes:
 
 def sparse_rows(rows: Sequence[Row], body: EmbedSparse, token: Callable[[int], str]) -> list[bytes]:
     """The parts of the answer of ``/embed_sparse``; `token` names a term."""
-    return [_sparse_row(strongest(row, body.top_k, body.threshold), body, token) for row in rows]
+    if body.top_k is not None or body.threshold is not None:
+        rows = [strongest(row, body.top_k, body.threshold) for row in rows]
+    return [_sparse_row(row, body, token) for row in rows]
 
 
 def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> bytes:
-    indices, weights = row[0].tolist(), numbers(row[1])
     named = body.tokens or body.format == "tokens"
+    if not named and body.format == "values" and row[0].size and not ((bits := row[1].view(np.uint32)) & 0xFFFF).any():
+        return _entries(row[0], bits >> 16)
+    indices, weights = row[0].tolist(), numbers(row[1])
     tokens = [json.dumps(token(index)) for index in indices] if named else None
     if body.format == "arrays":
         last = "" if tokens is None else f',"tokens":[{", ".join(tokens)}]'
@@ -294,6 +298,26 @@ def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> byt
         raise ServeError("Validation", "`format`: two terms of a vector have the same text; take arrays")
     found = ",".join(f"{name}:{weight}" for name, weight in zip(tokens or (), weights, strict=True))
     return f"{{{found}}}".encode()
+
+
+_written = np.zeros(1 << 16, "S16")  # weights of 16 bits (bf16), those that were written before
+
+
+@functools.lru_cache(4)
+def _openings(size: int) -> npt.NDArray[np.bytes_]:
+    return np.char.add(np.char.add(b'},{"index":', np.arange(size).astype("S")), b',"value":')
+
+
+def _entries(indices: npt.NDArray[np.int32], weights: npt.NDArray[np.uint32]) -> bytes:
+    """``[{"index", "value"}]`` of weights given by their upper 16 bits: parts of fixed sizes, without their padding."""
+    values = _written[weights]
+    if (new := values == b"").any():
+        _written[weights[new]] = numbers((weights[new] << 16).view(np.float32))
+        values = _written[weights]
+    openings = _openings(1 << int(indices[-1]).bit_length())[indices]
+    parts = np.empty(len(indices), [("opening", openings.dtype), ("value", values.dtype)])
+    parts["opening"], parts["value"] = openings, values
+    return b"[" + parts.tobytes().translate(None, b"\0")[2:] + b"}]"
 
 
 def vectors(rows: Sequence[Vector]) -> list[bytes]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -18,26 +19,43 @@ B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 JSON = "application/json"
 CLIENT_CLOSED = 499  # nginx's code; nobody is left to read it
+_UNWATCHED_SECONDS = 0.05  # of work, after which it is looked whether the client is still there
+
+
+@contextmanager
+def _ends_with(error: Callable[[], Exception]) -> Iterator[Callable[[], None]]:
+    """Within it, what it gives cancels the task, which raises `error` then: no task of its own for every request."""
+    task, ended = asyncio.current_task(), False
+
+    def end() -> None:
+        nonlocal ended
+        ended = task is not None and task.cancel()
+
+    try:
+        yield end
+    except asyncio.CancelledError:
+        if ended:
+            raise error() from None
+        raise
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client leaves; the body must have been read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    loop, watches = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+    with _ends_with(ClientGoneError) as end:
+        timer = loop.call_later(_UNWATCHED_SECONDS, lambda: watches.append(loop.create_task(_left(request, end))))
+        try:
+            return await work
+        finally:
+            timer.cancel()
+            for watch in watches:
+                watch.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _left(request: Request, end: Callable[[], None]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    end()
 
 
 def add_route(
@@ -114,7 +132,7 @@ def _first(error: ValidationError) -> Any:
 def _check_type(request: Request) -> None:
     kind, *rest = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
     charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
-    json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    json = kind == JSON or (kind.startswith("application/") and kind.endswith("+json"))
     if not json or not charsets <= {"utf-8", "utf8"}:
         raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
@@ -123,20 +141,23 @@ def _check_type(request: Request) -> None:
 
 async def _read(request: Request, limits: Limits) -> bytes:
     """The bytes of the body, no more of them than the limit, in no more time than there is."""
-    too_large = ServeError("Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
+    too_large = partial(ServeError, "Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
+    too_slow = partial(ServeError, "Validation", f"the body took more than {limits.body_seconds:g} s", status=408)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limits.payload_limit:
-        raise too_large
-    body, until, more = bytearray(), time.monotonic() + limits.body_seconds, True
-    while more:
+        raise too_large()
+    body, more = bytearray(), True
+    with _ends_with(too_slow) as end:
+        timer = asyncio.get_running_loop().call_later(limits.body_seconds, end)
         try:
-            message = await asyncio.wait_for(request.receive(), max(0.001, until - time.monotonic()))
-        except asyncio.TimeoutError:
-            raise ServeError("Validation", f"the body took more than {limits.body_seconds:g} s", status=408) from None
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > limits.payload_limit:
-            raise too_large
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > limits.payload_limit:
+                    raise too_large()
+        finally:
+            timer.cancel()
     return bytes(body)

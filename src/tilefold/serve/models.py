@@ -47,7 +47,7 @@ class TextTokens:
 
     def lengths(self, texts: Sequence[str], prompt: str = "", special: bool = True) -> list[int]:
         """Tokens of each text with the prompt before it, with special tokens or without."""
-        return [len(encoding.ids) for encoding in self._encode([prompt + text for text in texts], special)]
+        return list(map(len, self._encode([prompt + text for text in texts], special)))
 
     def tokenize(
         self, texts: Sequence[str], special: bool, prompt: str = "", *, in_bytes: bool = False
@@ -84,6 +84,8 @@ class TextTokens:
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[Any]:
         try:
+            if len(texts) == 1:  # this keeps Python's lock, for which there is a queue
+                return [self._tokenizer.encode(texts[0], add_special_tokens=special)]
             return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=special))
         except Exception as error:
             raise ServeError("Tokenizer", f"Tokenization error: {type(error).__name__}") from error

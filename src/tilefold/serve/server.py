@@ -1,20 +1,20 @@
-"""uvicorn with what it lacks: a limit of connections that answers, and of the time for the head of a request."""
+"""uvicorn with what it lacks: limits of connections, that answer, and of the time and the size of a request's head."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import math
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.service import Service
@@ -29,6 +29,59 @@ _logger = logging.getLogger("tilefold.serve")
 _clients = logging.getLogger("tilefold.serve.clients")  # what is wrong with them would fill the log of a server
 _LINGER_SECONDS = 1.0  # for a refused client to read why
 _LINGERING = 256  # of them at once
+_HEAD_BYTES = 1 << 16  # of a head, or of what stands between two parts of a body
+_UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+
+try:  # where it is installed; h11 takes four times as long for a request
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+except ImportError:
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """uvicorn's HTTP/1.1."""
+
+        @property
+        def in_body(self) -> bool:
+            """Whether the client has sent the head of a request, and not yet all of its body."""
+            return self.conn.their_state is h11.SEND_BODY
+
+else:
+
+    class Protocol(HttpToolsProtocol):  # type: ignore[no-redef]
+        """uvicorn's HTTP/1.1 on llhttp, which leaves to others what h11 refuses: too large heads, no or many hosts."""
+
+        in_body = False
+        _since = 0  # bytes that came since a head, or a part of a body, was whole
+
+        def data_received(self, data: bytes) -> None:
+            self._since += len(data)
+            if not self.in_body:  # a wish for another protocol, at which it would take the body for that
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = _UPGRADE.sub(b"-pgrade", head) + end + rest
+            super().data_received(data)
+            if self._since > _HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("Too large a head.")
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if not self.in_body:  # a trailer is no header
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            hosts = sum(name == b"host" for name, _ in self.headers)
+            alone = hosts == 1 or (hosts == 0 and self.parser.get_http_version() != "1.1")
+            if not alone or self.parser.should_upgrade():
+                raise ValueError("expected one header Host, and no other protocol")  # which is a 400
+            self.in_body, self._since = True, 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._since = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.in_body, self._since = False, 0
+            super().on_message_complete()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -57,6 +110,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 log_config=None,
                 access_log=False,  # queries are nobody's business
+                proxy_headers=False,  # nobody asks who sent a request
                 server_header=False,
                 backlog=_ACCEPTED,
                 timeout_keep_alive=max(1, round(limits.keep_alive_seconds)),
@@ -81,7 +135,12 @@ class Server(uvicorn.Server):
 def run(app: Any, service: Service, opened: socket.socket, ready: Callable[[], None] | None = None) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM; requests in work then have ``shutdown_seconds``."""
     service.limits = _allow_files(service.limits)
-    Server(app, service, ready).run([opened])
+    gc.collect()
+    gc.freeze()  # models and modules, to look through which takes .3 s, in which nobody is answered
+    try:
+        Server(app, service, ready).run([opened])
+    finally:
+        gc.unfreeze()
 
 
 def _allow_files(limits: Limits) -> Limits:
@@ -145,12 +204,12 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     head = f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\ncontent-length: {len(refusal)}\r\n"
     refused = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + refusal
 
-    lingering: set[H11Protocol] = set()
+    lingering: set[asyncio.Protocol] = set()
     most_lingering = _refused_at_once()
     if _clients.level == logging.NOTSET:
         _clients.setLevel(logging.ERROR)
 
-    class Limited(H11Protocol):
+    class Limited(Protocol):
         _head: asyncio.TimerHandle | None = None
         _reader: asyncio.TimerHandle | None = None
 
@@ -161,17 +220,18 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             transport.set_write_buffer_limits(0)  # pause_writing says that something waits for the client
             self._really_close = transport.close
-            super().connection_made(_Closing(transport, self._close))  # type: ignore[arg-type]
+            super().connection_made(_Transport(transport, self._close))  # type: ignore[arg-type]
             if len(self.connections) > limits.max_connections:
                 self.connections.discard(self)
-                self.transport.write(refused)
+                transport.write(refused)
                 self._linger()
             else:
                 self._head = self.loop.call_later(limits.header_seconds, self._too_slow)
 
         def _close(self) -> None:
             """Close, but not while the client still sends a body: that would take the answer back."""
-            if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self.transport.flush()  # type: ignore[attr-defined]
+            if self.in_body and not self.transport.is_closing():
                 self._linger()
             else:
                 self._really_close()
@@ -200,6 +260,10 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
             if self._head is not None and not self._idle():
                 self._head.cancel()
                 self._head = None
+
+        def on_response_complete(self) -> None:
+            self.transport.flush()  # type: ignore[attr-defined]
+            super().on_response_complete()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -239,11 +303,25 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     return Limited
 
 
-class _Closing:
-    """A transport whose ``close`` is another function."""
+class _Transport:
+    """A transport whose ``close`` is another function, and that sends the head of an answer together with its body."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self._transport, self.close = transport, close
+        self._transport, self.close, self._head = transport, close, b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):  # of 100 and the like there is no more
+            self._head += data
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.writelines([head, data])
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Send a head that has no body."""
+        if self._head:
+            self.write(b"")

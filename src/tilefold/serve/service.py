@@ -266,7 +266,7 @@ class Service:
         lane = self._lanes[model.device]
         distinct = dict(zip(inputs, lengths, strict=True))
         by_input = {each: kept for each in distinct if (kept := self._remembered(way, each)) is not None}
-        new = {each: length for each, length in distinct.items() if each not in by_input}
+        new = {each: length for each, length in distinct.items() if each not in by_input} if by_input else distinct
         several = len(new) > 1
         waiting = [
             lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length, place, several)
@@ -348,6 +348,8 @@ class Service:
 
 async def all_of(futures: Sequence[asyncio.Future[T]]) -> list[T]:
     """The results in their order; where one fails, or the client has gone, the others end before that is raised."""
+    if len(futures) == 1:  # which is cancelled with who waits
+        return [await futures[0]]
     try:
         return await asyncio.gather(*futures)
     except BaseException:
