@@ -100,7 +100,7 @@ class SparseRows(NamedTuple):
     """Sparse rows, on the CPU but for entries that were to stay on the device."""
 
     counts: Tensor  # int64 [n], entries of each row
-    columns: Tensor  # int32 [sum(counts)], rising in each row
+    columns: Tensor  # int32 [sum(counts)], rising in each row; int64 of one row on a device
     values: Tensor  # [sum(counts)]
     vocab_size: int
 
@@ -153,14 +153,14 @@ def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> Spa
     Columns and values may lie on a device, and stay there; nothing waits for it.
     """
     counts, kept, columns, values = parts
-    most = int(counts.max()) if counts.numel() else 0
+    most = max(counts.tolist(), default=0)
     if most > capacity:
         raise NoRoomError(most)
     if columns.device.type != "cpu":
         kept = kept.to(torch.int64)
         if len(kept) == 1:
-            size = int(kept)
-            return SparseRows(kept, columns[0, :size].clone(), values[0, :size].clone(), vocab_size)
+            size = int(kept)  # copies, since what is lent is written again; of columns as sparse tensors take them
+            return SparseRows(kept, columns[0, :size].to(torch.int64, copy=True), values[0, :size].clone(), vocab_size)
         behind = torch.arange(len(kept)) * columns.size(1) - (kept.cumsum(0) - kept)
         at = places(behind, kept, columns.device)
         return SparseRows(kept, columns.flatten()[at], values.flatten()[at], vocab_size)

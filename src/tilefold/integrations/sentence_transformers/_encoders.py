@@ -178,12 +178,13 @@ def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options)
     texts, size = asked.get("inputs"), asked["batch_size"]
     if not (isinstance(texts, (str, list)) and isinstance(size, int) and size > 0):
         return None
-    graphs, few = graphs_of(model), isinstance(texts, str) or len(texts) <= size
-    if few and (graphs is None or not graphs.may_run([texts] if isinstance(texts, str) else texts)):
-        return None
+    graphs, single = graphs_of(model), isinstance(texts, str)
+    if single or len(texts) <= size:  # where there are graphs, they are asked once, later
+        if graphs is None or not (graphs.graphs or graphs.may_run([texts] if single else texts)):
+            return None
     here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
     here = here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
-    if not here or not all(isinstance(text, str) for text in texts):
+    if not here or not (single or all(isinstance(text, str) for text in texts)):
         return None
     if is_multi_vector(model):  # no raw features, and no pooling of tokens for this call
         plain = asked.get("output_value") == "token_embeddings" and asked.get("token_pooling") is None
