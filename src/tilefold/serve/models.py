@@ -213,7 +213,10 @@ class Served:
             cut = cut_texts(self.model, inputs)
             rows = encode_sparse(self.model, cut, task=way.side, prompt_name=way.prompt, batch_size=len(cut))
         vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
-        return [strongest(vectors.row(row), self.model.max_active_dims, None) for row in range(len(inputs))]
+        found = [vectors.row(row) for row in range(len(inputs))]
+        if way.ids:  # of which no ``encode`` has kept so many
+            return [strongest(row, self.model.max_active_dims, None) for row in found]
+        return [(indices.copy(), weights.copy()) for indices, weights in found]  # for a cache to keep no batch
 
     def _tokens(self, way: Way, inputs: Sequence[Any]) -> list[torch.Tensor]:
         if way.ids:
