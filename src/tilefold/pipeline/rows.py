@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilefold.pipeline.ragged import offsets_of
+
 R = TypeVar("R")
 Items = TypeVar("Items", bound=Sequence[object])
 IN_FLIGHT = 3  # batches that a stream launches at most before it gives the one ahead of them
@@ -179,6 +181,9 @@ def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tenso
     """Offsets ``[total + 1]``, columns and values of the rows of batches, in the order of `total` texts."""
     if not batches:
         return torch.zeros(total + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    if len(batches) == 1 and batches[0].places == range(total):
+        rows = batches[0].rows
+        return torch.from_numpy(offsets_of(rows.counts.numpy())), rows.columns, rows.values
     counts = torch.cat([batch.rows.counts for batch in batches])
     columns = torch.cat([batch.rows.columns for batch in batches])
     values = torch.cat([batch.rows.values for batch in batches])

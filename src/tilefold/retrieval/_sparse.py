@@ -123,17 +123,22 @@ class SparseVectors:
         fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
         matrix = matrix.detach()
         if matrix.layout == torch.sparse_csr:
-            counts = matrix.crow_indices().diff()
-            rows = torch.repeat_interleave(torch.arange(len(ids), device=matrix.device), counts)
-            columns, values = matrix.col_indices(), matrix.values()
+            offsets, columns, values = (
+                part.cpu() for part in (matrix.crow_indices(), matrix.col_indices(), matrix.values())
+            )
+            # by numpy: torch wakes all threads for a few rows, which can take ms
+            rows = torch.from_numpy(np.repeat(np.arange(len(ids)), offsets.diff().numpy()))
         else:
             sparse = matrix.coalesce() if matrix.layout == torch.sparse_coo else matrix.to_sparse()
             rows, columns = sparse.indices().unbind(0)
             values = sparse.values()
         keep = (values > min_weight) | (values < 0) | values.isnan()
         rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
-        offsets = offsets_of(np.bincount(rows.numpy(), minlength=len(ids)))
-        arrays = offsets, columns.to(torch.int32).numpy(), values.float().numpy()
+        arrays = (
+            offsets_of(np.bincount(rows.numpy(), minlength=len(ids))),
+            columns.to(torch.int32).numpy(),
+            values.float().numpy(),
+        )
         return cls(list(ids), *arrays, int(matrix.shape[1]), fingerprint)
 
     @classmethod

@@ -179,9 +179,9 @@ def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options)
     if not (isinstance(texts, (str, list)) and isinstance(size, int) and size > 0):
         return None
     graphs, single = graphs_of(model), isinstance(texts, str)
-    if single or len(texts) <= size:  # where there are graphs, they are asked once, later
-        if graphs is None or not (graphs.graphs or graphs.may_run([texts] if single else texts)):
-            return None
+    graphless = graphs is None or not (graphs.graphs or graphs.may_run([texts] if single else texts))
+    if graphless and (single or len(texts) <= size):
+        return None
     here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))
     here = here and asked.get("pool") is None and getattr(model, "_distributed_inference", None) is None
     if not here or not (single or all(isinstance(text, str) for text in texts)):
