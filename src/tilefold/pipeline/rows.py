@@ -183,7 +183,7 @@ def stacked(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tensor, Tenso
         return torch.zeros(total + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     if len(batches) == 1 and batches[0].places == range(total):
         rows = batches[0].rows
-        return torch.from_numpy(offsets_of(rows.counts.numpy())), rows.columns, rows.values
+        return torch.from_numpy(offsets_of(rows.counts.numpy())), rows.columns.clone(), rows.values.clone()
     counts = torch.cat([batch.rows.counts for batch in batches])
     columns = torch.cat([batch.rows.columns for batch in batches])
     values = torch.cat([batch.rows.values for batch in batches])
