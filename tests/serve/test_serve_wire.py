@@ -20,12 +20,23 @@ from tests.refusals import refused
 from tests.serve.running import Client, Reply, serving
 from tests.serve.test_serve_contract import TEXTS, similar
 from tilefold.serve.app import create_app
-from tilefold.serve.bodies import cosines
+from tilefold.serve.bodies import EmbedSparse, cosines, numbers, sparse_rows
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
 SITE = "https://example.org"
+
+
+def test_weights_of_16_bits_are_written_as_any_others() -> None:
+    weights = (np.arange(1, 1 << 15, dtype=np.uint32) << 16).view(np.float32)
+    weights, body = weights[np.isfinite(weights)], EmbedSparse(inputs="a")
+    indices = np.arange(len(weights), dtype=np.int32) * 3
+    pairs = zip(indices.tolist(), numbers(weights), strict=True)
+    expected = "[" + ",".join(f'{{"index":{index},"value":{value}}}' for index, value in pairs) + "]"
+    assert sparse_rows([(indices, weights), (indices[:0], weights[:0])], body, str) == [expected.encode(), b"[]"]
+    odd = weights[:2] * np.float32(1.1)
+    assert b"%s}]" % numbers(odd)[1].encode() in sparse_rows([(indices[:2], odd)], body, str)[0]
 
 
 @pytest.fixture(scope="module")

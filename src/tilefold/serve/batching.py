@@ -291,8 +291,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry, self._lock = CollectorRegistry(), threading.Lock()
-        self._counts = {name: dict[tuple[str, ...], float]() if labels else {(): 0.0}
-                        for name, (_, labels) in _COUNTERS.items()}  # fmt: skip
+        self._counts: dict[str, dict[tuple[str, ...], float]]
+        self._counts = {name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()}
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._registry.register(self)
 

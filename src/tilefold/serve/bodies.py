@@ -308,11 +308,11 @@ def _openings(size: int) -> npt.NDArray[np.bytes_]:
     return np.char.add(np.char.add(b'},{"index":', np.arange(size).astype("S")), b',"value":')
 
 
-def _entries(indices: npt.NDArray[np.int32], weights: npt.NDArray[np.uint32]) -> bytes:
+def _entries(indices: npt.NDArray[np.int32], weights: npt.NDArray[Any]) -> bytes:
     """``[{"index", "value"}]`` of weights given by their upper 16 bits: parts of fixed sizes, without their padding."""
     values = _written[weights]
     if (new := values == b"").any():
-        _written[weights[new]] = numbers((weights[new] << 16).view(np.float32))
+        _written[weights[new]] = numbers((weights[new].astype(np.uint32) << 16).view(np.float32))
         values = _written[weights]
     openings = _openings(1 << int(indices[-1]).bit_length())[indices]
     parts = np.empty(len(indices), [("opening", openings.dtype), ("value", values.dtype)])

@@ -179,7 +179,7 @@ def _served(stock: Any, model: Model, args: tuple[object, ...], kwargs: Options)
     if not (isinstance(texts, (str, list)) and isinstance(size, int) and size > 0):
         return None
     graphs, single = graphs_of(model), isinstance(texts, str)
-    graphless = graphs is None or not (graphs.graphs or graphs.may_run([texts] if single else texts))
+    graphless = graphs is None or not (graphs.graphs or graphs.may_run([texts] if isinstance(texts, str) else texts))
     if graphless and (single or len(texts) <= size):
         return None
     here = asked.get("device") is None or asked["device"] in (model.device, str(model.device))

@@ -204,8 +204,9 @@ class PackedInputs(Replacement):
     def _features(self, encodings: list[Any], plan: _Plan) -> Features:
         if len(encodings) == 1 and plan.expanded is None and plan.padding not in (first := encodings[0].ids):
             begin, size = 0 if plan.padding is None else plan.padding + 1, len(first)
-            numbers = np.array(first, np.int64), np.arange(begin, begin + size), np.array([0, size], np.int32)
-            return packed_arguments(*map(torch.from_numpy, numbers), size) | plan.others
+            numbers = np.array(first, np.int64), np.arange(begin, begin + size, dtype=np.int64)
+            tokens, places, cu_seqlens = map(torch.from_numpy, (*numbers, np.array([0, size], np.int32)))
+            return packed_arguments(tokens, places, cu_seqlens, size) | plan.others
         flat = array("i")
         for encoding in encodings:
             flat.fromlist(encoding.ids)  # the quickest of what was tried: 29 ns a token, 24 of them for the list
