@@ -203,10 +203,10 @@ GROWING: dict[str, tuple[Callable[[int, int], Sample], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", GROWING)
 def test_batches_of_other_sizes_reuse_one_dynamic_graph(name: str) -> None:
     make, most = GROWING[name]
-    torch.compiler.reset()  # what tests before have compiled may be found again, and guards of theirs with it
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(make(3, 8).function, fullgraph=True, dynamic=True, backend=counter)
     for count, length in ((3, 8), (5, 13), (6, 21), (9, 40)):
