@@ -16,6 +16,7 @@ from pathlib import Path
 MEET = "TILEFOLD_RANKS_MEET"  # names a file by which the ranks of a command find each other
 INTERRUPTED = 130
 _GRACE_SECONDS = 20.0  # for the other ranks to tell why they end too
+_KILLED_SECONDS = 5.0  # the same where one was killed: others may wait on a GPU for what it never sends
 _CTRL_C_SECONDS = 120.0  # to keep what is done
 _POLL_SECONDS = 0.1
 
@@ -84,8 +85,8 @@ def _outcome(ranks: list[subprocess.Popen[bytes]], home: Path) -> int:
             return 0
         time.sleep(_POLL_SECONDS)
     number, failed = next((i, rank) for i, rank in enumerate(ranks) if rank.poll())
-    _wait(ranks, time.monotonic() + _GRACE_SECONDS)
     code = int(failed.returncode)
+    _wait(ranks, time.monotonic() + (_KILLED_SECONDS if code < 0 else _GRACE_SECONDS))
     first = ranks[0].poll()
     # the first rank, which writes to stderr itself, waits for another, or fails because of it
     text = (home / f"stderr-{number}").read_text(encoding="utf-8", errors="replace") if number else ""
