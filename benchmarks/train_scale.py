@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ RUNS = {
 } | {f"curve-{seed}": Setting("splade", 128, 10, 50, seed=seed) for seed in SEEDS}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks; each of them comes here again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="append", default=[], choices=list(RUNS), help="a training; repeat for several")
@@ -81,7 +82,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and a sixteenth of the pairs")
     parser.add_argument("--output", type=Path, required=True, help="folder for train_scale.csv and profiles")
     parser.add_argument("--one", type=Path, help="folder of the rows of one device")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     if not started():
         shutil.rmtree(options.output / "work", ignore_errors=True)
@@ -94,7 +95,7 @@ def main() -> int:
             setting = RUNS[name]
             if options.tiny:
                 few = {"batch": setting.batch // 16, "mini": setting.mini and setting.mini // 16}
-                setting = replace(setting, warm=setting.warm // 4 or 1, timed=setting.timed // 4 or 1, **few)
+                setting = replace(setting, warm=setting.warm // 8 or 1, timed=setting.timed // 8 or 1, **few)
             try:
                 row = measure(setting, options, name, rank)
             except (RuntimeError, ValueError) as error:  # of all ranks alike; the others are measured

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import encode, search_data, train
+from benchmarks import encode, search_data, train, train_scale
 from benchmarks import search as job
 from benchmarks import train as train_job
 from benchmarks.job import JobOptions, main
@@ -124,6 +124,16 @@ def test_all_sides_train_the_same_model(name: str, tokenizer_folder: Path) -> No
         assert len(str(row["losses"]).split()) == GATE_STEPS
         assert float(str(row["step_ms"])) > 0 and set(train_job.JOB.key) <= set(row)
     assert rows[0]["ratio"] == 1 and rows[0]["loss_error"] == 0
+
+
+def test_a_curve_is_compared_with_that_of_one_device(tmp_path: Path) -> None:
+    asked = ["--device", "cpu", "--tiny", "--output", str(tmp_path / "a"), "--run", "curve-0"]
+    assert train_scale.main([*asked, "--run", "curve-1"]) == 0
+    asked[asked.index(str(tmp_path / "a"))] = str(tmp_path / "b")
+    assert train_scale.main([*asked, "--one", str(tmp_path / "a")]) == 0
+    (row,) = read_csv(tmp_path / "b" / "train_scale.csv")
+    assert (row["gate"], row["curve_error"], row["batch"]) == ("ok", "0", "8") and float(row["spread_of_seeds"]) > 0
+    assert float(row["pairs_per_s"]) == pytest.approx(8e3 / float(row["step_ms"]), rel=1e-3)
 
 
 def test_ragged_texts_have_the_stated_share_of_tokens(tokenizer_folder: Path) -> None:

@@ -66,6 +66,15 @@ def test_what_a_later_rank_says_is_shown(capfd: pytest.CaptureFixture[str], monk
     assert capfd.readouterr().err.count("broken") == 1
 
 
+def test_ranks_that_do_not_notice_a_kill_are_ended(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_KILLED_SECONDS", 0.2)
+    kills = FAILS.replace("sys.exit(3)", "os.kill(os.getpid(), 9)")
+    assert ranks.run_ranks([sys.executable, "-c", kills], 2) == 1
+    assert "Error: rank 1 was ended by signal 9. Run the same command again" in capfd.readouterr().err
+
+
 def test_a_dry_run_says_all_that_a_run_writes(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
     place = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
     asked = (*place, "--shard-size", "5", "--dry-run")
