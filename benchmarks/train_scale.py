@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.run:
             setting = RUNS[name]
             if options.tiny:
-                few = {"batch": setting.batch // 16, "mini": setting.mini and setting.mini // 16}
+                few: dict[str, Any] = {"batch": setting.batch // 16, "mini": setting.mini and setting.mini // 16}
                 setting = replace(setting, warm=setting.warm // 8 or 1, timed=setting.timed // 8 or 1, **few)
             try:
                 row = measure(setting, options, name, rank)
