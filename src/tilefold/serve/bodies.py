@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -301,6 +302,7 @@ def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> byt
 
 
 _written = np.zeros(1 << 16, "S16")  # weights of 16 bits (bf16), those that were written before
+_writing = threading.Lock()  # numpy copies without Python's lock: nobody may read half a number
 
 
 @functools.lru_cache(4)
@@ -310,10 +312,11 @@ def _openings(size: int) -> npt.NDArray[np.bytes_]:
 
 def _entries(indices: npt.NDArray[np.int32], weights: npt.NDArray[Any]) -> bytes:
     """``[{"index", "value"}]`` of weights given by their upper 16 bits: parts of fixed sizes, without their padding."""
-    values = _written[weights]
-    if (new := values == b"").any():
-        _written[weights[new]] = numbers((weights[new].astype(np.uint32) << 16).view(np.float32))
+    with _writing:
         values = _written[weights]
+        if (new := values == b"").any():
+            _written[weights[new]] = numbers((weights[new].astype(np.uint32) << 16).view(np.float32))
+            values = _written[weights]
     openings = _openings(1 << int(indices[-1]).bit_length())[indices]
     parts = np.empty(len(indices), [("opening", openings.dtype), ("value", values.dtype)])
     parts["opening"], parts["value"] = openings, values

@@ -34,7 +34,8 @@ def _ends_with(error: Callable[[], Exception]) -> Iterator[Callable[[], None]]:
     try:
         yield end
     except asyncio.CancelledError:
-        if ended:
+        # from 3.11 on a task counts who cancelled it: somebody else, too, if it is more than one
+        if ended and not (task is not None and hasattr(task, "uncancel") and task.uncancel()):
             raise error() from None
         raise
 
