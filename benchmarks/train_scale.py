@@ -98,11 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 setting = replace(setting, warm=setting.warm // 8 or 1, timed=setting.timed // 8 or 1, **few)
             try:
                 row = measure(setting, options, name, rank)
+                row |= beside_one(name, row, options)
             except (RuntimeError, ValueError) as error:  # of all ranks alike; the others are measured
                 traceback.print_exc()
                 row = {"gate": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
             if rank == 0:
-                save({"run": name, "devices": options.devices, **row, **beside_one(name, row, options)}, options)
+                save({"run": name, "devices": options.devices, **row}, options)
     return 0
 
 
@@ -227,9 +228,11 @@ def beside_one(name: str, row: dict[str, Any], options: argparse.Namespace) -> d
     mine, one = [float(loss) for loss in row["losses"].split()], curves[name]
     seeds = [losses for key, losses in curves.items() if key.startswith("curve")]
     error = max(abs(a - b) / b for a, b in zip(mine, one, strict=True))
+    if len(seeds) < 2:
+        return ratio | {"curve_error": error, "gate": "the curves of one device must be of two seeds at least"}
     spread = max(statistics.stdev(losses) / statistics.mean(losses) for losses in zip(*seeds, strict=True))
     gate = "ok" if error <= spread else f"the curves differ by {error:.2g}, those of seeds by {spread:.2g}"
-    return {"curve_error": error, "spread_of_seeds": spread, "gate": gate}
+    return ratio | {"curve_error": error, "spread_of_seeds": spread, "gate": gate}
 
 
 def killed(options: argparse.Namespace) -> int:

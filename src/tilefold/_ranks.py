@@ -140,16 +140,19 @@ def joined(*, training: bool = False) -> Iterator[int]:
     elif MEET not in os.environ:  # torchrun says one
         torch.set_num_threads(share)
     meet = os.environ.get(MEET)
+    nccl, done = training and torch.cuda.is_available(), False
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if training and torch.cuda.is_available() else "gloo",
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
         init_method=None if meet is None else f"file://{meet}",
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     try:
         yield rank
+        done = True
     finally:
-        dist.destroy_process_group()
+        if done or not nccl:  # NCCL waits for the other ranks, and one that failed could not say so
+            dist.destroy_process_group()
 
 
 @contextmanager

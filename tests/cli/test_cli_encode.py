@@ -75,6 +75,24 @@ def test_ranks_that_do_not_notice_a_kill_are_ended(
     assert "Error: rank 1 was ended by signal 9. Run the same command again" in capfd.readouterr().err
 
 
+def test_a_rank_that_fails_does_not_wait_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "RAYON_NUM_THREADS": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: calls.append(backend))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("ended"))
+    with pytest.raises(ValueError, match="^mine$"), ranks.joined(training=True):
+        raise ValueError("mine")
+    assert calls == ["cpu:gloo,cuda:nccl"]
+    with ranks.joined(training=True):
+        pass
+    assert calls[1:] == ["cpu:gloo,cuda:nccl", "ended"]
+
+
 def test_a_dry_run_says_all_that_a_run_writes(call: Call, masked_lm: str, shared: Path, tmp_path: Path) -> None:
     place = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
     asked = (*place, "--shard-size", "5", "--dry-run")
