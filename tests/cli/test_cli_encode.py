@@ -85,7 +85,7 @@ def test_a_rank_that_fails_does_not_wait_for_nccl(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: calls.append(backend))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("ended"))
-    with pytest.raises(ValueError, match="^mine$"), ranks.joined(training=True):
+    with pytest.raises(ValueError, match=r"^mine$"), ranks.joined(training=True):
         raise ValueError("mine")
     assert calls == ["cpu:gloo,cuda:nccl"]
     with ranks.joined(training=True):
