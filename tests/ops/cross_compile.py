@@ -67,15 +67,7 @@ def compile_kernel(
     ``divisible`` names the integers, strides for instance, that are multiples of 16 in the calls that matter, and
     ``registers`` caps what a thread may take, as ``maxnreg`` does in a launch; ``ptx_options`` are for the assembler.
     """
-    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    # torch allocations are aligned: the launcher tells the compiler so, and wide loads depend on it
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in divisible
-    }
-    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = source_type(kernel, signature, constants, aligned)
+    source = source_of(kernel, types, constants, divisible)
     options = (
         BUILD_OPTIONS
         | {"num_warps": num_warps, "num_stages": num_stages}
@@ -95,6 +87,19 @@ def compile_kernel(
         spilled_share(dump(cubin, "-c", "nvdisasm")) if local_memory else 0.0,
         cubin,
     )
+
+
+def source_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], divisible: frozenset[str]) -> ASTSource:
+    """What the compiler of any target gets for these arguments of :func:`compile_kernel`."""
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    # torch allocations are aligned: the launcher tells the compiler so, and wide loads depend on it
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in divisible
+    }
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    return source_type(kernel, signature, constants, aligned)
 
 
 def check_spills(

@@ -9,9 +9,11 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
+from tests.ops.amd import BUILDS, PTX, Gates
 from tests.ops.cross_compile import compile_kernel, dump, loops_of, names_of, spilled_share
-from tests.ops.launching import gather_kernel
+from tests.ops.launching import entmax_kernels, gather_kernel
 from tests.ops.token_scatter.test_compile import FLOATS, TYPES
+from tilefold.ops.entmax.plans import rows_config
 from tilefold.ops.token_scatter.plans import SCAN
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -27,6 +29,19 @@ def test_spills_are_counted_as_the_disassembler_counts_them(capability: int, reg
     assert compiled.local_memory == len(disassembled)
     assert (compiled.local_memory > 0) == (compiled.stack > 0)
     assert registers is None or compiled.local_memory > 0  # without a limit, some releases put a register away too
+
+
+def test_amds_compiler_takes_kernels_without_ptx() -> None:
+    gates = Gates()
+    constants = {"ACTIVATION": "log1p_relu", "PACKED": True, "BLOCK": 1024, "SCAN": SCAN}
+    gates.compile_kernel(gather_kernel, TYPES | dict.fromkeys(FLOATS, "*bf16"), constants, 80, 4, 3)
+    types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "support_ptr": "*i32", "R": "i32", "n": "i32", "alpha_value": "fp32"}
+    constants = rows_config(200) | {"KIND": "generic16", "HAS_ALPHA": True, "TOLERANCE": 1e-6}
+    warps = constants.pop("num_warps")
+    gates.compile_kernel(entmax_kernels._forward_kernel, types | {"alpha_ptr": "*fp32"}, constants, 80, warps, 3)
+    found = {(kernel.split(".")[0], arch): said for (kernel, _, arch), said in gates.found.items()}
+    for arch in ("gfx942", "gfx950"):
+        assert found["token_scatter", arch] == {BUILDS: 1} and found["entmax", arch] == {PTX: 1}
 
 
 # an outer loop of 6 instructions around one of 3, then a branch that jumps over the end
