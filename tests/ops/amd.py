@@ -26,6 +26,7 @@ from tests.ops import cross_compile
 SHARED_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}  # bytes a program
 BUILDS, PTX = "builds", "PTX"
 IN_PTX = re.compile("for constraint|unexpected token|invalid instruction")  # its operands, or itself
+PRODUCTS = re.compile(r"input_precision must be one of .*Got (\w+)")
 REASON = re.compile(r"error: (.*)|LLVM ERROR: (.*)|(?:Error|Exception)[:(] ?(.*)")
 
 
@@ -42,6 +43,8 @@ def outcome(source: ASTSource, arch: str, options: dict[str, Any]) -> str:
         return BUILDS if shared <= SHARED_LIMIT[arch] else f"{shared // 1024} KB of shared memory"
     if IN_PTX.search(text):
         return PTX
+    if products := PRODUCTS.search(text):
+        return f"no {products[1]} products"
     found = [next(filter(None, match.groups()), "") for match in REASON.finditer(text)]
     return found[0] if found else f"the compiler ended with {child.exitcode}"
 
@@ -50,7 +53,11 @@ def _build(source: ASTSource, arch: str, options: dict[str, Any], said: str) -> 
     file = os.open(said, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    compiled = triton.compile(source, target=GPUTarget("hip", arch, 64), options=options)
+    try:
+        compiled = triton.compile(source, target=GPUTarget("hip", arch, 64), options=options)
+    except Exception as error:  # pytest has what Python would print
+        os.write(1, f"error: {str(error.__cause__ or error).strip().splitlines()[-1]}".encode())
+        os._exit(1)
     os.write(1, f"shared {compiled.metadata.shared}".encode())
     os._exit(0 if compiled.asm["hsaco"] else 1)
 
