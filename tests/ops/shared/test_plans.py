@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def test_the_way_of_rows_follows_the_keys_that_a_tile_sees(
     plan = plans.forward(tensors, asked, True, HOPPER._replace(capability=capability))
     assert list(launches(plan)) == kernels and ("live" not in plan.buffers) == lists
     assert (min(live_shape(tensors, asked, capability)) > 0) == lists
+
+
+def test_the_lists_of_a_packed_gradient_grow_with_the_tokens_and_not_with_their_square() -> None:
+    room = []
+    for tokens in (1 << 16, 1 << 20):
+        tensors, options = problem(tokens, packed=True)
+        buffers = gradients(tensors, options._replace(max_seqlen_k=4096), True, True, True, False).buffers
+        room.append(sum(math.prod(buffer.shape) for buffer in buffers.values() if buffer) / tokens)
+    assert room[1] == pytest.approx(room[0], rel=0.01)
 
 
 def test_what_nobody_reads_is_not_made() -> None:

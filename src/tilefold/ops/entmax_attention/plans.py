@@ -102,10 +102,10 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
     given = _operands(steps, tensors, dout=dout, out2=saved.out2)
     q_tiles, k_tiles = row_tiles(q, config["rows"], tensors), row_tiles(k, config["dkv_keys"], tensors)
     q_per, k_per = (0, 0) if packed else (q_tiles // tensors.batch, k_tiles // tensors.batch)
-    listed = q_tiles if packed else q_per  # at most, for a tile of keys
+    spans = cdiv(options.max_seqlen_k, config["dkv_keys"]) if packed else k_per  # tiles of a sequence's keys, at most
     blocks, words = (0, 0) if live is None else (cdiv(options.max_seqlen_k, config["keys"]), live.size(2))
     steps.values |= {
-        "tiles_per": q_per, "key_tiles_per": k_per, "tiles": q_tiles, "list_length": listed, "blocks": blocks,
+        "tiles_per": q_per, "key_tiles_per": k_per, "tiles": q_tiles, "spans": spans, "blocks": blocks,
         "LISTS": live is not None, "words": words, "BLOCK_N": config["keys"], "KEYS": config["dkv_keys"],
         "QUERIES": config["dkv_queries"], "NEED_Q": need_q, "NEED_K": need_k, "NEED_V": need_v,
         "NEED_ALPHA": need_alpha,
@@ -114,14 +114,14 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
         steps.torch("terms", Tensor.zero_, "terms")
     _add_tables(steps, tensors, (q_tiles, config["rows"]), (k_tiles, config["dkv_keys"]))
     # for every tile of queries the live blocks of keys, and their number
-    _add_lists(steps, "key", key_lists_kernel, live, (q_tiles, blocks), {"num_warps": 1, "num_stages": 1})
+    _add_lists(steps, "key", key_lists_kernel, live, q_tiles, (q_tiles, blocks), {"num_warps": 1, "num_stages": 1})
     own: dict[str, object] = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
     own["maxnreg"] = config["wide_registers"] if need_alpha else config["registers"]
     own |= _strides(given | {"g": result_like(q).on(q.device)}, packed)
     steps.launch(dq_kernel, (q_tiles, q.size(1)), own)
     if need_k or need_v:
         # for every tile of keys the tiles of queries that one of its blocks is live in, and their number
-        _add_lists(steps, "query", query_lists_kernel, live, (k_tiles, listed), SMALL)
+        _add_lists(steps, "query", query_lists_kernel, live, k_tiles, (q_tiles, spans), SMALL)
         own = {"num_warps": config["dkv_warps"], "num_stages": config["dkv_stages"], "maxnreg": config["dkv_registers"]}
         own |= _strides(given | {"g": result_like(k).on(k.device), "w": result_like(v).on(v.device)}, packed)
         steps.launch(dkv_kernel, (k_tiles, k.size(1)), own)
@@ -132,13 +132,13 @@ def backward(dout: Tensor, saved: AttentionSaved, options: Options, needs: tuple
 
 
 def _add_lists(
-    steps: Steps, name: str, kernel: Any, live: Tensor | None, shape: tuple[int, int], own: dict[str, int]
+    steps: Steps, name: str, kernel: Any, live: Tensor | None, tiles: int, room: tuple[int, int], own: dict[str, int]
 ) -> None:
-    """Lists of live blocks and their lengths, if there is a map."""
+    """Lists of live blocks of so many tiles, in as much room for each head, and their lengths, if there is a map."""
     if live is not None:
-        steps.buffer(f"{name}_list", (live.size(0), *shape), torch.int32)
-        steps.buffer(f"{name}_count", (live.size(0), shape[0]), torch.int32)
-        steps.launch(kernel, (shape[0], live.size(0)), own)
+        steps.buffer(f"{name}_list", (live.size(0), *room), torch.int32)
+        steps.buffer(f"{name}_count", (live.size(0), tiles), torch.int32)
+        steps.launch(kernel, (tiles, live.size(0)), own)
 
 
 def _steps(tensors: AttentionTensors, options: Options, config: Mapping[str, Any], rows: int) -> Steps:

@@ -26,15 +26,16 @@ def key_lists_kernel(live_ptr, key_list_ptr, key_count_ptr, tiles, words, blocks
     tl.store(key_count_ptr + row, count)
 
 
-@triton.jit(
-    do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "list_length"]
-)
+@triton.jit(do_not_specialize=["Nk", "Tk", "Nq", "Tq", "B", "tiles_per", "key_tiles_per", "tiles", "words", "spans"])
 def query_lists_kernel(
     live_ptr, query_list_ptr, query_count_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_start_ptr, k_batch_ptr,
-    k_start_ptr, Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, list_length,
+    k_start_ptr, Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, tiles, words, spans,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in."""
+    """For a tile of keys, the tiles of its sequence's queries that one of its blocks is live in.
+
+    A sequence has room for all its tiles of queries in each of its tiles of keys, of which it has ``spans`` at most.
+    """
     key_tile = tl.program_id(0)
     h = tl.program_id(1)
     b, n0, _, k_len = of_tile.locate(
@@ -48,18 +49,19 @@ def query_lists_kernel(
             first = b * tiles_per
         block = n0 // BLOCK_N  # the tile's blocks share a word: their number divides 32
         n_tiles = (q_len + BLOCK_M - 1) // BLOCK_M
-        row = h.to(tl.int64) * tl.num_programs(0) + key_tile
+        fits = (n0 // KEYS < spans) & (first + n_tiles <= tiles)  # broken offsets must not read or write elsewhere
+        query_list_ptr += (h.to(tl.int64) * tiles + first) * spans + (n0 // KEYS) * n_tiles
         count = tl.zeros((), tl.int32)
         for t0 in range(0, n_tiles, 128):
             t = t0 + tl.arange(0, 128)
             offs = (h.to(tl.int64) * tiles + first + t) * words + block // 32
-            inside = (t < n_tiles) & (first + t < tiles)  # broken offsets must not read elsewhere
+            inside = (t < n_tiles) & fits
             bits = tl.load(live_ptr + offs, mask=inside, other=0) >> (block % 32)
             flags = ((bits & ((1 << (KEYS // BLOCK_N)) - 1)) != 0).to(tl.int32)
             place = count + tl.cumsum(flags, axis=0) - flags
-            tl.store(query_list_ptr + row * list_length + place, t, mask=flags > 0)
+            tl.store(query_list_ptr + place, t, mask=flags > 0)
             count += tl.sum(flags, axis=0)
-        tl.store(query_count_ptr + row, count)
+        tl.store(query_count_ptr + h.to(tl.int64) * tl.num_programs(0) + key_tile, count)
 
 
 @triton.jit
@@ -164,12 +166,13 @@ def dq_kernel(
             tl.store(terms_ptr + offs, rows, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=[*of_tile.TOLD, "key_tiles_per", "list_length"])
+@triton.jit(do_not_specialize=[*of_tile.TOLD, "key_tiles_per", "tiles", "spans"])
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, delta_ptr, stats_ptr, query_list_ptr, query_count_ptr, alpha_ptr,
-    key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, k_batch_ptr, k_start_ptr, seed_ptr, sq_b, sq_h, sq_n,
-    sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n, Nq, Nk, Tq, Tk, B,
-    tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, list_length,
+    key_padding_mask_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_start_ptr, k_batch_ptr, k_start_ptr, seed_ptr, sq_b,
+    sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sd_b, sd_h, sd_n, sg_b, sg_h, sg_n, sw_b, sw_h, sw_n,
+    Nq, Nk, Tq, Tk, B, tiles_per, key_tiles_per, window, scale, alpha_value, threshold, keep_scale, stat_size, tiles,
+    spans,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
@@ -204,6 +207,12 @@ def dkv_kernel(
         low_row, high_row = of_tile.query_range(n0, tl.minimum(n0 + KEYS, k_len), shift, q_len, window, CAUSAL, WINDOW)
         first = low_row // QUERIES
         count = tl.maximum((high_row + QUERIES - 1) // QUERIES - first, 0)
+        if LISTS:
+            if PACKED:
+                of_queries = tl.load(q_start_ptr + b)
+            else:
+                of_queries = b * tiles_per
+            own = (n0 // KEYS) * ((q_len + BLOCK_M - 1) // BLOCK_M)
         for g in range(GROUP):
             h = kv * GROUP + g
             plane = b * H + h
@@ -214,12 +223,13 @@ def dkv_kernel(
                 to_row = h.to(tl.int64) * Tq + q_base
             else:
                 to_row = plane.to(tl.int64) * Nq
-            row = h.to(tl.int64) * tl.num_programs(0) + key_tile
             if LISTS:
+                row = h.to(tl.int64) * tl.num_programs(0) + key_tile
                 count = tl.load(query_count_ptr + row) * (BLOCK_M // QUERIES)
+                listed = query_list_ptr + (h.to(tl.int64) * tiles + of_queries) * spans + own
             for place in range(count):
                 if LISTS:
-                    tile = tl.load(query_list_ptr + row * list_length + place // (BLOCK_M // QUERIES))
+                    tile = tl.load(listed + place // (BLOCK_M // QUERIES))
                     m0 = tile * BLOCK_M + (place % (BLOCK_M // QUERIES)) * QUERIES
                 else:
                     m0 = (first + place) * QUERIES
