@@ -185,11 +185,11 @@ def test_lists_of_the_hidden_gradient_are_gone_before_that_of_the_weight_is_allo
     plan = plans.backward(scores, saved, options, (True, True, False), setting)
     results = {"dhidden": Buffer((batch, 16, 8), torch.float32), "dweight": Buffer((9000, 8), torch.float32)}
     program = Program(plan, ("dscores", *saved._fields), results | {"dbias": None}, torch.device("cpu"), True)
-    made = [tuple(each.shape) for turn in program.turns for _, each in turn.made]
+    made = [tuple(each.shape) for turn in program.turns for each in turn.made]
     order = [shape for shape in made if len(shape) > 1]
     assert order == [(batch, 16, 8), (9000, 8)]
     if blocks == 1:  # all at once, and scratch in a block
         assert [len(turn.made) for turn in program.turns] == [3] + [0] * (len(plan.steps) - 1)
     else:
-        alone = [turn for turn in program.turns if turn.made and turn.made[0][1].shape == (9000, 8)]
+        alone = [turn for turn in program.turns if turn.made and turn.made[0].shape == (9000, 8)]
         assert alone and sum(len(turn.ends) for turn in program.turns[: program.turns.index(alone[0])]) >= 3

@@ -129,7 +129,7 @@ def test_scratch_that_nothing_reads_any_more_is_gone_before_a_later_result_is_ma
             assert one.calls[-1][1] == two.calls[-1][0] and three.calls[-1][1] == dw.data_ptr()
         assert [step.bound_calls for step in (one, two, three)] == [2, 2, 2]
         assert [len(each.made) for each in made.turns] == made_each
-        allocated = sum(each.numel() * each.itemsize for turn in made.turns for _, each in turn.made)
+        allocated = sum(each.numel() * each.itemsize for turn in made.turns for each in turn.made)
         assert allocated >= 4 * (2 * size + 7)
 
 

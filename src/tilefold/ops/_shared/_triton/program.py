@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ PIECE_ALIGNMENT = 128  # bytes, of scratch in a block: as much as the L2 cache r
 class _Turn:
     """Memory, then a step of torch or a launch; places are those of all tensors, or of all addresses."""
 
-    made: list[tuple[int, Tensor]] = field(default_factory=list)  # places, and tensors like these, without memory
+    made: list[Tensor] = field(default_factory=list)  # tensors like these, without memory; the last may be a block
+    at: slice = field(default_factory=lambda: slice(0))  # their places
     fills: list[tuple[int, float]] = field(default_factory=list)  # which of those have a number in all entries
-    offsets: list[int] = field(default_factory=list)  # of scratch in a block, which is made last
+    offsets: list[int] = field(default_factory=list)  # of scratch in the block
     function: Callable[..., Tensor | None] | None = None
     makes: int = 0  # place of what the function makes
     launch: Step | None = None
@@ -39,7 +41,7 @@ class Program:
     ``bound``, and no kernel is built any more.
     """
 
-    __slots__ = ("_aligned", "_dtypes", "_results", "bound", "turns")
+    __slots__ = ("_aligned", "_blank", "_dtypes", "_results", "bound", "turns")
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Program:
         scratch = {name: each for name, each in plan.buffers.items() if each and name in first}
         by_torch = {step.makes for step, _ in of_torch} - scratch.keys()
         pieces = {  # of scratch, with their room in the block
-            name: cdiv(max(each.on(torch.device("meta")).nbytes, 1), PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+            name: cdiv(each.on(torch.device("meta")).nbytes, PIECE_ALIGNMENT) * PIECE_ALIGNMENT
             for name, each in scratch.items()
         }
         if sum(pieces.values()) > MAX_TOGETHER:
@@ -65,22 +67,26 @@ class Program:
         else:
             alone = wanted.keys() | {name for _, names in of_torch for name in names}
             pieces, first = {name: room for name, room in pieces.items() if name not in alone}, {}
+        pieces = dict(sorted(pieces.items(), key=itemgetter(1)))  # those without an element come first, and lie at 0
+        *offsets, size = accumulate(filter(None, pieces.values()), initial=0)
         made = {name: each for name, each in (wanted | scratch).items() if name not in by_torch | pieces.keys()}
-        *offsets, size = accumulate(pieces.values(), initial=0)
-        made |= {"": Buffer((size,), torch.uint8)} if pieces else {}
+        made = dict(sorted(made.items(), key=lambda item: first.get(item[0], 0)))
+        made |= {"": Buffer((size,), torch.uint8)} if size else {}
         nothing = len(given)  # the place of None; then come tensors that are made, those by torch, and pieces
         places = {name: place for place, name in enumerate([*given, None, *made]) if name is not None}
         makes = nothing + 1 + len(made)
         addresses = places | {name: makes + len(of_torch) + place for place, name in enumerate(pieces)}
         places |= dict.fromkeys(pieces, places.get("", nothing))
-        self._dtypes = [each.dtype for each in made.values()] + [None] * len(of_torch)
+        self._blank: list[int | None] = [None] * (1 + len(made) + len(of_torch)) + [0] * len(pieces)
+        self._dtypes = [*(each.dtype for each in made.values()), *[None] * len(of_torch)]
         self._dtypes += [scratch[name].dtype for name in pieces]
         self.turns = [_Turn() for _ in plan.steps] or [_Turn()]
         self.turns[0].offsets = offsets
         for name, buffer in made.items():
             turn, like = self.turns[first.get(name, 0)], buffer.on(device)
             like.untyped_storage().resize_(0)
-            turn.made.append((places[name], like))
+            turn.made.append(like)
+            turn.at = slice(places[name] + 1 - len(turn.made), places[name] + 1)
             turn.fills += [(places[name], plan.fills[name])] if name in plan.fills else []
         lasts: dict[int, _Turn] = {}  # by place of a tensor the turn that reads it last
         for turn, step, names in zip(self.turns, plan.steps, reads, strict=False):
@@ -100,16 +106,15 @@ class Program:
     def __call__(self, *given: Tensor | None) -> Sequence[Tensor | None]:
         repeats = self._aligned and not hooked()
         bound = repeats and self.bound
-        nothing = [None] * (1 + len(self._dtypes))
-        tensors: list[Any] = [*given, *nothing]
-        addresses: list[Any] = [*(None if x is None else x.data_ptr() for x in given), *nothing]
+        tensors: list[Any] = [*given, *[None] * len(self._blank)]
+        addresses: list[Any] = [*(None if x is None else x.data_ptr() for x in given), *self._blank]
         dtypes: list[Any] = [] if bound else [*(None if x is None else x.dtype for x in given), None, *self._dtypes]
         for turn in self.turns:
-            for place, like in turn.made:
-                tensors[place] = torch.empty_like(like)
-                addresses[place] = tensors[place].data_ptr()
-            if turn.offsets:  # the block is what was made last
-                addresses[-len(turn.offsets) :] = map(addresses[place].__add__, turn.offsets)
+            if turn.made:
+                tensors[turn.at] = map(torch.empty_like, turn.made)
+                addresses[turn.at] = map(Tensor.data_ptr, tensors[turn.at])
+            if turn.offsets:
+                addresses[-len(turn.offsets) :] = map(addresses[turn.at.stop - 1].__add__, turn.offsets)
             for place, value in turn.fills:
                 tensors[place].fill_(value)
             if turn.function is not None:

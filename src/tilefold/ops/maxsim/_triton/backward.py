@@ -195,21 +195,9 @@ def ddocuments_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for e in range(e0, e1):
             r_start, r_end, base, offs_pair = query_of_entry(
-                e,
-                e0,
-                d,
-                order_ptr,
-                pairs_ptr,
-                cu_queries_ptr,
-                Tq,
-                Nq,
-                length_q,
-                group,
-                longest,
-                stride_d,
-                PAIRING,
+                e, e0, d, order_ptr, pairs_ptr, cu_queries_ptr, Tq, Nq, length_q, group, longest, stride_d, PAIRING,
                 UNIFORM_Q,
-            )
+            )  # fmt: skip
             for r0 in tl.range(r_start, r_end, BLOCK_E):
                 row = r0 + tl.arange(0, BLOCK_E)
                 inside = row < r_end
