@@ -18,6 +18,8 @@ from tilefold._typing import Model, Tokenizer
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, pack_features
 from tilefold.integrations.transformers.packed import padding_position
+from tilefold.pipeline.ragged import offsets_of
+from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval.encoding import encode_batch
 from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
@@ -205,6 +207,14 @@ class Served:
             tokenizer.truncation_side = stock
 
     def _sparse(self, way: Way, inputs: Sequence[Any]) -> list[Row]:
+        fused = getattr(self.model, "encode_sparse_batch", None)
+        if fused is not None and not way.ids:  # no matrix, which takes longer to make than to copy the rows
+            found: SparseRows = fused.batch(cut_texts(self.model, inputs), task=way.side, prompt_name=way.prompt).rows
+            offsets, indices = offsets_of(found.counts.numpy()), found.columns.to(torch.int32).numpy()
+            weights = found.values.float().numpy()
+            if weights.size and not 0 <= weights.min() <= weights.max() < np.inf:  # a NaN is the lowest and the highest
+                raise ValueError("texts: expected finite weights of at least 0, got others. Check the model.")
+            return _parted(offsets, indices, weights)
         if way.ids:
             rows = self._features(way, inputs)["sentence_embedding"].to_dense().float().cpu()
         elif way.prompt is None:
@@ -213,10 +223,9 @@ class Served:
             cut = cut_texts(self.model, inputs)
             rows = encode_sparse(self.model, cut, task=way.side, prompt_name=way.prompt, batch_size=len(cut))
         vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
-        found = [vectors.row(row) for row in range(len(inputs))]
-        if way.ids:  # of which no ``encode`` has kept so many
-            return [strongest(row, self.model.max_active_dims, None) for row in found]
-        return [(indices.copy(), weights.copy()) for indices, weights in found]  # for a cache to keep no batch
+        parts = _parted(vectors.indptr, vectors.indices, vectors.data)
+        # ids, of which no ``encode`` has kept so many
+        return [strongest(row, self.model.max_active_dims, None) for row in parts] if way.ids else parts
 
     def _tokens(self, way: Way, inputs: Sequence[Any]) -> list[torch.Tensor]:
         if way.ids:
@@ -258,6 +267,11 @@ class Served:
         features = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in features.items()}
         with torch.inference_mode():
             return self.model(features, task=way.side)
+
+
+def _parted(offsets: Any, indices: Any, weights: Any) -> list[Row]:
+    """Each row by itself, copied for a cache to keep no batch."""
+    return [(indices[a:b].copy(), weights[a:b].copy()) for a, b in itertools.pairwise(offsets.tolist())]
 
 
 def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:

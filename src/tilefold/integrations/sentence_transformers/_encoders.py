@@ -99,9 +99,20 @@ class SparseBatchEncoder(Replacement):
         self, texts: Sequence[str], *, task: str | None = None, top_k: int | None = None, min_weight: float = 0.0
     ) -> Tensor:
         """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
+        return as_csr([self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)], len(texts), 0)
+
+    def batch(
+        self,
+        texts: Sequence[str],
+        *,
+        task: str | None = None,
+        prompt_name: str | None = None,
+        top_k: int | None = None,
+        min_weight: float = 0.0,
+    ) -> Batch:
+        """The same rows without a matrix around them."""
         options = sparse_options(self.owner, top_k, min_weight)
-        batch = encode_batch(self.owner, texts, task, prompt_of(self.owner, task), options)
-        return as_csr([batch], len(texts), 0)
+        return encode_batch(self.owner, texts, task, prompt_of(self.owner, task, prompt_name), options)
 
     @property
     def vocab_size(self) -> int | None:
