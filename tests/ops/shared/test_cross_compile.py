@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tests.kernels import triton_interpreted
+from tests.kernels import release, triton_interpreted
 from tests.ops.amd import BUILDS, PTX, Gates
 from tests.ops.cross_compile import compile_kernel, dump, loops_of, names_of, spilled_share
 from tests.ops.launching import entmax_kernels, gather_kernel
@@ -36,6 +36,7 @@ def test_spills_are_counted_as_the_disassembler_counts_them(capability: int, reg
     assert registers is None or compiled.local_memory > 0  # without a limit, some releases put a register away too
 
 
+@pytest.mark.skipif(release() == (3, 4), reason="its wheel has no linker for AMD's code")
 def test_amds_compiler_takes_kernels_without_ptx() -> None:
     # in a process that has compiled nothing yet: a compiler's threads are not in the forks that this compiles in
     code = "from tests.ops.shared.test_cross_compile import check_amds_compiler; check_amds_compiler()"
