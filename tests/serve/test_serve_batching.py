@@ -72,6 +72,59 @@ def run(entries: list[tuple[Any, ...]], limit: int = 12) -> tuple[list[tuple[Any
         lane.close()
 
 
+def test_what_is_quick_runs_on_the_event_loop_while_the_worker_has_nothing() -> None:
+    threads: list[tuple[int, str]] = []
+    recorder = Recorder()
+
+    def noted(key: Any, payloads: list[int]) -> list[int]:
+        threads.append((payloads[0], threading.current_thread().name))
+        return recorder(key, payloads)
+
+    lane = Lane("test", noted, 12, Metrics())
+
+    async def main() -> list[Any]:
+        lane.start()
+        recorder.go.set()
+        early = [lane.submit("a", number, 1, at_once=True) for number in (1, -1)]
+        assert all(future.done() for future in early)
+        recorder.go.clear()
+        waiting = [lane.submit("a", 2, 1), lane.submit("a", 3, 1, at_once=True)]
+        while len(lane) > 1:
+            await asyncio.sleep(0.001)
+        waiting.append(lane.submit("a", 4, 1, at_once=True))  # the worker has a batch
+        recorder.go.set()
+        return await asyncio.gather(*early, *waiting, return_exceptions=True)
+
+    try:
+        one, failed, *rest = asyncio.run(main())
+    finally:
+        lane.close()
+    assert [one.value, *(each.value for each in rest)] == [2, 4, 6, 8]
+    assert isinstance(failed, ServeError) and failed.kind == "Backend"
+    assert {number: "tilefold" in name for number, name in threads} == {1: False, -1: False, 2: True, 4: True} | (
+        {3: True} if 3 in dict(threads) else {}
+    )
+
+
+def test_a_request_that_is_alone_is_answered_on_the_event_loop(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # as with graphs on a GPU, where a query takes a millisecond
+    threads: list[str] = []
+    monkeypatch.setattr(Served, "quick", lambda self, tokens: tokens <= 8)
+    served = Served(sparse, "sparse", "tiny")
+    encode = served.encode
+    served.encode = lambda *args: threads.append(threading.current_thread().name) or encode(*args)  # type: ignore
+    with serving(Service([served])) as client:
+        by_loop = client.post("/embed_sparse", {"inputs": "cats"}).json
+        assert client.post("/embed_sparse", {"inputs": ["cats", "cats"]}).json == by_loop * 2
+        client.post("/embed_sparse", {"inputs": "cats " * 20})
+        client.post("/embed_sparse", {"inputs": ["cats", "dogs"]})
+        client.post("/embed_sparse", {"inputs": [[5, 6]]})
+        assert ["tilefold" in name for name in threads] == [False, False, True, True, True]
+        threads.clear()
+        found = asyncio.run(load(client.port, "/embed_sparse", [{"inputs": "cats"}], 16, 0.3))
+    assert not found.refused and found.seconds and any("tilefold" in name for name in threads)
+
+
 def test_a_batch_takes_what_queued_of_its_way_while_longest_times_inputs_stays_within_the_limit() -> None:
     batches, answers = run([("a", 1, 4), ("a", 2, 3), ("a", 3, 4), ("a", 4, 1), ("a", 5, 30), ("a", 6, 2)])
     assert [payloads for _, payloads in batches] == [[1, 2, 3], [4], [5], [6]]

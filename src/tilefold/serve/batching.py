@@ -51,6 +51,9 @@ class _Entry:
     queued: float = field(default_factory=time.perf_counter)
 
 
+_Done = tuple[_Entry, Answer | None, BaseException | None]
+
+
 class Permits:
     """Limit of inputs in work or waiting at once. Used on the event loop only."""
 
@@ -111,7 +114,7 @@ class Lane:
         self._run, self._metrics = run, metrics
         self._waiting: tuple[list[_Entry], list[_Entry]] = ([], [])  # of requests of one input, and of several
         self._several, self._begun, self._shares = True, 0, _Shares(max_batch_tokens)
-        self._ready = threading.Condition()
+        self._ready, self._turn = threading.Condition(), threading.Lock()  # the latter of who runs a batch
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"tilefold-{name}", daemon=True)
 
@@ -126,18 +129,28 @@ class Lane:
         return sum(map(len, self._waiting))
 
     def submit(
-        self, key: Hashable, payload: Any, tokens: int, place: int = 0, several: bool = False
+        self, key: Hashable, payload: Any, tokens: int, place: int = 0, several: bool = False, at_once: bool = False
     ) -> asyncio.Future[Answer]:
-        """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits."""
+        """Queue one input; call it on the event loop. Cancelling the future drops the input if it still waits.
+
+        `at_once` runs it here if the worker has nothing: what takes a millisecond need not wait for a thread to wake.
+        """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         with self._ready:
             if self._closed:
                 raise ServeError("Unhealthy", "the service is closing")
             entry = _Entry(key, payload, tokens, future, self._begun + _PATIENCE * place)
-            insort(self._waiting[several], entry, key=lambda each: each.rank)
             if not several:
                 self._shares.came()
-            self._ready.notify()
+            here = at_once and not len(self) and self._turn.acquire(blocking=False)
+            if not here:
+                insort(self._waiting[several], entry, key=lambda each: each.rank)
+                self._ready.notify()
+        if here:
+            try:
+                _settle_all(self._done([entry], several))
+            finally:
+                self._turn.release()
         future.add_done_callback(lambda future: self._drop(entry) if future.cancelled() else None)
         return future
 
@@ -162,17 +175,21 @@ class Lane:
 
     def _work(self) -> None:
         while batch := self._next():
-            self._metrics.observe("te_batch_next_size", len(batch))
-            tokens = len(batch) * max(entry.tokens for entry in batch)
-            self._metrics.observe("te_batch_next_tokens", tokens)
-            started = time.perf_counter()
-            done = self._attempt(batch)
-            ended = time.perf_counter()
-            if tokens:  # calls have none
-                self._shares.learn(self._several, tokens, ended - started)
-            self._settle([
-                (entry, Answer(value, started - entry.queued, ended - started), error) for entry, value, error in done
-            ])  # fmt: skip
+            with self._turn:
+                done = self._done(batch, self._several)
+            self._settle(done)
+
+    def _done(self, batch: list[_Entry], several: bool) -> list[_Done]:
+        """The answers to a batch, or what failed."""
+        self._metrics.observe("te_batch_next_size", len(batch))
+        tokens = len(batch) * max(entry.tokens for entry in batch)
+        self._metrics.observe("te_batch_next_tokens", tokens)
+        started = time.perf_counter()
+        done = self._attempt(batch)
+        ended = time.perf_counter()
+        if tokens:  # calls have none
+            self._shares.learn(several, tokens, ended - started)
+        return [(entry, Answer(value, started - entry.queued, ended - started), error) for entry, value, error in done]
 
     def _next(self) -> list[_Entry]:
         """The next batch; an empty one at the end."""
@@ -216,7 +233,7 @@ class Lane:
             _logger.error("inference failed: %s", type(error).__name__, exc_info=error)
             return [(batch[0], None, ServeError("Backend", "inference failed for this input; the log says why"))]
 
-    def _settle(self, done: list[tuple[_Entry, Answer | None, BaseException | None]]) -> None:
+    def _settle(self, done: list[_Done]) -> None:
         for loop in {entry.future.get_loop() for entry, _, _ in done}:
             mine = [each for each in done if each[0].future.get_loop() is loop]
             try:
@@ -225,7 +242,7 @@ class Lane:
                 _logger.debug("%d answers came after the end of the event loop", len(mine))
 
 
-def _settle_all(done: list[tuple[_Entry, Answer | None, BaseException | None]]) -> None:
+def _settle_all(done: list[_Done]) -> None:
     for entry, value, error in done:
         if entry.future.done():  # the client has gone
             continue

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tilefold._typing import Model, Tokenizer
 from tilefold.integrations.sentence_transformers import encode_sparse
+from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, pack_features
 from tilefold.integrations.transformers.packed import padding_position
 from tilefold.pipeline.ragged import offsets_of
@@ -28,6 +29,7 @@ from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, stron
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
 SIDES: tuple[Side, ...] = ("query", "document")
+_FEW = 64  # tokens
 _UNLIMITED = 1 << 30  # transformers says 1e30 where a tokenizer has no limit
 
 
@@ -160,6 +162,11 @@ class Served:
         """The most tokens that the model reads of a text."""
         limit = self._calls[side].max_length
         return limit if limit is not None and 0 < limit < _UNLIMITED else 512
+
+    def quick(self, tokens: int) -> bool:
+        """Whether a text of so many tokens takes about a millisecond, by a CUDA graph: some were captured before."""
+        graphs = graphs_of(self.model)
+        return tokens <= _FEW and graphs is not None and bool(graphs.graphs)
 
     def lengths(self, way: Way, texts: Sequence[str]) -> list[int]:
         """Tokens of each text with what stands before it, if it is not cut; may be called in any thread."""

@@ -117,6 +117,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(limits.shutdown_seconds)),
             )
         )
+        service.alone = lambda: len(self.server_state.tasks) == 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_files_are_scarce())

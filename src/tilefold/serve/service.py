@@ -110,6 +110,7 @@ class Service:
         self.limits, self.default_side, self.searchable = limits or Limits(), default_side, searchable
         self.metrics, self.permits = Metrics(), Permits(self.limits.max_concurrent_requests)
         self.closing = False
+        self.alone: Callable[[], bool] = lambda: False  # whether a server has one request in work, and no other
         self._pool: ThreadPoolExecutor | None = None
         self._tokenizers: ThreadPoolExecutor | None = None
         self._searching: set[threading.Thread] = set()
@@ -268,8 +269,9 @@ class Service:
         by_input = {each: kept for each in distinct if (kept := self._remembered(way, each)) is not None}
         new = {each: length for each, length in distinct.items() if each not in by_input} if by_input else distinct
         several = len(new) > 1
+        at_once = not several and self.alone() and all(isinstance(each, str) and model.quick(new[each]) for each in new)
         waiting = [
-            lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length, place, several)
+            lane.submit(way if isinstance(each, str) else way._replace(ids=True), each, length, place, several, at_once)
             for place, (each, length) in enumerate(new.items())
         ]
         by_input |= dict(zip(new, await all_of(waiting), strict=True))
