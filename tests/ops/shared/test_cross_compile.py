@@ -56,7 +56,8 @@ def check_amds_compiler() -> None:
     gates.compile_kernel(entmax_kernels._forward_kernel, types | {"alpha_ptr": "*fp32"}, constants, 80, warps, 3)
     found = {(kernel.split(".")[0], arch): said for (kernel, _, arch), said in gates.found.items()}
     for arch in ("gfx942", "gfx950"):
-        assert found["token_scatter", arch] == {BUILDS: 1} and found["entmax", arch] == {PTX: 1}
+        assert found["token_scatter", arch] == {BUILDS: 1}
+        assert found["entmax", arch] == {BUILDS if release() >= (3, 8) else PTX: 1}
 
 
 # an outer loop of 6 instructions around one of 3, then a branch that jumps over the end

@@ -49,14 +49,14 @@ def query_lists_kernel(
             first = b * tiles_per
         block = n0 // BLOCK_N  # the tile's blocks share a word: their number divides 32
         n_tiles = (q_len + BLOCK_M - 1) // BLOCK_M
-        fits = (n0 // KEYS < spans) & (first + n_tiles <= tiles)  # broken offsets must not read or write elsewhere
+        fits = (n0 // KEYS < spans) & (first + n_tiles <= tiles)
+        n_tiles = tl.where(fits, n_tiles, 0)  # broken offsets must not read or write elsewhere
         query_list_ptr += (h.to(tl.int64) * tiles + first) * spans + (n0 // KEYS) * n_tiles
         count = tl.zeros((), tl.int32)
         for t0 in range(0, n_tiles, 128):
             t = t0 + tl.arange(0, 128)
             offs = (h.to(tl.int64) * tiles + first + t) * words + block // 32
-            inside = (t < n_tiles) & fits
-            bits = tl.load(live_ptr + offs, mask=inside, other=0) >> (block % 32)
+            bits = tl.load(live_ptr + offs, mask=t < n_tiles, other=0) >> (block % 32)
             flags = ((bits & ((1 << (KEYS // BLOCK_N)) - 1)) != 0).to(tl.int32)
             place = count + tl.cumsum(flags, axis=0) - flags
             tl.store(query_list_ptr + place, t, mask=flags > 0)
