@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -176,7 +177,7 @@ class _Guard:
         if not self._allowed(scope):
             text = "expected a valid key in the header Authorization: Bearer KEY"
             return ServeError("Validation", text, status=401), {"www-authenticate": "Bearer"}
-        if self._local and not _is_local(scope["headers"]):
+        if self._local and not _is_local(_header(scope["headers"], b"host")):
             text = "expected this machine in the header Host, such as localhost; names of other machines need a key"
             return ServeError("Validation", text, status=421), {}
         return None
@@ -197,10 +198,11 @@ def _header(headers: list[tuple[bytes, bytes]], wanted: bytes) -> bytes:
     return next((value for name, value in headers if name == wanted), b"")
 
 
-def _is_local(headers: list[tuple[bytes, bytes]]) -> bool:
+@functools.lru_cache(256)
+def _is_local(host: bytes) -> bool:
     """True for an address or a name of this machine, by which no other site can have sent the client here."""
-    host = _header(headers, b"host").decode("latin-1").strip().lower()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
+    given = host.decode("latin-1").strip().lower()
+    name = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0].removesuffix(".")
     # a name without a dot is no exception: whoever runs the network of the client decides what it stands for
     if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
