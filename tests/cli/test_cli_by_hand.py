@@ -13,27 +13,13 @@ import pytest
 
 from tests.cli.program import Call, done, fails, measured, run_steps, write_articles
 from tests.inside import load_encoder, load_model
-from tests.recipes.small import small_collection
+from tests.recipes.small import small_collection, with_dev
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
-from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.evaluation import choose_weights
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 MEASURES = ("nDCG@10", "RR@10")
-
-
-def with_dev() -> Collection:
-    """The small collection with four of its training queries as a split of their own."""
-    collection = small_collection()
-    train = collection.qrels["train"]
-    names = list(train)
-    collection.qrels = {
-        "train": {name: train[name] for name in names[:8]},
-        "dev": {name: train[name] for name in names[8:]},
-        "test": collection.qrels["test"],
-    }
-    return collection
 
 
 @pytest.fixture(scope="module")

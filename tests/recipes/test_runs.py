@@ -26,6 +26,7 @@ from tests import programs
 from tests.cli.program import run_cli
 from tests.inside import InUseError
 from tests.processes import ROOT
+from tests.recipes.small import with_dev
 from tests.refusals import refused
 from tests.retrieval.test_retrieval_interruptions import held
 from tilefold.integrations.transformers import runs_entmax, unregister
@@ -46,16 +47,14 @@ from tilefold.recipes.loading import load_saved, newest_step
 from tilefold.retrieval.collection import Collection
 
 RUN_AND_HANG = """
-import sys, time
-from tests.recipes.small import small_collection
+import json, sys, time
+from tests.recipes.small import with_dev
 from tilefold.recipes import SpladeRecipe, train
 def hang(step, steps, loss):
     if step == 5:
         print("at step 5", flush=True)
         time.sleep(600)
-recipe = SpladeRecipe(base_model=sys.argv[1], max_steps=6, batch_size=4, max_length=24, save_steps=2, bf16=False,
-                      group_by_length=True)
-train(recipe, small_collection(), sys.argv[2], progress=hang)
+train(SpladeRecipe.from_dict(json.loads(sys.argv[1])), with_dev(), sys.argv[2], progress=hang)
 """
 SMALL: dict[str, Any] = {"max_steps": 4, "batch_size": 4, "max_length": 24, "save_steps": 2, "bf16": False}
 OWN: dict[str, dict[str, Any]] = {
@@ -178,9 +177,10 @@ def test_an_interrupted_run_ends_as_a_whole_one(
     assert train(recipe, collection, tmp_path / "m").reused
 
 
-def test_a_killed_run_of_grouped_batches_ends_as_a_whole_one(recipe: Any, collection: Any, tmp_path: Path) -> None:
-    recipe = replace(recipe, max_steps=6, group_by_length=True)
-    command = ("-c", RUN_AND_HANG, recipe.base_model, tmp_path / "killed")
+@pytest.mark.parametrize("changed", [{"group_by_length": True}, {"evaluate_steps": 2, "learning_rate": 1e-2}])
+def test_a_killed_run_ends_as_a_whole_one(changed: dict[str, Any], recipe: Any, tmp_path: Path) -> None:
+    recipe, collection = replace(recipe, max_steps=6, **changed), with_dev()
+    command = ("-c", RUN_AND_HANG, json.dumps(recipe.to_dict()), tmp_path / "killed")
     with programs.start(*command, stdout=programs.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None and process.stdout.readline() == "at step 5\n"
         process.kill()
@@ -191,7 +191,7 @@ def test_a_killed_run_of_grouped_batches_ends_as_a_whole_one(recipe: Any, collec
     steps: list[int] = []
     result = train(recipe, collection, tmp_path / "killed", progress=lambda step, *_: steps.append(step))
     assert (result.resumed_from, steps) == (4, [5, 6])
-    train(recipe, collection, tmp_path / "whole")
+    assert train(recipe, collection, tmp_path / "whole").evaluations == result.evaluations
     assert_equal(tmp_path / "killed", tmp_path / "whole")
 
 

@@ -46,7 +46,7 @@ _PRF: _Rules = (
 )
 _TRAINING = (
     "epochs negatives batch_size mini_batch_size learning_rate regularizer group_by_length train_max_length "
-    "anneal_alpha bf16 fused graphs save_steps save_minutes devices hours report_to"
+    "anneal_alpha bf16 fused graphs save_steps save_minutes devices hours report_to evaluate_steps"
 )
 _NEW = "url collection weights overwrite"
 _BUILDS = "language k1 b identifiers n_postings centroid_fraction min_cluster_size summary_energy doc_cut "
@@ -110,6 +110,7 @@ RULES: dict[str, _Rules] = {
     ),
     "train": (
         (_TRAINING, "steps=0", _USELESS.format("with --steps 0, which trains nothing")),
+        ("evaluate_split evaluate_documents patience", "!evaluate_steps", "goes together with --evaluate-steps"),
         ("epochs", "steps", _USELESS.format("with --steps, which says how many")),
         *_CUTS,
         ("negatives", "passages", "names whole documents, and goes without --passages"),

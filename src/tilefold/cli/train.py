@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OWN = "by default the recipe's"
 _FIELDS = (  # of every recipe, called like the parameter
     "epochs batch_size mini_batch_size learning_rate max_length train_max_length attention alpha anneal_alpha "
-    "bf16 fused save_steps save_minutes seed"
+    "bf16 fused save_steps save_minutes evaluate_steps evaluate_split evaluate_documents patience seed"
 )
 # parameters of train that some recipes have
 _SPARSE = ("regularizer", "group_by_length")
@@ -72,6 +72,10 @@ def train(
     seed: int = preset(0, "Equal seeds give equal models."),
     save_steps: int = preset(25, "A checkpoint after so many steps."),
     save_minutes: float = preset(5.0, "A checkpoint after this time at the latest.", min=0),
+    evaluate_steps: Count = option("nDCG@10 of a split after every so many steps; the best model is kept."),
+    evaluate_split: Text = option("By default dev, or the one beside train and test."),
+    evaluate_documents: Count = option("Search its queries among so many documents; by default 10,000."),
+    patience: Count = option("Stop after so many evaluations in a row that are not better."),
     hours: Number = option("Stop after this time, with a checkpoint; the same command goes on."),
     report_to: str = preset("none", "tensorboard (in OUTPUT.logs), wandb, or another name that the trainer knows."),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
@@ -119,9 +123,11 @@ def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
     if not result.steps:
         how = f"no step of training, {config.base_model} as the recipe starts from it"
     loss = "" if result.loss is None else f", {Losses(result.loss, result.ranking_loss, result.penalties)}"
+    for kept in (row for row in result.evaluations if row["kept"]):
+        loss += f", nDCG@10 {kept['nDCG@10']:.3f} of {result.evaluated} at step {kept['step']:,}, which was kept"
     if result.loss is not None and not (output / PLOT).is_file():
         note(f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is a plot, too")
-    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if _is_late(config) else "VECTORS"
+    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if config.late else "VECTORS"
     if result.ranks > 1 and not result.reused:
         how += f" on {result.ranks} devices"
     following = f"next: tilefold encode --model {output} --data {asked['data']} --output {vectors}"
@@ -133,8 +139,9 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
     from tilefold.recipes.loading import newest_step
 
     output = asked["output"]
+    splits = ["train"] if config.evaluate_steps is None else ["train", config.evaluate_split or "dev"]
     with first_rank_first():  # what it fetches, the others find
-        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=["train"])
+        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=splits)
     if cuts is not None:
         whole = len(collection.documents)
         collection = cuts.training(collection)
@@ -155,10 +162,6 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
         return catalogue.train(config, collection, output, progress=progress, **options)
 
 
-def _is_late(recipe: object) -> bool:
-    return type(recipe).__name__ == "ColbertRecipe"
-
-
 def _configure(name: str, asked: Asked) -> Any:
     """The recipe `name` with the options for its fields, those of some recipes only, and --set."""
     from tilefold.recipes.catalogue import RECIPES, get_recipe
@@ -167,7 +170,7 @@ def _configure(name: str, asked: Asked) -> Any:
     values = {field: asked[field] for field in _FIELDS.split()}
     values |= {"base_model": asked["model"], "max_steps": asked["steps"], "graphs": asked["graphs"] or None}
     _options.options.update({field: _options.options[option] for field, option in _PARAMETERS.items() if option})
-    late = _is_late(RECIPES[name].recipe)
+    late = RECIPES[name].recipe.late
     whose = "the sparse recipes" if late else "--recipe colbert"
     _options.refuse(_SPARSE if late else _COLBERT, f"belongs to {whose}: leave it out for {name}")
     own = {option: asked[option] for option in (*_SPARSE, *_COLBERT) if option in _options.given}

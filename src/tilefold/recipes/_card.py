@@ -29,7 +29,8 @@ def describe(
     """The section in Markdown: what was trained, on what, with which command, and what came of it."""
     standard = {each.name: each.default for each in fields(recipe)}
     settings = {name: value for name, value in recipe.to_dict().items() if value != standard.get(name)}
-    last = history[-1] if history else {}
+    trained = [row for row in history if "loss" in row and row["step"] <= (result.kept_step or result.steps)]
+    last = trained[-1] if trained else {}
     rows = {
         "recipe": f"`{getattr(recipe, 'name', type(recipe).__name__)}` of tilefold {__version__}",
         "data": f"{data}, {pairs:,} pairs",
@@ -42,21 +43,25 @@ def describe(
             for name, value in last.items()
             if name.endswith(("loss", "penalty"))
         ),
+        f"nDCG@10 of {result.evaluated}": ", ".join(
+            f"{row['nDCG@10']:.4f} at step {row['step']:,}{' (kept)' * row['kept']}" for row in result.evaluations
+        ),
         "terms of a vector": ", ".join(
             f"{name.removesuffix('_active_terms')} {value:.0f}" for name, value in last.items() if "active" in name
         ),
     }
     table = "".join(f"| {name} | {value.replace('|', chr(92) + '|')} |\n" for name, value in rows.items() if value)
     warned = "".join(f"- {text}\n" for text in result.warnings)
-    load = _LOAD.format("MultiVectorEncoder" if type(recipe).__name__ == "ColbertRecipe" else "SparseEncoder")
+    load = _LOAD.format("MultiVectorEncoder" if recipe.late else "SparseEncoder")
     parts = [
         "## Made with tilefold\n",
         f"| | |\n|---|---|\n{table}",
         load,
         f"Settings that differ from those of the recipe's class:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n",
         f"Warnings of the training:\n\n{warned}" if warned else "",
-        "Losses and terms are means over the last logged steps of training; this card says nothing of search quality "
-        "(`tilefold evaluate` measures it).\n",
+        "Losses and terms are means over the last logged steps of training"
+        + (" up to the step that was kept, which nDCG@10 on these documents chose" if result.evaluations else "")
+        + "; this card says nothing of search quality (`tilefold evaluate` measures it).\n",
     ]
     return "\n".join(filter(None, parts))
 

@@ -17,6 +17,7 @@ from tilefold.recipes._card import extend_card
 
 RECORD = "tilefold_training.json"
 WHOLE = "tilefold_whole.json"
+NDCG = "nDCG@10"
 LOG, PLOT = "training_log.jsonl", "training.png"
 Record = Mapping[str, Any]
 
@@ -27,10 +28,13 @@ class Losses(NamedTuple):
     loss: float  # the ranking loss plus the weighted penalties, whose weights rise at first
     ranking: float | None = None
     penalties: float | None = None  # of queries and documents together
+    ndcg: float | None = None  # nDCG@10 of the last evaluation
+    best: tuple[float, int] | None = None  # nDCG@10 and step of the best one
 
     def __str__(self) -> str:
         parts = "" if self.penalties is None else f" (ranking {self.ranking:.3f}, penalties {self.penalties:.3f})"
-        return f"loss {self.loss:.3f}{parts}"
+        best = "" if self.best is None else f" (best {self.best[0]:.3f} at step {self.best[1]:,})"
+        return f"loss {self.loss:.3f}{parts}" + ("" if self.ndcg is None else f", {NDCG} {self.ndcg:.3f}{best}")
 
 
 Progress = Callable[[int, int, "Losses | None"], None]
@@ -76,7 +80,7 @@ class TrainingRun:
         """
         self._lock = hold_folder(self.work_dir)
         left = read_json(self.work_dir / RECORD)
-        found = _complete_checkpoints(self.work_dir) if resume else {}
+        found = complete_checkpoints(self.work_dir) if resume else {}
         if found and left is not None:
             if self._difference(left):
                 got = f"an interrupted run with other settings ({self._difference(left)})"
@@ -133,15 +137,17 @@ def _training(recipe: Record) -> Record:
 
 
 def draw(history: list[dict[str, float]], picture: Path) -> None:
-    """Plot a log: losses and weighted penalties over the steps; below, if counted, the terms of a vector."""
+    """Plot a log: losses and weighted penalties over the steps; below, if counted, the terms of a vector, and nDCG."""
     names = dict.fromkeys(name for row in history for name in row)
-    groups = [[name for name in names if name.endswith(ends)] for ends in ("loss", "penalty", "_active_terms")]
-    panels = [part for part in (groups[0] + groups[1], groups[2]) if part]
+    groups = [[name for name in names if name.endswith(ends)] for ends in ("loss", "penalty", "_active_terms", NDCG)]
+    panels = [part for part in (groups[0] + groups[1], *groups[2:]) if part]
     figure = new_figure((7, 3.5 * len(panels)))
     for axes, lines in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
         for name in lines:
             points = [(row["step"], row[name]) for row in history if name in row]
             axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".", linewidth=1)
+        for row in (row for row in history if lines == groups[3] and row.get("kept")):
+            axes.axvline(row["step"], label="kept", linestyle=":")
         axes.set_xlabel("step")
         axes.legend()
     save_figure(figure, picture)
@@ -149,10 +155,10 @@ def draw(history: list[dict[str, float]], picture: Path) -> None:
 
 def newest_step(output_dir: Path) -> int | None:
     """The step of the newest complete checkpoint of an interrupted run into `output_dir`, None without one."""
-    return max(_complete_checkpoints(work_folder(output_dir)), default=None)
+    return max(complete_checkpoints(work_folder(output_dir)), default=None)
 
 
-def _complete_checkpoints(work_dir: Path) -> dict[int, Path]:
+def complete_checkpoints(work_dir: Path) -> dict[int, Path]:
     """Step -> folder."""
     marks = {path.parent: read_json(path) for path in work_dir.glob(f"checkpoint-*/{WHOLE}")}
     return {mark["step"]: path for path, mark in marks.items() if mark and isinstance(mark.get("step"), int)}

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Check = Callable[[str, object], None]
 S = TypeVar("S", bound="Settings")
@@ -119,12 +119,17 @@ class TrainingSettings(Settings):
             ``fused``. A resumed run draws other numbers for dropout than one that was not interrupted.
         save_steps: steps between checkpoints, from which an interrupted run is resumed.
         save_minutes: time between checkpoints at the latest.
+        evaluate_steps: steps between evaluations (nDCG@10; the best is kept) once penalties are full, or ``None``.
+        evaluate_split: whose queries search; ``None`` takes ``"dev"``, or the one beside train and test.
+        evaluate_documents: how many are searched, judged ones and others by the seed; ``None`` takes 10,000.
+        patience: stop after so many evaluations in a row that are not better; ``None`` for never.
         seed: of fresh parameters, the data order, dropout and the sample for the decoder bias.
         attention: ``"softmax"``, ``"entmax"``, or ``None`` for that of the base model (softmax in a stock one).
         alpha: of entmax, in [1, 2]; ``None`` takes 1.5.
         anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1, which is softmax; 0 for none.
     """
 
+    late: ClassVar[bool] = False  # whether a text has a vector for each token
     max_steps: int | None = checked(None, whole(0, optional=True))
     epochs: float = checked(4.0, POSITIVE)
     batch_size: int = checked(64, whole(2))
@@ -139,6 +144,10 @@ class TrainingSettings(Settings):
     graphs: bool = checked(False, flag)
     save_steps: int = checked(25, whole())
     save_minutes: float = checked(5.0, NOT_NEGATIVE)
+    evaluate_steps: int | None = checked(None, whole(optional=True))
+    evaluate_split: str | None = None
+    evaluate_documents: int | None = checked(None, whole(optional=True))
+    patience: int | None = checked(None, whole(optional=True))
     seed: int = checked(0, SEED)
     attention: str | None = checked(
         None, rule(lambda value: value in (None, "softmax", "entmax"), "'softmax', 'entmax' or None")
@@ -151,6 +160,9 @@ class TrainingSettings(Settings):
         for name in ("alpha", "anneal_alpha"):
             if getattr(self, name) and self.attention != "entmax":
                 raise ValueError(f"{name} must be left out without attention='entmax', got {getattr(self, name)!r}.")
+        for name in ("evaluate_split", "evaluate_documents", "patience"):
+            if getattr(self, name) is not None and self.evaluate_steps is None:
+                raise ValueError(f"{name} must be None without evaluate_steps, got {getattr(self, name)!r}.")
         if self.train_max_length is not None and self.train_max_length > self.max_length:
             raise ValueError(
                 f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."

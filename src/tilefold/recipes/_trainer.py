@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tilefold._files import read_json
 from tilefold._ranks import several
 from tilefold._typing import Module
+from tilefold.recipes._run import NDCG, WHOLE, TrainingRun
 from tilefold.recipes._training import TrainingJob, TrainResult
 from tilefold.retrieval.truncation import cut_texts
 
@@ -26,12 +29,11 @@ def run_trainer(
     arguments_class: Callable[..., TrainingArguments],
     loss: Module,
     callbacks: Sequence[TrainerCallback] = (),
-    batch_sampler: object = "no_duplicates",
     **settings: object,
 ) -> TrainResult:
     """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
     from datasets import Dataset
-    from transformers.trainer_callback import PrinterCallback
+    from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerState
 
     from tilefold.integrations.transformers import AlphaSchedule, one_gpu
     from tilefold.recipes._watch import NAMES, Watcher
@@ -41,30 +43,48 @@ def run_trainer(
     card = job.model.model_card_data
     card.widget = card.widget or [{"text": read["query"][0]}]  # else the card draws examples with a progress bar
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{job.run.output_dir}.logs")  # outlives the checkpoints
-    watcher = Watcher(job.progress, job.run, recipe.save_minutes, world, job.call.hours)
+    watcher = Watcher(job)
     annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
+    patient = [EarlyStoppingCallback(recipe.patience)] if recipe.patience else []
+    metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10" if job.evaluator else ""
     columns = {name: values if name == "label" else cut_texts(job.model, values) for name, values in read.items()}
     trainer = trainer_class(
         model=job.model,
-        args=one_gpu(arguments_class)(**_settings(job), batch_sampler=batch_sampler, **settings),
+        args=one_gpu(arguments_class)(**_settings(job) | settings, metric_for_best_model=metric or None),
         train_dataset=Dataset.from_dict(columns),
+        evaluator=job.evaluator,
         loss=loss,
-        callbacks=[*callbacks, *annealed, watcher],
+        callbacks=[*callbacks, *annealed, *patient, watcher],
     )
+    trainer._load_best_model = functools.partial(_load, trainer, job.run)  # the stock one only logs that it failed
     trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader)
     collate(trainer, recipe.graphs)
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
-    with watcher.heeding_interrupts():
-        trainer.train(resume_from_checkpoint=str(job.run.checkpoint) if job.run.checkpoint else None)
-    logged = (row for row in trainer.state.log_history if "loss" in row)
-    job.run.history = [{NAMES.get(name, name): value for name, value in row.items()} for row in logged]
+    checkpoint = job.run.checkpoint
+    if checkpoint and (read_json(checkpoint / WHOLE) or {}).get("ended"):  # the stock trainer would go on
+        trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        _load(trainer, job.run)
+    else:
+        with watcher.heeding_interrupts():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    state, kept = trainer.state, trainer.state.best_global_step
+    for row in state.log_history:
+        if "loss" in row:
+            job.run.history.append({NAMES.get(name, name): value for name, value in row.items()})
+        elif metric in row:
+            job.run.history.append({"step": row["step"], NDCG: row[metric], "kept": row["step"] == kept})
+            if row["step"] == kept:  # the stock card has the last one
+                card.eval_results_dict[job.evaluator] = {name[5:]: row[name] for name in row if "@" in name}
     warnings = job.result.warnings
     cuts = [found for rank in world.all(list(trainer.data_collator.cut.seen.values())) for found in rank]
     if recipe.graphs and trainer.model[0].forward.graphs.failed:
         warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
     return replace(
         job.result,
+        steps=state.global_step,
+        evaluations=tuple(row for row in job.run.history if NDCG in row),
+        kept_step=kept,
         loss=None if watcher.losses is None else watcher.losses.loss,
         first_ranking_loss=watcher.first_ranking_loss,
         ranking_loss=watcher.ranking_loss,
@@ -72,6 +92,13 @@ def run_trainer(
         warnings=warnings,
         truncated=tuple(_summed(cuts)),
     )
+
+
+def _load(trainer: Trainer, run: TrainingRun) -> None:
+    """Load the best checkpoint of a run, which may have moved, or that of the last step without evaluations."""
+    step = trainer.state.best_global_step or trainer.state.global_step
+    trainer.model.model_card_data.set_best_model_step(step)
+    trainer._load_from_checkpoint(str(run.work_dir / f"checkpoint-{step}"))
 
 
 def _summed(cuts: list[Any]) -> Iterator[dict[str, int | None]]:
@@ -92,13 +119,14 @@ def _batches_by_epoch(make: Callable[[], Any]) -> Any:
 
 
 def _settings(job: TrainingJob) -> dict[str, object]:
-    """The trainer's arguments, without the sampler."""
+    """The trainer's arguments, but for those of a kind of model."""
     import torch
 
     recipe, steps, on_gpu = job.recipe, job.result.steps, torch.cuda.is_available()
     shared = {"accelerator_config": {"split_batches": True}, "ddp_backend": None if on_gpu else "gloo"}
     return {
         **(shared if job.world.size > 1 else {}),
+        "batch_sampler": "no_duplicates",
         "dataloader_drop_last": job.run.whole_batches,
         "output_dir": str(job.run.work_dir),
         "max_steps": steps,
@@ -110,9 +138,13 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "bf16": job.result.bf16,
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
+        "eval_strategy": "steps" if job.evaluator else "no",
+        "eval_steps": recipe.evaluate_steps,
+        "eval_delay": math.ceil(recipe.anneal_alpha * steps),  # compare models of one alpha
+        "load_best_model_at_end": job.evaluator is not None,
+        "restore_callback_states_from_checkpoint": True,  # how long patience has waited
         "save_strategy": "steps",
-        "save_steps": recipe.save_steps,
-        "save_total_limit": 2,
+        "save_steps": recipe.evaluate_steps or recipe.save_steps,  # the watcher asks for others
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "logging_steps": max(1, min(10, steps)),

@@ -14,6 +14,7 @@ from tilefold._ranks import each_for_itself, first_rank_first, joined, several
 from tilefold._typing import Model
 from tilefold.recipes import _run
 from tilefold.recipes._card import describe
+from tilefold.recipes._evaluation import choose
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._world import World
 from tilefold.recipes.loading import quiet_libraries, register_entmax, supports_bf16
@@ -32,7 +33,7 @@ class TrainResult:
     """The result of ``train``."""
 
     model_dir: str  # of the finished stock model
-    steps: int  # of the optimiser
+    steps: int  # of the optimiser; fewer than the recipe's where patience stopped it
     loss: float | None  # mean of the last steps that were logged
     seconds: float  # wall time of this call
     resumed_from: int  # the step that this call resumed from, 0 for a new run
@@ -49,6 +50,9 @@ class TrainResult:
     ranks: int = 1  # processes that the last call trained with, each with its share of every step
     pairs: int | None = None  # of a step, on all ranks together
     negatives: int | None = None  # documents that a step compares each query with, beside its own; on all ranks too
+    evaluated: str = ""  # what nDCG@10 is of; empty without evaluations
+    evaluations: tuple[dict[str, Any], ...] = ()  # ``{"step", "nDCG@10", "kept"}`` of each
+    kept_step: int | None = None  # whose model this is: the best evaluation
 
     @property
     def exploded(self) -> bool:
@@ -92,6 +96,7 @@ class TrainingJob:
     progress: Progress | None
     world: World
     call: Call
+    evaluator: Any  # stock, or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +168,9 @@ def train(
         command: for the card of the model, ``README.md``, that made it.
 
     Raises:
-        ValueError: no training pairs, missing data (the message has the command that makes them), checkpoints of
-            another recipe or data, `negatives` for a recipe that reads none, graphs without a GPU, or a batch
-            that the ranks cannot share.
+        ValueError: no training pairs, missing data (the message has the command that makes them), no split to
+            evaluate, checkpoints of another recipe or data, `negatives` for a recipe that reads none, graphs without a
+            GPU, or a batch that the ranks cannot share.
         FileExistsError: `output_dir` holds something other than a model of this recipe and data.
         MissingPackageError: sentence-transformers or the packaged model is not installed.
         OutOfTimeError: `hours` are over; the same call goes on.
@@ -202,7 +207,8 @@ def _train(
     made = Examples({}, 0) if untrained else recipe.examples(collection, negatives)
     if not untrained:
         _check_share(recipe, made, world.size)
-    read = _run.digest(zip(*made.columns.values(), strict=True)) + made.documents
+    evaluator, evaluated, texts = choose(recipe, collection)
+    read = _run.digest(zip(*made.columns.values(), strict=True)) + made.documents + texts
     data = texts_digest(collection.contents()) if untrained else read
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(output_dir, recipe.to_dict() | {"bf16": bf16}, data)
@@ -211,7 +217,7 @@ def _train(
     finished = world.first(lambda: run.finished(overwrite=call.overwrite, resume=call.resume))
     if finished is not None:
         now = {"seconds": time.monotonic() - started, "reused": True, "model_dir": str(output_dir)}
-        lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated")}
+        lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated", "evaluations")}
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
     run.checkpoint, run.resumed_from, run.whole_batches = world.first(
@@ -240,10 +246,11 @@ def _train(
             ranks=world.size,
             pairs=None if untrained else recipe.batch_size,
             negatives=None if untrained else recipe.step_negatives,
+            evaluated=evaluated,
         )
         with naming_full_disk(run.work_dir), world.telling():
             if not untrained:
-                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, world, call))
+                result = recipe.fit(TrainingJob(recipe, model, made, run, result, progress, world, call, evaluator))
             result = replace(result, seconds=time.monotonic() - started)
             told = describe(recipe, result, collection.name, made.pairs, run.history, call.command)
             world.first(lambda: run.finish(model, asdict(result), told))

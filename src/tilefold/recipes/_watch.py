@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
@@ -19,7 +20,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tilefold._files import write_json
 from tilefold._typing import Module
-from tilefold.recipes._run import WHOLE, Losses, OutOfTimeError, Progress, TrainingError, TrainingRun
+from tilefold.recipes._run import WHOLE, Losses, OutOfTimeError, TrainingError, complete_checkpoints
+from tilefold.recipes._training import TrainingJob
 from tilefold.recipes._world import World
 
 SIDES = ("query", "document")
@@ -37,20 +39,20 @@ REMEDY = (
 class Watcher(TrainerCallback):
     """Reports steps, keeps losses, stops where one is not finite or after Ctrl-C, and asks for checkpoints by time."""
 
-    def __init__(
-        self, progress: Progress | None, run: TrainingRun, save_minutes: float, world: World, hours: float | None = None
-    ) -> None:
-        self.progress, self.run, self.save_minutes, self.world = progress, run, save_minutes, world
+    def __init__(self, job: TrainingJob) -> None:
+        self.progress, self.run, self.recipe, self.world = job.progress, job.run, job.recipe, job.world
+        self.ndcg: float | None = None  # of the last evaluation
         self.losses: Losses | None = None
         self.first_ranking_loss: float | None = None  # without regularisers
         self.ranking_loss: float | None = None
         self.interrupted = False
         self.saved = self.began = time.monotonic()
-        self.hours, self.over = hours, False
+        self.hours, self.over = job.call.hours, False
 
     def on_log(
-        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
+        self, args: Any, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
     ) -> None:
+        self.ndcg = (logs or {}).get(str(args.metric_for_best_model), self.ndcg)
         if logs and "loss" in logs:
             loss = float(logs["loss"])
             if not math.isfinite(loss):
@@ -67,24 +69,29 @@ class Watcher(TrainerCallback):
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.interrupted:
             raise KeyboardInterrupt
+        if self.losses is not None and self.ndcg is not None:
+            self.losses = self.losses._replace(ndcg=self.ndcg, best=(state.best_metric, state.best_global_step))
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
         now, asked = time.monotonic(), 0
-        if self.world.rank == 0 and now - self.saved >= 60 * self.save_minutes:
+        if self.world.rank == 0 and now - self.saved >= 60 * self.recipe.save_minutes:
             self.saved, asked = now, 1
         if self.world.rank == 0 and self.hours is not None and now - self.began >= 3600 * self.hours:
             asked = 2
         found = self.world.highest(asked)
-        control.should_save = control.should_save or found > 0
+        control.should_save = control.should_save or found > 0 or state.global_step % self.recipe.save_steps == 0
         self.over = self.over or (found == 2 and state.global_step < state.max_steps)
 
-    def on_save(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         folder = self.run.work_dir / f"checkpoint-{state.global_step}"
         self.world.all(None)  # every rank has left its part
         if folder.is_dir() and self.world.rank == 0:
-            write_json(folder / WHOLE, {"step": state.global_step})
+            write_json(folder / WHOLE, {"step": state.global_step, "ended": control.should_training_stop})
+            for step, old in complete_checkpoints(self.run.work_dir).items():  # not before: the stock limit does
+                if step not in (state.global_step, state.best_global_step):
+                    shutil.rmtree(old)
         self.saved = time.monotonic()
-        if self.over:
+        if self.over and not control.should_training_stop:
             at = f"step {state.global_step} of {state.max_steps}"
             raise OutOfTimeError(f"the {self.hours:g} hours are over, at {at}; run the same again to go on from there.")
 

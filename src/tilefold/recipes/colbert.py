@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tilefold._typing import Tokenizer
 from tilefold.recipes import loading
@@ -41,6 +41,7 @@ class ColbertRecipe(Recipe):
     The others are those of :class:`TrainingSettings`.
     """
 
+    late: ClassVar[bool] = True
     base_model: str = checked("minilm", NAME)
     _: KW_ONLY
     dimension: int | None = checked(

@@ -182,7 +182,8 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
     loss = make_loss(model, recipe, stock=splade, ranks=job.world.size)
-    warmups = {"query": recipe.query_regularizer.warmup_ratio, "document": recipe.document_regularizer.warmup_ratio}
+    penalties = {"query": recipe.query_regularizer, "document": recipe.document_regularizer}
+    warmups = {side: spec.warmup_ratio for side, spec in penalties.items() if spec.kind != "none"}
     watcher = SparseWatch(loss, warmups, bounded=not splade and model.max_active_dims is not None, world=job.world)
     sampler = "no_duplicates" if "infonce" in recipe.loss else "batch_sampler"
     with fused_head(model, recipe.fused, needed=splade):
@@ -193,6 +194,7 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
             loss,
             callbacks=[watcher],
             batch_sampler=length_grouped_batches if recipe.group_by_length else sampler,
+            eval_delay=math.ceil(max([recipe.anneal_alpha, *warmups.values()]) * job.result.steps),
             **_routes(recipe, job),
         )
     model.max_seq_length = length

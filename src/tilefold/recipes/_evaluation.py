@@ -1,0 +1,43 @@
+"""The stock evaluator of a model while it trains: queries of a split, and a sample of the documents that stays."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tilefold.recipes._run import digest
+from tilefold.recipes._settings import TrainingSettings
+from tilefold.retrieval.collection import Collection
+
+
+def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, str]:
+    """The evaluator of a recipe, None without ``evaluate_steps``; what it reads, in words; and the SHA-256 of that."""
+    if recipe.evaluate_steps is None or recipe.max_steps == 0:
+        return None, "", ""
+    others = sorted({*collection.qrels} - {"train", "test"})
+    split = recipe.evaluate_split or ("dev" if "dev" in others or len(others) != 1 else others[0])
+    relevant: dict[str, set[str]] = {}
+    for query, document in collection.pairs(split) if split in collection.qrels else ():
+        relevant.setdefault(query, set()).add(document)
+    if not relevant:
+        got = ", ".join(sorted(collection.qrels)) or "none"
+        remedy = "Add positive judgements to its folder, as qrels/dev.tsv, or name another split."
+        raise ValueError(f"evaluate_split: expected pairs of {split!r} in {collection.name!r}, got {got}. {remedy}")
+    from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
+    from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
+
+    names = list(dict.fromkeys(name for judged in collection.qrels[split].values() for name in judged))
+    rest = sorted(collection.documents.keys() - set(names))
+    count = min(len(rest), max(0, (recipe.evaluate_documents or 10_000) - len(names)))
+    names += random.Random(recipe.seed).sample(rest, count)  # noqa: S311 - reproducible, no secret
+    queries = {query: collection.queries[query] for query in relevant}
+    documents = {name: collection.documents[name].contents for name in names}
+    evaluator = (MultiVectorInformationRetrievalEvaluator if recipe.late else SparseInformationRetrievalEvaluator)(
+        *(queries, documents, relevant),
+        corpus_chunk_size=max(1, min(1000, 2**26 // len(queries))),  # of the scores in memory at a time
+        **{name: [10] for name in ("accuracy_at_k", "precision_recall_at_k", "map_at_k")},
+        name=split,
+        write_csv=False,
+    )
+    told = f"{split} ({len(queries):,} queries, {len(documents):,} documents)"
+    return evaluator, told, digest([*queries.items(), *documents.items(), *map(tuple, map(sorted, relevant.values()))])
