@@ -19,8 +19,6 @@ from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, pack_features
 from tilefold.integrations.transformers.packed import padding_position
-from tilefold.pipeline.ragged import offsets_of
-from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval.encoding import encode_batch
 from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
@@ -216,8 +214,8 @@ class Served:
     def _sparse(self, way: Way, inputs: Sequence[Any]) -> list[Row]:
         fused = getattr(self.model, "encode_sparse_batch", None)
         if fused is not None and not way.ids:  # no matrix, which takes longer to make than to copy the rows
-            found: SparseRows = fused.batch(cut_texts(self.model, inputs), task=way.side, prompt_name=way.prompt).rows
-            offsets, indices = offsets_of(found.counts.numpy()), found.columns.to(torch.int32).numpy()
+            found: Any = fused.batch(cut_texts(self.model, inputs), task=way.side, prompt_name=way.prompt).rows
+            offsets, indices = np.append(0, found.counts.cumsum(0).numpy()), found.columns.to(torch.int32).numpy()
             weights = found.values.float().numpy()
             if weights.size and not 0 <= weights.min() <= weights.max() < np.inf:  # a NaN is the lowest and the highest
                 raise ValueError("texts: expected finite weights of at least 0, got others. Check the model.")

@@ -110,7 +110,7 @@ class SparseBatchEncoder(Replacement):
         top_k: int | None = None,
         min_weight: float = 0.0,
     ) -> Batch:
-        """The same rows without a matrix around them."""
+        """Rows as of the call, without a matrix around them."""
         options = sparse_options(self.owner, top_k, min_weight)
         return encode_batch(self.owner, texts, task, prompt_of(self.owner, task, prompt_name), options)
 
