@@ -357,8 +357,41 @@ def test_it_reloads_fuses_and_encodes_sparse_rows(colbert: MultiVectorEncoder, t
         torch.testing.assert_close(again.encode_query(TEXTS, convert_to_sparse_tensor=False), vectors)
     torch.testing.assert_close(encode_sparse(again, TEXTS, task="query").to_dense(), vectors, rtol=0, atol=1e-6)
     (tmp_path / "1_SplateHead" / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"1_SplateHead/model\.safetensors is missing"):
+    with pytest.raises(ValueError, match=r"Could not find 'model\.safetensors'"):
         SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
+    again[1].save(str(tmp_path / "1_SplateHead"), safe_serialization=False)
+    pickled = SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
+    assert torch.equal(pickled.encode_query(TEXTS, convert_to_sparse_tensor=False), vectors)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"config\.json must have options of HeadPooling, got none. Fetch the checkpoint whole"),
+        ('{"pooling": "cl', r"config\.json must have options of HeadPooling, got no JSON: Unterminated"),
+        ("[1]", r"config\.json must have options of HeadPooling, got \[1\]"),
+        ('{"pooling": "cls", "later": 1}', "got later of a newer release: pip install -U tilefold"),
+        ('{"pooling": "clz"}', "pooling must be one of"),
+    ],
+)
+def test_a_module_without_its_options_is_refused_and_does_not_take_the_defaults(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    HeadPooling("cls", logit_scale=1 / 16).save(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    refused(ValueError, said, HeadPooling.load, str(tmp_path))
+
+
+def test_half_precision_keeps_small_weights_beside_large_negative_ones_in_training() -> None:
+    module = TokenWeights(1, 9, activation="none").bfloat16()
+    torch.nn.init.ones_(module.linear.weight)
+    torch.nn.init.zeros_(module.linear.bias)
+    hidden = torch.tensor([[[-40.0], [0.03125], [0.5]]], dtype=torch.bfloat16)
+    features = {"token_embeddings": hidden, "input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3)}
+    scores = module.train()(features)["sentence_embedding"]
+    assert scores.dtype == torch.bfloat16 and scores[0, 5:8].tolist() == [-40.0, 0.03125, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert"])

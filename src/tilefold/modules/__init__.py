@@ -75,7 +75,6 @@ def stock_module(module: Any) -> nn.Module | None:
 
     if isinstance(module, StaticQuery) and len(module.tokenizer.get_vocab()) == module.vocab_size:
         made: nn.Module = module.stock()
-        made.max_seq_length = module.max_seq_length
         return made
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
         return None

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from tilefold.modules.fused_pooling import (
-    Features,
-    Head,
-    PoolingModule,
-    Wanted,
-    activate,
-    attended,
-    autocasts,
-    head_scores,
-    places_of,
-)
+from tilefold.modules import fused_pooling as fused
+from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
+from tilefold.modules.head_pooling import pool_places
 
 __all__ = ["EpicPooling"]
 
@@ -68,16 +59,9 @@ class EpicPooling(PoolingModule):
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in ``token_embeddings``."""
         states, importance = self._importance(features)
         logits: Tensor = features["token_embeddings"]
-        wide = logits.float() if autocasts(logits) else logits
-        offsets = features.get("cu_seq_lens_q")
-        if offsets is None:
-            masked = features["attention_mask"] == 0
-            weighted = (wide * importance[..., None]).masked_fill(masked[..., None], 0)
-            best = weighted.max(dim=1).values
-        else:
-            flat, bounds = wide.squeeze(0), offsets.tolist()
-            rows = [flat[a:b] * importance[a:b, None] for a, b in itertools.pairwise(bounds)]
-            best = torch.stack([row.max(dim=0).values if len(row) else row.sum(dim=0) for row in rows])
+        wide = logits.float() if fused.autocasts(logits) else logits
+        weighted = wide * importance.view(wide.shape[:2])[..., None]
+        best = pool_places(weighted, fused.places_of(features), "max", "none")
         features["sentence_embedding"] = self._scores(best, states, features)
         return features
 
@@ -85,8 +69,9 @@ class EpicPooling(PoolingModule):
         if head is None:
             raise ValueError("EpicPooling must follow an LM head, got no head.")
         states, importance = self._importance(features)
-        weighted, places = _weighted(head, importance), attended(features)  # rows are dense: all weights are positive
-        best = head_scores(weighted, places, wanted._replace(sparse=None), activation="none")
+        weighted, places = _weighted(head, importance), fused.places_of(features)
+        # rows are dense: all weights are positive
+        best = fused.head_scores(weighted, places, wanted._replace(sparse=None), activation="none")
         return self._scores(best, states, features)
 
     def _importance(self, features: Features) -> tuple[Tensor, Tensor]:
@@ -100,9 +85,9 @@ class EpicPooling(PoolingModule):
         states: Tensor = layers[-1]
         if "cu_seq_lens_q" in features:
             states = states.squeeze(0)
-        places = places_of(features, tuple(self.ignore_ids))
+        places = fused.places_of(features, tuple(self.ignore_ids))
         product = self.importance(states).squeeze(-1)
-        weights = activate(product.float() if autocasts(states) else product, "log1p_softplus")
+        weights = fused.activate(product.float() if fused.autocasts(states) else product, "log1p_softplus")
         return states, weights if places.keep is None else weights * places.keep
 
     def _scores(self, best: Tensor, states: Tensor, features: Features) -> Tensor:
@@ -114,13 +99,12 @@ class EpicPooling(PoolingModule):
             opening = states[torch.arange(states.size(0), device=states.device), first]
         else:
             some, last = offsets.diff() > 0, states.size(0) - 1
-            opening = states.new_zeros(len(some), states.size(1))
-            if last >= 0:
-                opening = states[offsets[:-1].long().clamp(max=last)]
+            at = offsets[:-1].long().clamp(max=last)
+            opening = states[at] if last >= 0 else states.new_zeros(len(some), states.size(1))
         quality: Tensor = self.quality(opening)
-        quality = (quality.float() if autocasts(states) else quality).sigmoid() * some[:, None]
+        quality = (quality.float() if fused.autocasts(states) else quality).sigmoid() * some[:, None]
         self.embedding_dimension = best.size(1)
-        return activate(best.relu(), "log1p_softplus") * quality
+        return fused.activate(best.relu(), "log1p_softplus") * quality
 
 
 def _weighted(head: Head, importance: Tensor) -> Head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -84,6 +85,21 @@ class FusedPooling(ABC):
         features = dict(features)
         features["sentence_embedding"] = self.fused_scores(features, None, Wanted())
         return features
+
+    @classmethod
+    def load_config(cls, model_name_or_path: str, subfolder: str = "", **where: Any) -> Options:
+        """The options that ``save`` wrote: without them a module would have those of its class."""
+        made: Any = cls
+        expected = f"{model_name_or_path}: {Path(subfolder, made.config_file_name)} must have options of {cls.__name__}"
+        try:
+            found = super().load_config(model_name_or_path, subfolder=subfolder, **where)  # type: ignore[misc]
+        except ValueError as error:
+            raise ValueError(f"{expected}, got no JSON: {error}. Fetch the checkpoint whole.") from error
+        if not found or not isinstance(found, dict):
+            raise ValueError(f"{expected}, got {found or 'none'}. Fetch the checkpoint whole.")
+        if unknown := sorted(set(found) - set(made.config_keys)):
+            raise ValueError(f"{expected}, got {', '.join(unknown)} of a newer release: pip install -U tilefold.")
+        return found
 
     @abstractmethod
     def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
@@ -175,12 +191,6 @@ def head_scores(head: Head, places: Places, wanted: Wanted, *, logit_scale: floa
     if wanted.sparse is not None:
         return lsr_head_sparse(hidden, weight, bias, **options, **wanted.sparse._asdict())
     return lsr_head(hidden, weight, bias, **options)
-
-
-def attended(features: Features) -> Places:
-    """The tokens of the attention mask, or all packed ones."""
-    packed = features.get("cu_seq_lens_q")
-    return Places(None if packed is not None else features["attention_mask"], packed)
 
 
 def autocasts(tensor: Tensor) -> bool:

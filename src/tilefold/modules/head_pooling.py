@@ -8,22 +8,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize as unit_length
 
-from tilefold.modules.fused_pooling import (
-    ACTIVATIONS,
-    FUSED_ACTIVATIONS,
-    Features,
-    Head,
-    Options,
-    PoolingModule,
-    Wanted,
-    activate,
-    autocasts,
-    head_scores,
-    places_of,
-)
-from tilefold.modules.window import keep_heaviest
+from tilefold.modules import fused_pooling as fused
+from tilefold.modules.fused_pooling import Features, Head, Options, Places, PoolingModule, Wanted
+from tilefold.modules.window import check_window, windowed
 
 __all__ = ["HeadPooling"]
 
@@ -79,7 +67,14 @@ class HeadPooling(PoolingModule):
         self.pooling, self.activation, self.logit_scale = pooling, activation, logit_scale
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
         self.top_k, self.normalize, self.embedding_dimension = top_k, normalize, embedding_dimension
-        self._check()
+        check_window(top_k, normalize)
+        for name, allowed in (("pooling", POOLINGS), ("activation", fused.ACTIVATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        if isinstance(logit_scale, bool) or not isinstance(logit_scale, (int, float)) or not 0 < logit_scale < math.inf:
+            raise ValueError(f"logit_scale must be a number greater than 0, got {logit_scale!r}.")
+        if self.ignore_ids and pooling == "cls":
+            raise ValueError(f"ignore_ids must be empty with pooling 'cls', which reads one, got {self.ignore_ids}.")
 
     @property
     def quantizable(self) -> bool:
@@ -88,36 +83,29 @@ class HeadPooling(PoolingModule):
     def forward(self, features: Features) -> Features:
         """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in ``token_embeddings``."""
         logits: Tensor = features["token_embeddings"]  # [B, S, V], or [1, T, V] when inputs are flattened
-        places = places_of(features, tuple(self.ignore_ids))
-        if places.cu_seqlens is None:
-            keep = logits.new_ones(logits.shape[:2], dtype=torch.bool) if places.keep is None else places.keep
-            scores = self._pool(logits, keep)
-        else:  # one sequence at a time: padding them would take the most memory
-            tokens, offsets = places.packed(logits.squeeze(0))
-            rows = [tokens[start:end][None] for start, end in itertools.pairwise(offsets.tolist())]
-            pooled = [self._pool(row, row.new_ones(row.shape[:2], dtype=torch.bool)) for row in rows]
-            scores = torch.cat([tokens.new_zeros(0, tokens.size(1)), *pooled])
-        features["sentence_embedding"] = self._finish(scores.float() if autocasts(logits) else scores)
+        places = fused.places_of(features, tuple(self.ignore_ids))
+        scores = pool_places(logits, places, self.pooling, self.activation, self.logit_scale)
+        features["sentence_embedding"] = self._finish(scores.float() if fused.autocasts(logits) else scores)
         return features
 
     def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         if head is None:
             raise ValueError("HeadPooling must follow an LM head, got no head.")
-        activation, more = FUSED_ACTIVATIONS[self.activation]
-        places = places_of(features, tuple(self.ignore_ids))
+        activation, more = fused.FUSED_ACTIVATIONS[self.activation]
+        places = fused.places_of(features, tuple(self.ignore_ids))
         options: Options = {"pooling": self.pooling, "activation": activation, "logit_scale": self.logit_scale}
         if wanted.sparse is not None and not more and self.normalize is None:
             smaller = [k for k in (self.top_k, wanted.sparse.top_k) if k is not None]
             fewer = wanted.sparse._replace(top_k=min(smaller, default=None))
-            return head_scores(head, places, wanted._replace(sparse=fewer), **options)
-        scores = head_scores(head, places, wanted._replace(sparse=None), **options)
+            return fused.head_scores(head, places, wanted._replace(sparse=fewer), **options)
+        scores = fused.head_scores(head, places, wanted._replace(sparse=None), **options)
         for _ in range(more):
             scores = scores.log1p()
         return self._finish(scores)
 
     def check_fusable(self) -> None:
         """Refuse the one combination that the operator has not: log1p(softplus) of every token, summed."""
-        if FUSED_ACTIVATIONS[self.activation][1] and self.pooling in ("sum", "mean"):
+        if fused.FUSED_ACTIVATIONS[self.activation][1] and self.pooling in ("sum", "mean"):
             raise ValueError(
                 f"activation {self.activation!r} with pooling {self.pooling!r} cannot be fused: log1p has to be taken "
                 "of every token before the sum; leave the model stock, or pool by 'max'."
@@ -126,35 +114,31 @@ class HeadPooling(PoolingModule):
     def __repr__(self) -> str:
         return f"HeadPooling({self.get_config_dict()})"
 
-    def _pool(self, logits: Tensor, keep: Tensor) -> Tensor:
-        scaled = logits if self.logit_scale == 1 else logits * self.logit_scale
-        return pool_logits(scaled, keep, self.pooling, self.activation)
-
     def _finish(self, scores: Tensor) -> Tensor:
         """The window and the length; ``[B, V]``."""
         self.embedding_dimension = scores.size(1)
-        if self.top_k is not None:
-            scores = keep_heaviest(scores, self.top_k)
-        return unit_length(scores, dim=1) if self.normalize == "l2" else scores
+        return windowed(scores, self.top_k, self.normalize)
 
-    def _check(self) -> None:
-        for name, allowed in (("pooling", POOLINGS), ("activation", ACTIVATIONS), ("normalize", ("l2", None))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
-        scale, top_k = self.logit_scale, self.top_k
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-            raise ValueError(f"logit_scale must be a number greater than 0, got {scale!r}.")
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-            raise ValueError(f"top_k must be a whole number of at least 1, or None, got {top_k!r}.")
-        if self.ignore_ids and self.pooling == "cls":
-            raise ValueError(f"ignore_ids must be empty with pooling 'cls', which reads one, got {self.ignore_ids}.")
+
+def pool_places(logits: Tensor, places: Places, pooling: str, activation: str, scale: float = 1.0) -> Tensor:
+    """``[B, S, V]`` logits, or packed ones ``[1, T, V]``, to activated ``[B, V]``."""
+    logits = logits if scale == 1 else logits * scale
+    if places.cu_seqlens is None:
+        keep = logits.new_ones(logits.shape[:2], dtype=torch.bool) if places.keep is None else places.keep
+        return pool_logits(logits, keep, pooling, activation)
+    tokens, offsets = places.packed(logits.squeeze(0))
+    rows = [tokens.new_zeros(0, tokens.size(1))]
+    for start, end in itertools.pairwise(offsets.tolist()):  # padding them would take the most memory
+        text = tokens[None, start:end]
+        rows.append(pool_logits(text, text.new_ones(text.shape[:2], dtype=torch.bool), pooling, activation))
+    return torch.cat(rows)
 
 
 def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> Tensor:
     """``[B, S, V]`` logits and ``[B, S]`` bool to activated ``[B, V]``; 0 of a text without a token that counts."""
     outside, empty = ~keep[..., None], ~keep.any(dim=1, keepdim=True)
     if pooling in ("sum", "mean"):
-        tokens = activate(logits.masked_fill(outside, 0), activation).masked_fill(outside, 0)
+        tokens = fused.activate(logits.masked_fill(outside, 0), activation).masked_fill(outside, 0)
         total = tokens.sum(dim=1)
         return total if pooling == "sum" else total / keep.sum(dim=1, keepdim=True).clamp(min=1)
     if logits.size(1) == 0:
@@ -167,4 +151,4 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
         place = place.amin(dim=1) if pooling == "cls" else place.amax(dim=1)
         place = place.clamp(0, keep.size(1) - 1)
         best = logits[torch.arange(logits.size(0), device=keep.device), place]
-    return activate(best.masked_fill(empty, 0), activation).masked_fill(empty, 0)
+    return fused.activate(best.masked_fill(empty, 0), activation).masked_fill(empty, 0)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
+from tilefold._typing import Network
 from tilefold.modules.fused_pooling import Features, Options, autocasts, place_of_files
 from tilefold.modules.head_pooling import pool_logits
 from tilefold.ops import lsr_head, token_scatter
@@ -65,7 +66,7 @@ class ProsperTransformer(Transformer):
         super().__init__(model_name_or_path, **options)
         self.pooling, self.literal_residual = pooling, literal_residual
         self.logit_scale, self.impl = logit_scale, "auto"
-        decoder = self._head()
+        decoder = linear_head(self.model)
         self.vocab_size = decoder.out_features
         self.literal = None
         if literal_residual:
@@ -75,7 +76,7 @@ class ProsperTransformer(Transformer):
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
         """``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``; the input is left as it is."""
-        head = self._head()
+        head = linear_head(self.model)
         vars(head)["forward"] = _give_back
         out: Features = super().forward(dict(features), **kwargs)
         hidden, mask = out.pop("token_embeddings"), out["attention_mask"]  # [B, S, D], [B, S]
@@ -125,16 +126,15 @@ class ProsperTransformer(Transformer):
     def _can_flatten_inputs(self) -> bool:
         return False
 
-    def _head(self) -> nn.Linear:
-        getter = getattr(self.model, "get_output_embeddings", None)
-        head = getter() if callable(getter) else None
-        if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-            return head
-        raise ValueError(
-            f"model must have an LM head that is a torch.nn.Linear, got {type(head).__name__} in "
-            f"{type(self.model).__name__}; load it with transformer_task='text-generation' or 'fill-mask', and leave "
-            "the LM head out of adapters and quantisation."
-        )
+
+def linear_head(network: Network) -> nn.Linear:
+    """The LM head of a transformers model, whose weights are read where they are applied; ``ValueError`` for others."""
+    head = getattr(network, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return head
+    remedy = "load one for masked or causal language modelling, and leave its head out of adapters and quantisation."
+    got = f"{type(head).__name__} in {type(network).__name__}"
+    raise ValueError(f"model must have an LM head that is a torch.nn.Linear, got {got}; {remedy}")
 
 
 def literal_residual(

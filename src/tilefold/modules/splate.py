@@ -9,20 +9,10 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from tilefold.modules.fused_pooling import (
-    Features,
-    Head,
-    PoolingModule,
-    Wanted,
-    attended,
-    autocasts,
-    head_scores,
-    place_of_files,
-)
+from tilefold.modules import fused_pooling as fused
+from tilefold.modules.fused_pooling import Features, Head, PoolingModule, Wanted
 
 __all__ = ["FrozenTransformer", "SplateHead"]
-
-WEIGHTS = "model.safetensors"
 
 
 class FrozenTransformer(Transformer):
@@ -115,18 +105,9 @@ class SplateHead(PoolingModule):
         states = hidden + self.adapter(hidden)
         if self.transform is not None and self.norm is not None and self.activation is not None:
             states = self.norm(ACT2FN[self.activation](self.transform(states)))
-        if not autocasts(states):
+        if not fused.autocasts(states):
             states = states.to(self.decoder.weight.dtype)
-        places = attended(features)
+        places = fused.places_of(features)
         states = states if places.cu_seqlens is None else states.squeeze(0)
         own = Head(states, self.decoder.weight, self.decoder.bias)
-        return head_scores(own, places, wanted, logit_scale=self.logit_scale)
-
-    @classmethod
-    def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> SplateHead:
-        if cls.load_file_path(model_name_or_path, WEIGHTS, subfolder=subfolder, **place_of_files(kwargs)) is None:
-            raise FileNotFoundError(
-                f"{model_name_or_path}: {subfolder}/{WEIGHTS} is missing; fetch the checkpoint whole."
-            )
-        made: SplateHead = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
-        return made
+        return fused.head_scores(own, places, wanted, logit_scale=self.logit_scale)

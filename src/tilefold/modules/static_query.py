@@ -73,8 +73,9 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             raise ValueError(
                 f"vocab_size must be {tokens}, the tokens, for stock, got {self.vocab_size}; keep the StaticQuery."
             )
-        weight = self.weight.detach().relu().expand(self.vocab_size).clone()
-        return SparseStaticEmbedding(self.tokenizer, weight, frozen=True)
+        made = SparseStaticEmbedding(self.tokenizer, self.weight.detach().relu().expand(tokens).clone(), frozen=True)
+        made.max_seq_length = self.max_seq_length
+        return made
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> StaticQuery:

@@ -7,17 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from tilefold.modules.fused_pooling import (
-    ACTIVATIONS,
-    Features,
-    Head,
-    Options,
-    PoolingModule,
-    Wanted,
-    activate,
-    autocasts,
-    places_of,
-)
+from tilefold.modules import fused_pooling as fused
+from tilefold.modules.fused_pooling import Features, Head, Options, PoolingModule, Wanted
 from tilefold.ops import token_scatter, token_scatter_sparse
 
 __all__ = ["TokenWeights"]
@@ -76,9 +67,9 @@ class TokenWeights(PoolingModule):
         saturation: float | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}.")
-        if saturation is not None and not 0 < saturation < float("inf"):
+        if activation not in fused.ACTIVATIONS:
+            raise ValueError(f"activation must be one of {fused.ACTIVATIONS}, got {activation!r}.")
+        if saturation is not None and not (isinstance(saturation, (int, float)) and 0 < saturation < float("inf")):
             raise ValueError(f"saturation must be a finite number above 0 or None, got {saturation!r}.")
         self.hidden_size = hidden_size
         self.vocab_size = self.embedding_dimension = vocab_size
@@ -101,7 +92,7 @@ class TokenWeights(PoolingModule):
         if "cu_seq_lens_q" in features:
             hidden = hidden.squeeze(0)
         product = self.linear(hidden).squeeze(-1)
-        weights = activate(product.float() if autocasts(hidden) else product, self.activation)
+        weights = fused.activate(product.float() if fused.autocasts(hidden) else product, self.activation)
         if self.scale is not None:
             weights = weights * self.scale
         if self.saturation is None or self.training:
@@ -112,7 +103,7 @@ class TokenWeights(PoolingModule):
     def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         features["token_weights"] = weights = self.weights(features)
         few = len(self.ignore_ids) <= _MAX_IGNORED  # the operator compares with each of them
-        places = places_of(features, () if few else tuple(self.ignore_ids))
+        places = fused.places_of(features, () if few else tuple(self.ignore_ids))
         ids, mask, cu_seqlens = features["input_ids"], places.keep, places.cu_seqlens
         if cu_seqlens is not None:
             ids, _ = places.packed(ids.reshape(-1))
@@ -125,8 +116,11 @@ class TokenWeights(PoolingModule):
             return token_scatter_sparse(weights, ids, self.vocab_size, **arguments, **wanted.sparse._asdict())
         if self.activation != "none" or not self.training:
             return token_scatter(weights, ids, self.vocab_size, **arguments, impl=wanted.impl)
-        # the largest weight of each term's tokens, also where it is negative: all are moved above 0 and back
-        counted = weights.detach() if mask is None else weights.detach().masked_fill(~mask, 0)
+        # the largest weight of each term's tokens, also where it is negative: all are moved above 0 and back, not in
+        # half precision, which would lose the small ones
+        wide = weights if weights.dtype == torch.float64 else weights.float()
+        counted = wide.detach() if mask is None else wide.detach().masked_fill(~mask, 0)
         least = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
-        moved = token_scatter(weights - least, ids, self.vocab_size, **arguments, impl=wanted.impl)
-        return (moved + least.to(moved.dtype)).where(moved != 0, 0)
+        arguments["out_dtype"] = wide.dtype
+        moved = token_scatter(wide - least, ids, self.vocab_size, **arguments, impl=wanted.impl)
+        return (moved + least).where(moved != 0, 0).to(wanted.out_dtype or weights.dtype)

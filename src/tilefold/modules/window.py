@@ -33,25 +33,35 @@ class LexicalWindow(PoolingModule):
         self, top_k: int | None = None, normalize: str | None = None, embedding_dimension: int | None = None
     ) -> None:
         super().__init__()
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-            raise ValueError(f"top_k must be a whole number of at least 1 or None, got {top_k!r}.")
-        if normalize not in (None, "l2"):
-            raise ValueError(f"normalize must be 'l2' or None, got {normalize!r}.")
+        check_window(top_k, normalize)
         self.top_k, self.normalize, self.embedding_dimension = top_k, normalize, embedding_dimension
 
     def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         rows: Tensor = features["sentence_embedding"]
         rows = rows if rows.layout == torch.strided else rows.to_dense()
         self.embedding_dimension = rows.size(1)
-        if self.top_k is not None:
-            rows = keep_heaviest(rows, self.top_k)
-        if self.normalize == "l2":
-            norm = rows.norm(dim=1, keepdim=True)
-            rows = rows / norm.where(norm > 0, 1)
-        return rows
+        return windowed(rows, self.top_k, self.normalize)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, normalize={self.normalize!r}"
+
+
+def check_window(top_k: int | None, normalize: str | None) -> None:
+    """Raise ``ValueError`` for options that a window does not have."""
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k must be a whole number of at least 1 or None, got {top_k!r}.")
+    if normalize not in (None, "l2"):
+        raise ValueError(f"normalize must be 'l2' or None, got {normalize!r}.")
+
+
+def windowed(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
+    """Rows ``[B, V]`` of their heaviest entries, of length 1 if asked; one of zeros stays."""
+    if top_k is not None:
+        rows = keep_heaviest(rows, top_k)
+    if normalize is None:
+        return rows
+    norm: Tensor = rows.norm(dim=1, keepdim=True)
+    return rows / norm.where(norm > 0, 1)
 
 
 def keep_heaviest(rows: Tensor, count: int) -> Tensor:
