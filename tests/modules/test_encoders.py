@@ -207,6 +207,21 @@ def test_wrong_records_are_refused_by_name(tiny_lm: str, made: Any, said: str) -
     refused(ValueError, said, *((built, tiny_lm, *made) if isinstance(made, tuple) else (made,)))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a', "idf must name a JSON file of token -> weight, got .*: Unterminated string"),
+        ("[1]", "idf must name a JSON file of token -> weight, got no token of the model in"),
+        ('{"a": NaN}', "idf: the weight of 'a' in .* must be a number of at least 0, got nan"),
+        ('{"a": "3"}', "idf: the weight of 'a' in .* must be a number of at least 0, got '3'"),
+        ('{"zzqq": 3}', "idf must name a JSON file of token -> weight, got no token of the model in"),
+    ],
+)
+def test_files_of_weights_that_belong_elsewhere_are_refused(tiny_lm: str, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "idf.json").write_text(text)
+    refused(ValueError, said, built, tiny_lm, EncoderSpec("idf", idf=str(tmp_path / "idf.json")), EncoderSpec())
+
+
 def test_document_frequencies_need_texts(tiny_lm: str) -> None:
     told, base = "needs texts to count document frequencies in", Base(tiny_lm, max_length=32)
     refused(ValueError, told, build_encoder, EncoderSpec("idf"), EncoderSpec(), base)

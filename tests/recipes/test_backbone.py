@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +15,12 @@ import pytest
 import torch
 import transformers
 from sentence_transformers import SparseEncoder
+from transformers import PreTrainedModel
 
 from benchmarks.fresh_lm import fresh_masked_lm
 from tests.modules.batches import QUERIES, TEXTS, tiny_masked_lm
 from tests.refusals import refused
-from tilefold.recipes import ColbertRecipe, backbone
+from tilefold.recipes import ColbertRecipe, backbone, loading
 from tilefold.retrieval.errors import MissingPackageError
 
 MODULES = [
@@ -90,18 +93,45 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(m
 
 def test_wrong_arguments_are_named(tokenizer: Any, tmp_path: Path) -> None:
     build = partial(backbone.minilm_splade, MODULES)
-    refused(ValueError, "at least one text", backbone.minilm_splade, [])
-    refused(ValueError, "percentile must lie", build, percentile=100)
+    refused(ValueError, "at least one text, got an empty list", backbone.minilm_splade, [])
+    refused(ValueError, "at least one text, got a text", backbone.minilm_splade, "one text")
+    refused(ValueError, "percentile must be a number in", build, percentile=100)
     refused(ValueError, "deviations must be", build, deviations=float("nan"))
     refused(ValueError, "max_length must be", build, max_length=2)
     refused(ValueError, "max_length must be", build, max_length=1024)
     refused(ValueError, "layers must not exceed the model's 6, got 7", build, layers=7)
+    refused(ValueError, "layers must be a whole number of at least 1 or None, got -1", build, layers=-1)
     make = partial(fresh_masked_lm, tokenizer, tmp_path)
     refused(ValueError, r"width must be a multiple of heads \(5\), got 16", make, width=16, heads=5)
     refused(ValueError, "layers must be a whole number of at least 1, got 0", make, layers=0)
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
     refused(ValueError, "tokenizer must have a padding and a mask token", fresh_masked_lm, bare, tmp_path)
+
+
+def test_threads_that_load_models_leave_the_method_of_transformers_as_it_was() -> None:
+    stock, within = PreTrainedModel.__dict__["from_pretrained"], threading.Event()
+
+    def load(seconds: float) -> None:
+        with loading.whole_weights("a model"):
+            within.set()
+            time.sleep(seconds)
+
+    first, second = (threading.Thread(target=load, args=[seconds]) for seconds in (0.05, 0.1))
+    first.start()
+    within.wait()
+    second.start()
+    first.join()
+    second.join()
+    assert PreTrainedModel.__dict__["from_pretrained"] is stock
+
+
+@pytest.mark.parametrize("named", ["5", '"BertForMaskedLM"', "null"])
+def test_configurations_that_are_broken_name_no_head(tmp_path: Path, named: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": {named}}}')
+    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": []}')
+    assert loading.saved_kind(str(tmp_path)) == "backbone"
+    refused(ValueError, "its config.json names nothing", loading.check_masked_lm, str(tmp_path))
 
 
 def test_missing_and_other_weights_are_refused_with_the_extra_or_both_checksums(tmp_path: Path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -20,8 +21,17 @@ from transformers import BertForMaskedLM
 from tests.recipes.small import tiny_causal_lm
 from tests.refusals import refused
 from tilefold import recipes, retrieval
-from tilefold.modules import load_encoder
-from tilefold.recipes import ColbertRecipe, EncoderSpec, LsrRecipe, RegularizerSpec, SpladeRecipe, get_recipe, train
+from tilefold.modules import fused_pooling, head_pooling, load_encoder
+from tilefold.recipes import (
+    ColbertRecipe,
+    EncoderSpec,
+    LsrRecipe,
+    RegularizerSpec,
+    SpladeRecipe,
+    _settings,
+    get_recipe,
+    train,
+)
 from tilefold.recipes.adaptation import AdaptationRecipe
 from tilefold.recipes.catalogue import RECIPES, Entry
 from tilefold.recipes.lsr import length_grouped_batches, make_examples, make_loss
@@ -216,6 +226,17 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (EncoderSpec, {"kind": "bge_m3", "top_k": 3}, "top_k does not apply"),
     (EncoderSpec, {"kind": "mlm", "trainable": 1}, "trainable does not apply"),
     (EncoderSpec, {"kind": "idf", "trainable": 1}, "trainable must be True, False or None, got 1"),
+    (EncoderSpec, {"kind": []}, r"kind must be one of .*, got \[\]"),
+    (EncoderSpec, {"pooling": "avg"}, "pooling must be one of max, sum, mean, cls, last, or None, got 'avg'"),
+    (EncoderSpec, {"kind": "prosper", "pooling": "sum"}, "pooling must be last, cls or max for kind 'prosper'"),
+    (EncoderSpec, {"pooling": "cls", "drop_special_tokens": True}, "drop_special_tokens must be left out with pooling"),
+    (EncoderSpec, {"activation": "gelu"}, "activation must be one of log1p_relu, .*, got 'gelu'"),
+    (EncoderSpec, {"normalize": "l1"}, "normalize must be one of l2, or None, got 'l1'"),
+    (EncoderSpec, {"base_model": 5}, "base_model must be a path or a name, or None, got 5"),
+    (EncoderSpec, {"kind": "idf", "idf": ""}, "idf must be a path or a name, or None, got ''"),
+    (EncoderSpec, {"kind": "splate", "head_model": 1}, "head_model must be a path or a name, or None, got 1"),
+    (AdaptationRecipe, {"bf16": "yes"}, "bf16 must be True, False or None, got 'yes'"),
+    (AdaptationRecipe, {"seed": -1}, "seed must be a whole number of at least 0"),
     (AdaptationRecipe, {"length": 1}, "length must be a whole number of at least 2, got 1"),
     (AdaptationRecipe, {"activated_weight": -1}, "activated_weight must be a number of at least 0"),
 ]
@@ -244,6 +265,14 @@ def test_a_recipe_survives_json_and_refuses_unknown_fields(recipe: Any) -> None:
     assert kind.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert recipe.base_model == ("folder" if isinstance(recipe, recipes.TrainingSettings) else None)
     refused(ValueError, "unknown recipe fields", kind.from_dict, {"temperature": 1})
+
+
+def test_a_recipe_has_losses_of_its_own_and_the_names_of_the_module() -> None:
+    given = {"infonce": 1.0}
+    recipe = LsrRecipe(loss=MappingProxyType(given))
+    given["infonce"] = -1.0
+    assert recipe.loss == {"infonce": 1.0} and LsrRecipe.from_dict(recipe.to_dict()) == recipe
+    assert (_settings.POOLINGS, _settings.ACTIVATIONS) == (head_pooling.POOLINGS, fused_pooling.ACTIVATIONS)
 
 
 def write_rows(path: Path, rows: list[tuple[str, str, int, float, bool]], **teachers: list[float]) -> Path:

@@ -294,6 +294,10 @@ def test_a_pickle_of_more_than_tensors_is_not_run(tmp_path: Path, monkeypatch: p
     path.write_bytes(pickle.dumps(Harmful(), protocol=2))
     refused(ValueError, "must hold tensors alone", load_sparse_linear, path)
     assert not (tmp_path / "harmed").exists()
+    torch.save({"weight": torch.full((1, 4), torch.nan), "bias": torch.zeros(1)}, path)
+    refused(ValueError, "must hold finite numbers, got NaN", load_sparse_linear, path)
+    torch.save({"weight": 1, "bias": 2}, path)
+    refused(ValueError, r"must hold weight \[1, D\] and bias \[1\]", load_sparse_linear, path)
     torch.save(torch.nn.Linear(4, 2).state_dict(), path)
     refused(ValueError, r"must hold weight \[1, D\] and bias \[1\]", load_sparse_linear, path)
 

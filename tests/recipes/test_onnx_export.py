@@ -101,6 +101,9 @@ def test_what_cannot_be_exported_is_refused_and_nothing_written(
     static = SparseStaticEmbedding(model.tokenizer, torch.ones(len(model.tokenizer)))
     for other, message in ((model[0], "got a Transformer"), (SparseEncoder(modules=[static]), "got SparseStatic")):
         refused(ValueError, message, export_onnx, other, tmp_path / "out")
+    dead = SparseEncoder(str(places["stock"]), device="cpu")
+    torch.nn.init.constant_(dead[0].model.get_output_embeddings().bias, -1e4)
+    refused(ValueError, "got empty vectors. Train the model first", export_onnx, dead, tmp_path / "out")
     monkeypatch.setattr(onnx_export, "activate", lambda x, name: x.relu())
     refused(ValueError, "on random texts, got a difference of", export_onnx, model, tmp_path / "out")
     accelerate(model)

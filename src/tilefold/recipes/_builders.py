@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilefold._typing import Module, Tokenizer, Transformer
-from tilefold.recipes._settings import EncoderSpec
+from tilefold._typing import Module, Transformer
+from tilefold.recipes._settings import NOT_NEGATIVE, EncoderSpec
 from tilefold.recipes.backbone import keep_lowest_layers, minilm_path, minilm_splade
 from tilefold.recipes.loading import check_masked_lm, local_only, saved_modules, seeded, whole_weights
 
@@ -29,9 +29,8 @@ class Base:
     seed: int = 0  # of fresh parameters and samples
     start_percentile: float = 99.95  # as in `minilm_splade`
     start_deviations: float | None = None
-    tokenizer: Tokenizer = None  # of the side with a network, which is built first
-    vocab_size: int | None = None
-    network: Transformer = None  # of the same side, for a query side that shares it
+    vocab_size: int = 0  # of the side with a network, which is built first
+    network: Transformer = None  # of the same side, for a query side that shares it, or its tokenizer
 
 
 def build_mlm(spec: EncoderSpec, base: Base) -> list[Module]:
@@ -94,7 +93,7 @@ def build_mlp(spec: EncoderSpec, base: Base) -> list[Module]:
     with seeded(base.seed):
         weights = TokenWeights(
             transformer.get_embedding_dimension(),
-            rows if base.vocab_size is None else base.vocab_size,
+            base.vocab_size or rows,
             activation=spec.activation or "relu",
             scale=spec.scale,
             ignore_ids=_ignored(spec, transformer),
@@ -132,19 +131,29 @@ def build_binary(spec: EncoderSpec, base: Base) -> list[Module]:
 
 def build_idf(spec: EncoderSpec, base: Base) -> list[Module]:
     """The inverse document frequency of each distinct token."""
-    vocab_size = _vocab_size(base)
-    if spec.idf is None:
-        weights = _counted_idf(base, vocab_size)
-    else:
-        weights = [1.0] * vocab_size  # what OpenSearch gives to tokens that the file does not list
-        for token, weight in json.loads(Path(spec.idf).read_text(encoding="utf-8")).items():
-            place = base.tokenizer.convert_tokens_to_ids(token)
-            if place is not None and place != base.tokenizer.unk_token_id:
-                weights[place] = float(weight)
+    weights = _counted_idf(base) if spec.idf is None else _listed_idf(spec.idf, base)
     return _static(spec, base, weights)
 
 
-def _counted_idf(base: Base, vocab_size: int) -> list[float]:
+def _listed_idf(file: str, base: Base) -> list[float]:
+    """The weights of a JSON file of token -> weight; 1 for tokens that it does not list, as OpenSearch has it."""
+    try:
+        listed = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"idf must name a JSON file of token -> weight, got {file}: {error}.") from error
+    weights, tokenizer = dict[int, float](), base.network.tokenizer
+    for token, weight in listed.items() if isinstance(listed, dict) else ():
+        NOT_NEGATIVE(f"idf: the weight of {token!r} in {file}", weight)
+        place = tokenizer.convert_tokens_to_ids(token)
+        if place not in (None, tokenizer.unk_token_id):
+            weights[place] = float(weight)
+    if not weights:
+        remedy = "take the file of this model's vocabulary, or leave idf out."
+        raise ValueError(f"idf must name a JSON file of token -> weight, got no token of the model in {file}; {remedy}")
+    return [weights.get(place, 1.0) for place in range(base.vocab_size)]
+
+
+def _counted_idf(base: Base) -> list[float]:
     """``log(1 + (N - df + 1/2) / (df + 1/2))``, the IDF of BM25."""
     if not base.texts:
         remedy = "pass texts=[..], or idf=, a JSON file of token -> weight."
@@ -152,11 +161,11 @@ def _counted_idf(base: Base, vocab_size: int) -> list[float]:
     found: Counter[int] = Counter()
     for begin in range(0, len(base.texts), 256):
         batch = list(base.texts[begin : begin + 256])
-        rows = base.tokenizer(batch, add_special_tokens=False, truncation=True, max_length=base.max_length)
+        rows = base.network.tokenizer(batch, add_special_tokens=False, truncation=True, max_length=base.max_length)
         for row in rows["input_ids"]:
             found.update(set(row))
     total = len(base.texts)
-    return [math.log1p((total - found[v] + 0.5) / (found[v] + 0.5)) for v in range(vocab_size)]
+    return [math.log1p((total - found[v] + 0.5) / (found[v] + 0.5)) for v in range(base.vocab_size)]
 
 
 def _static(spec: EncoderSpec, base: Base, weights: list[float]) -> list[Module]:
@@ -166,19 +175,13 @@ def _static(spec: EncoderSpec, base: Base, weights: list[float]) -> list[Module]
 
     from tilefold.modules import StaticQuery
 
-    vocab_size, weight = _vocab_size(base), torch.tensor(weights)
-    if spec.trainable or len(base.tokenizer.get_vocab()) != vocab_size:
-        module = StaticQuery(base.tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)
+    vocab_size, weight, tokenizer = base.vocab_size, torch.tensor(weights), base.network.tokenizer
+    if spec.trainable or len(tokenizer.get_vocab()) != vocab_size:
+        module = StaticQuery(tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)
     else:
-        module = SparseStaticEmbedding(base.tokenizer, weight.expand(vocab_size).clone(), frozen=True)
+        module = SparseStaticEmbedding(tokenizer, weight.expand(vocab_size).clone(), frozen=True)
     module.max_seq_length = base.network.max_seq_length  # which a short position table may have cut
     return [module]
-
-
-def _vocab_size(base: Base) -> int:
-    if base.vocab_size is None:
-        raise ValueError("an encoder without a network needs the vocabulary of the other side, which has none either.")
-    return base.vocab_size
 
 
 def head_rows(transformer: Transformer) -> int:

@@ -45,6 +45,11 @@ def number(accept: Callable[[float], bool], expected: str, *, optional: bool = F
     return rule(taken, f"a number {expected}")
 
 
+def one_of(*names: str) -> Check:
+    """A rule: one of these names, or ``None``."""
+    return rule(lambda value: value is None or value in names, f"one of {', '.join(names)}, or None")
+
+
 flag = rule(lambda value: isinstance(value, bool), "True or False")
 optional_flag = rule(lambda value: value is None or isinstance(value, bool), "True, False or None")
 POSITIVE = number(lambda value: value > 0, "greater than 0")
@@ -53,6 +58,9 @@ NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
 RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
 REGULARIZERS = ("flops", "l1", "l2", "df_flops", "anti_zero", "none")
 NAME = rule(lambda value: isinstance(value, str) and value != "", "'minilm', a folder or a model name")
+OPTIONAL_NAME = rule(
+    lambda value: value is None or (isinstance(value, str) and value != ""), "a path or a name, or None"
+)
 SEED = rule(lambda value: is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32")
 
 
@@ -173,6 +181,9 @@ class TrainingSettings(Settings):
             raise ValueError("graphs must be False with mini_batch_size, whose parts run without them, got True.")
 
 
+# those of HeadPooling, which imports torch
+POOLINGS = ("max", "sum", "mean", "cls", "last")
+ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "log1p_softplus", "none")
 _NETWORK = frozenset({"activation", "layers", "shared_network"})
 _HEAD = _NETWORK | {"logit_scale", "top_k", "normalize"}
 _CAUSAL = (_HEAD - {"layers"}) | {"pooling", "drop_special_tokens", "lora"}
@@ -230,31 +241,36 @@ class EncoderSpec(Settings):
     """
 
     kind: str = "mlm"
-    base_model: str | None = None
-    pooling: str | None = None
-    activation: str | None = None
+    base_model: str | None = checked(None, OPTIONAL_NAME)
+    pooling: str | None = checked(None, one_of(*POOLINGS))
+    activation: str | None = checked(None, one_of(*ACTIVATIONS))
     logit_scale: float | None = checked(None, OPTIONAL_POSITIVE)
     drop_special_tokens: bool | None = checked(None, optional_flag)
     top_k: int | None = checked(None, whole(optional=True))
-    normalize: str | None = None
+    normalize: str | None = checked(None, one_of("l2"))
     scale: float | None = checked(None, OPTIONAL_POSITIVE)
     trainable: bool | None = checked(None, optional_flag)
-    idf: str | None = None
+    idf: str | None = checked(None, OPTIONAL_NAME)
     layers: int | None = checked(None, whole(optional=True))
     shared_network: bool = checked(False, flag)
     lora: int | None = checked(None, whole(optional=True))
     literal_residual: bool | None = checked(None, optional_flag)
-    head_model: str | None = None
+    head_model: str | None = checked(None, OPTIONAL_NAME)
     saturation: float | None = checked(None, OPTIONAL_POSITIVE)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {sorted(KINDS)}, got {self.kind!r}.")
+        rule(lambda kind: kind in tuple(KINDS), f"one of {sorted(KINDS)}")("kind", self.kind)
         allowed = KINDS[self.kind] | {"kind", "base_model"}
         given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, field.default)}
         if extra := sorted(given - allowed):
             raise ValueError(f"{extra[0]} does not apply to an encoder of kind {self.kind!r}; leave it out.")
         super().__post_init__()
+        if self.kind == "prosper" and self.pooling in ("sum", "mean"):
+            raise ValueError(f"pooling must be last, cls or max for kind 'prosper', got {self.pooling!r}.")
+        if self.pooling == "cls" and self.drop_special_tokens:
+            raise ValueError(
+                "drop_special_tokens must be left out with pooling 'cls', which reads one of them, got True."
+            )
 
     @property
     def has_network(self) -> bool:

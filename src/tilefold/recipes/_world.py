@@ -20,6 +20,7 @@ class World:
     def __init__(self) -> None:
         import torch.distributed as dist
 
+        self._dist: Any = dist
         self.rank, self.size, self._group = 0, 1, None
         self._numbers: list[Any] = []  # of the call before: a tensor, and the work that fills it
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -27,17 +28,13 @@ class World:
             self._group = dist.new_group(backend="gloo")
 
     def close(self) -> None:
-        import torch.distributed as dist
-
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            self._dist.destroy_process_group(self._group)
 
     def first(self, make: Callable[[], T]) -> T:
         """Have the first rank call `make`; its result on every rank, or an error on every rank."""
         if self._group is None:
             return make()
-        import torch.distributed as dist
-
         said: list[Any] = [None, None]
         error = None
         if self.rank == 0:
@@ -46,7 +43,7 @@ class World:
             except Exception as raised:  # whatever it is, the others must hear of it
                 error, said[1] = raised, f"rank 0: {type(raised).__name__}: {raised}"
         with self.telling():
-            dist.broadcast_object_list(said, 0, group=self._group)
+            self._dist.broadcast_object_list(said, 0, group=self._group)
         if error is not None:
             raise error
         if said[1] is not None:
@@ -58,11 +55,9 @@ class World:
         """The values of all ranks, in their order."""
         if self._group is None:
             return [value]
-        import torch.distributed as dist
-
         found: list[Any] = [None] * self.size
         with self.telling():
-            dist.all_gather_object(found, value, group=self._group)
+            self._dist.all_gather_object(found, value, group=self._group)
         return found
 
     def mean(self, values: Sequence[float]) -> list[float]:
@@ -77,11 +72,13 @@ class World:
         if self._group is None:
             return number
         import torch
-        import torch.distributed as dist
 
         before, mine = self._numbers, torch.tensor([number])
         with self.telling():
-            self._numbers = [mine, dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)]
+            self._numbers = [
+                mine,
+                self._dist.all_reduce(mine, self._dist.ReduceOp.MAX, group=self._group, async_op=True),
+            ]
             if before:
                 before[1].wait()
         return int(before[0].item()) if before else 0

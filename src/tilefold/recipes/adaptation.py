@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilefold._typing import Model, Network, Tokenizer
-from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, Settings, checked, whole
+from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, SEED, Settings, checked, optional_flag, whole
 from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.loading import supports_bf16
 
@@ -27,8 +27,8 @@ class AdaptationRecipe(Settings):
     warmup_steps: int = checked(1000, whole(0))  # over which the learning rate rises
     activated_weight: float = checked(1.0, NOT_NEGATIVE)  # of the loss on ``log1p(relu(logits))``
     chunk: int = checked(1024, whole())  # positions whose logits exist at a time
-    bf16: bool | None = None  # autocast; None uses it where the hardware has it
-    seed: int = 0  # of the order of blocks
+    bf16: bool | None = checked(None, optional_flag)  # autocast; None uses it where the hardware has it
+    seed: int = checked(0, SEED)  # of the order of blocks
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,9 @@ def _check_head(network: Network) -> None:
     import torch
 
     from tilefold.integrations.transformers.packed import in_eval_mode
+    from tilefold.modules.prosper import linear_head
 
-    head = getattr(network, "get_output_embeddings", lambda: None)()
-    if head is None or type(head).forward is not torch.nn.Linear.forward:
-        got = f"{type(head).__name__} in {type(network).__name__}"
-        remedy = "load a ...ForCausalLM, and leave lm_head out of adapters."
-        raise ValueError(f"network must have a plain linear LM head, got {got}; {remedy}")
+    head = linear_head(network)
     with in_eval_mode(network), torch.no_grad():
         ids = torch.arange(4, device=head.weight.device)[None] % head.out_features
         hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import random
 import tempfile
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold._files import sha256_file
 from tilefold._typing import Model, Tokenizer
+from tilefold.recipes._settings import number, whole
 from tilefold.recipes.loading import local_only, quiet_libraries, seeded, stay_offline
 from tilefold.retrieval.errors import MissingPackageError
 
@@ -96,12 +96,12 @@ def minilm_splade(
         seed: picks the sample; equal seeds give equal models.
         device: as in sentence-transformers, which chooses by default.
     """
-    if not sample_texts:
-        raise ValueError("sample_texts must hold at least one text, got an empty list: they set the decoder bias.")
-    if not 0.0 < percentile < 100.0:
-        raise ValueError(f"percentile must lie between 0 and 100, got {percentile!r}.")
-    if deviations is not None and not math.isfinite(deviations):
-        raise ValueError(f"deviations must be a finite number or None, got {deviations!r}.")
+    if isinstance(sample_texts, str) or not sample_texts:
+        got = "a text" if sample_texts else "an empty list"
+        raise ValueError(f"sample_texts must hold at least one text, got {got}: they set the decoder bias.")
+    number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
+    number(lambda value: True, "or None", optional=True)("deviations", deviations)
+    whole(optional=True)("layers", layers)
     if not 2 < max_length <= 512:
         raise ValueError(f"max_length must be from 3 to 512 tokens for MiniLM, got {max_length!r}.")
     path = minilm_path()

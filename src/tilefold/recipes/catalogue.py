@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,9 +40,7 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as a JSON object, with the configuration's fields."""
-        names = ("name", "summary", "paper", "needs", "published", "publishes", "base")
-        told = {name: list(self.needs) if name == "needs" else getattr(self, name) for name in names}
-        return {**told, "kind": type(self.recipe).__name__, "recipe": self.recipe.to_dict()}
+        return {**asdict(self), "needs": list(self.needs), "kind": type(self.recipe).__name__}
 
 
 def _entries() -> Iterator[Entry]:

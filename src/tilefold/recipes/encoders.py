@@ -82,7 +82,7 @@ def _both_sides(query: EncoderSpec, document: EncoderSpec, base: Base) -> tuple[
         raise ValueError(f"one side must have a network, got kinds {query.kind!r} and {document.kind!r}.")
     modules = BUILDERS[first.kind](first, base)
     network, vocab_size = modules[0], modules[-1].get_embedding_dimension()
-    other = replace(base, tokenizer=network.tokenizer, vocab_size=vocab_size, network=network)
+    other = replace(base, vocab_size=vocab_size, network=network)
     others = BUILDERS[second.kind](second, other)
     sizes = [side[-1].get_embedding_dimension() for side in (modules, others)]
     prints = [vocabulary_fingerprint(side[0].tokenizer) for side in (modules, others)]
@@ -108,12 +108,15 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
         remedy = "Load it where you trust it, and save its state_dict with safetensors as sparse_linear.safetensors."
         got = "a file that cannot be read as such; it was not run"
         raise ValueError(f"{path} must hold tensors alone, got {got}. {remedy}") from error
-    shapes = {name: list(value.shape) for name, value in state.items()} if isinstance(state, dict) else {}
+    tensors = state.items() if isinstance(state, dict) else ()
+    shapes = {name: list(value.shape) for name, value in tensors if isinstance(value, torch.Tensor)}
     weight = shapes.get("weight", [])
     if set(shapes) != {"weight", "bias"} or len(weight) != 2 or weight[0] != 1 or shapes["bias"] != [1]:
         raise ValueError(
             f"{path} must hold weight [1, D] and bias [1] of a linear layer to one number, got {shapes or type(state)}."
         )
+    if not all(bool(value.isfinite().all()) for value in state.values()):
+        raise ValueError(f"{path} must hold finite numbers, got NaN or infinity; fetch the file again.")
     return {name: value.float() for name, value in state.items()}
 
 
@@ -191,11 +194,10 @@ def mlm_head(network: Network, **options: Any) -> SplateHead:
     """A copy of the head of a BERT-like ``...ForMaskedLM`` with a fresh adapter before it; `options` of SplateHead."""
     import torch
 
+    from tilefold.modules.prosper import linear_head
     from tilefold.modules.splate import SplateHead
 
-    decoder = network.get_output_embeddings()
-    if not isinstance(decoder, torch.nn.Linear):
-        raise ValueError(f"masked_lm must have a linear LM head, got {type(decoder).__name__}; merge adapters first.")
+    decoder = linear_head(network)
     heads = [(_inside(network, dense), _inside(network, norm), activation) for dense, norm, activation in _HEADS]
     dense, norm, activation = next((head for head in heads if head[0] and head[1]), (None, None, None))
     if dense is None or norm is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ __all__ = ["LOG", "PLOT", "fast_inference", "load_saved", "newest_step", "quiet_
 __all__ += ["supports_bf16"]
 
 M = TypeVar("M", bound=Model)
+_loading = threading.RLock()
 LOGGERS = ("sentence_transformers", "accelerate", "datasets", "huggingface_hub")
 
 _KINDS = {
@@ -35,8 +37,8 @@ _KINDS = {
 def saved_kind(name_or_path: str) -> str:
     """Return "sparse", "multi-vector", "dense", "cross-encoder", or "backbone" for any other or unknown model."""
     saved = _read(name_or_path, "config_sentence_transformers.json")
-    if isinstance(saved, dict) and saved.get("model_type") in _KINDS:
-        return _KINDS[saved["model_type"]]
+    if isinstance(saved, dict) and (kind := _KINDS.get(str(saved.get("model_type")))):
+        return kind
     modules = saved_modules(name_or_path)
     if any(".sparse_encoder." in module for module in modules):
         return "sparse"
@@ -61,7 +63,10 @@ def check_masked_lm(name_or_path: str) -> None:
 def saved_architectures(name_or_path: str) -> list[str] | None:
     """The classes that ``config.json`` of a model names; None without that file."""
     config = _read(name_or_path, "config.json")
-    return [str(name) for name in (config.get("architectures") or [])] if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def saved_modules(name_or_path: str) -> list[str]:
@@ -145,7 +150,6 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
     """Refuse what transformers loads in this context if weights, but for poolers, are not in the files."""
     from transformers import PreTrainedModel
 
-    stock = PreTrainedModel.__dict__["from_pretrained"]
     fresh: list[str] = []
 
     def from_pretrained(cls: Any, /, *args: object, **kwargs: object) -> Any:
@@ -155,11 +159,13 @@ def whole_weights(name_or_path: str) -> Iterator[None]:
             fresh.extend(sorted(key for key in info["missing_keys"] if "pooler" not in key))
         return (model, info) if asked else model
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    try:
-        yield
-    finally:
-        PreTrainedModel.from_pretrained = stock
+    with _loading:  # else threads would put back each other's method, and miss weights that are not there
+        stock = PreTrainedModel.__dict__["from_pretrained"]
+        PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        try:
+            yield
+        finally:
+            PreTrainedModel.from_pretrained = stock
     if fresh:
         got = f"{len(fresh)} weights are not in its files and would be random, {fresh[0]} first"
         remedy = "Fetch it whole, or save it again with the class that config.json names."

@@ -14,15 +14,7 @@ from tilefold._typing import Model, Module
 from tilefold.recipes import _settings as rules
 from tilefold.recipes._settings import REGULARIZERS, EncoderSpec, RegularizerSpec, Settings
 from tilefold.recipes._trainer import run_trainer
-from tilefold.recipes._training import (
-    Examples,
-    Recipe,
-    TrainingJob,
-    TrainResult,
-    pair_examples,
-    train,
-    training_pairs,
-)
+from tilefold.recipes._training import Examples, Recipe, TrainingJob, TrainResult, pair_examples, train, training_pairs
 from tilefold.recipes.encoders import Base, build_encoder
 from tilefold.retrieval.provenance import texts_digest
 
@@ -101,6 +93,7 @@ class LsrRecipe(SparseRecipe):
             raise ValueError("query_regularizer: per_position must be False, a group has one query.")
         if not isinstance(self.loss, Mapping) or not self.loss or set(self.loss) - set(LOSSES):
             raise ValueError(f"loss must map names out of {', '.join(LOSSES)} to weights, got {self.loss!r}.")
+        object.__setattr__(self, "loss", dict(self.loss))  # which nobody else changes, and which files can keep
         for name, weight in self.loss.items():
             rules.POSITIVE(f"loss[{name!r}]", weight)
         compares = self.needs_scores or "pairwise_softmax" in self.loss

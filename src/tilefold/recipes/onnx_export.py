@@ -243,6 +243,8 @@ def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | 
     except Exception as error:
         why = f"{type(error).__name__}: {error}; set its max_seq_length if it has fewer positions"
         raise ValueError(f"model: expected one that encodes texts of {max(LENGTHS)} words, got {why}.") from error
+    if not bool(exact.any()):
+        raise ValueError("model: expected weights above 0 of random texts, got empty vectors. Train the model first.")
     got = _encoded(exported, texts)
     if top_k is not None:  # entries that tie with the last one may be others
         last = exact.topk(top_k, dim=1).values[:, -1:]

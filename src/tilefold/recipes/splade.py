@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -126,9 +127,7 @@ def untrained_splade(
             try:
                 names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
                 with atomic_directory(folder, own_names=names) as cached:
-                    for file in Path(made).rglob("*"):
-                        target = cached / file.relative_to(made)
-                        target.mkdir(parents=True) if file.is_dir() else target.write_bytes(file.read_bytes())
+                    shutil.copytree(made, cached, copy_function=shutil.copyfile, dirs_exist_ok=True)
             except (OSError, InUseError) as error:
                 _logger.warning("the untrained start could not be cached: %s", error)
             return loading.load_saved(made, "sparse")
