@@ -131,6 +131,15 @@ def test_ours_and_the_baselines_compute_one_function(op: str, variant: str, impl
     assert all((row.forward_backward_p50_ms is None) is (variant == "csr") for row in rows)
 
 
+@pytest.mark.parametrize(("op", "impls"), [("maxsim", ("tilefold", "eager")), ("entmax", ("tilefold", "sort"))])
+def test_fp64_is_held_to_the_errors_of_fp64(op: str, impls: tuple[str, ...]) -> None:
+    rows = run_case(get_spec(op), tiny(op, dtype="float64"), replace(OPTIONS, impls=impls), CEILINGS)
+    assert [row.status for row in rows] == ["ok", "ok"], [row.note for row in rows]
+    case = tiny(op, dtype="float64")
+    gate = get_spec(op).make_gate(case, get_spec(op).make_inputs(case, CPU, 0))
+    assert (gate.ours or parts.BUDGETS["float64"]).forward < 1e-12
+
+
 def test_softmax_is_timed_but_another_function() -> None:
     (row,) = run_case(get_spec("entmax"), tiny("entmax"), replace(OPTIONS, impls=("softmax",)), CEILINGS)
     assert row.status == "ok" and row.forward_error is None
@@ -180,6 +189,16 @@ def test_an_implementation_that_raises_or_does_not_fit_costs_only_its_own_row() 
     broken, oom, good = run_case(spec, tiny("lsr_head"), OPTIONS, CEILINGS)
     assert (broken.status, broken.note) == ("ERROR", "ZeroDivisionError: no such kernel") and broken.failed_gate
     assert (oom.status, oom.failed_gate, good.status) == ("OOM", False, "ok")
+    calls = iter(range(100))
+
+    def late(inputs: Inputs) -> Runnable:
+        right = lsr_head.SPEC.implementations[0].build(inputs)
+        return replace(right, forward=lambda: right.forward() if next(calls) < 1 else torch.zeros(2).view(3))
+
+    rows = (Implementation("late", late, "ours"), lsr_head.SPEC.implementations[0])
+    late_row, good = run_case(replace(lsr_head.SPEC, implementations=rows), tiny("lsr_head"), OPTIONS, CEILINGS)
+    assert late_row.status == "ERROR" and late_row.failed_gate, "it raised while it was timed"
+    assert good.status == "ok" and good.forward_p50_ms is not None
     large = replace(lsr_head.SPEC, needs_bytes=lambda case, impl: 1 << 60)
     skipped = run_case(large, tiny("lsr_head"), OPTIONS, CEILINGS)[0]
     assert skipped.status == "skipped" and "GiB free" in skipped.note
@@ -224,6 +243,8 @@ def test_a_run_judges_the_claims_of_which_it_measured_both_sides() -> None:
     assert (time.ours, time.other, time.outcome) == (1.1, 1.0, "pass")
     assert (memory.ours, memory.other, memory.outcome) == (100.0, 700.0, "miss")
     assert "| 1, 1.1 ms | 0.909 (0.87) | pass |" in claims.table([time])[2]
+    nothing = claims.judge(memory.claim, [row("tilefold", 1.1, 0.0), rows[1]])
+    assert nothing.outcome == "not measured", "memory that was too little to be seen"
     assert claims.judged("lsr_head", rows[:1]) == claims.judged("lsr_head", []) == []
 
 

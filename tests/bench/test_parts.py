@@ -86,8 +86,8 @@ def test_a_peak_is_seen_even_when_the_memory_is_gone_again() -> None:
 
 def test_a_fresh_process_weighs_the_plain_head_by_its_logits_and_ours_without_them() -> None:
     logits_mib = 2 * 128 * 30522 * 4 / 2**20
-    plain = measure_peaks("lsr_head", SMALL, "eager", 0)
-    ours = measure_peaks("lsr_head", SMALL, "tilefold", 0)
+    plain = measure_peaks("lsr_head", SMALL, "eager")
+    ours = measure_peaks("lsr_head", SMALL, "tilefold")
     assert plain["forward"] > logits_mib
     assert plain["forward_backward"] > 2 * logits_mib
     assert ours["forward_backward"] < plain["forward_backward"] / 2
@@ -95,7 +95,7 @@ def test_a_fresh_process_weighs_the_plain_head_by_its_logits_and_ours_without_th
 
 def test_a_measuring_process_that_dies_says_so() -> None:
     impossible = replace(SMALL, dims={"B": 1, "S": 1, "D": -1, "V": 8})
-    refused(RuntimeError, "negative dimension", measure_peaks, "lsr_head", impossible, "eager", 0)
+    refused(RuntimeError, "negative dimension", measure_peaks, "lsr_head", impossible, "eager")
     refused(RuntimeError, "was killed, most likely for lack of memory", in_fresh_process, os._exit, 1)
 
 

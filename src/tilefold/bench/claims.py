@@ -68,7 +68,8 @@ class Verdict:
     def times(self) -> float:
         """How many times better ours is."""
         more = self.claim.column in (BATCH, RATE)
-        return self.ours / self.other if more else self.other / self.ours
+        better, worse = (self.ours, self.other) if more else (self.other, self.ours)
+        return better / worse if worse else math.nan  # 0: too little memory to be seen
 
     @property
     def outcome(self) -> str:
@@ -93,13 +94,14 @@ def judge(claim: Claim, rows: Sequence[Row], note: str = "") -> Verdict:
     """A claim by the rows of its file: of several of a side, the best."""
     more = claim.column in (BATCH, RATE)
     values: dict[str, float] = {}
-    for row in rows:
-        side, text = row.get(claim.side, ""), row.get(claim.column, "")
-        if text and all(row.get(name) == value for name, value in claim.where.items()):
-            values[side] = (max if more else min)(values.get(side, float(text)), float(text))
     conditions = ""
     for row in rows:
-        if row.get(claim.side) == claim.ours and all(row.get(name) == value for name, value in claim.where.items()):
+        if any(row.get(name) != value for name, value in claim.where.items()):
+            continue
+        side = row.get(claim.side, "")
+        if text := row.get(claim.column):
+            values[side] = (max if more else min)(values.get(side, float(text)), float(text))
+        if side == claim.ours:
             versions = f"torch {row['torch']}" + (f", Triton {row['triton']}" if row.get("triton") else "")
             threads = "" if row.get("cuda") else f", {row['threads']} threads"
             conditions = f"{row['device']}{threads}, {versions}, {row['date'][:10]}{note}"

@@ -41,11 +41,11 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
 
 
 class _SortedEntmax15(torch.autograd.Function):
-    """The exact threshold from sorted scores (Peters et al., arXiv 1905.05702), in fp32."""
+    """The exact threshold from sorted scores (Peters et al., arXiv 1905.05702), in fp32 (fp64)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        half = x.float() / 2
+        half = x.to(torch.promote_types(x.dtype, torch.float32)) / 2
         half = half - half.amax(dim=-1, keepdim=True)
         sorted_half = half.sort(dim=-1, descending=True).values
         size = torch.arange(1, x.size(-1) + 1, device=x.device)
@@ -60,7 +60,7 @@ class _SortedEntmax15(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dp: Tensor) -> Tensor:
         (root,) = ctx.saved_tensors
-        weighted = root * dp.float()
+        weighted = root * dp.to(root.dtype)
         dx: Tensor = weighted - root * (weighted.sum(-1, keepdim=True) / root.sum(-1, keepdim=True))
         return dx.to(dp.dtype)
 

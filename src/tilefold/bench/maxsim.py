@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tilefold import testing
 from tilefold.bench import spec
+from tilefold.bench.spec import BUDGETS
 from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
 _PACKED_SHARE = 1 / 6  # shortest document of a packed case as a share of the longest; lengths are evenly spread
 DOCUMENTS = 4  # documents that are checked against every query, beside two queries against every document
 CHUNK_BYTES = 2**27  # fp64 similarities held at a time
 AMBIGUOUS = 2e-6  # fp32 evaluation order moves a similarity of unit vectors by less than this
-QUANTIZED_BUDGET = spec.Budget(forward=spec.BUDGETS["float32"].forward, gradient=0.0)
+QUANTIZED_BUDGET = spec.Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
 
 
 def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
@@ -112,8 +113,8 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
             "out[:, d]": spec.Part(lambda t: t[:, chosen], torch.stack(columns, dim=1)),
         },
         {"dqueries": spec.Part(lambda t: t[few], dqueries), "ddocuments": spec.Part(taken, torch.cat(parts))},
-        # scores are fp32 whatever the input
-        ours=spec.Budget(spec.BUDGETS["float32"].forward, spec.BUDGETS[case.dtype].gradient),
+        # scores are fp32, and fp64 of fp64
+        ours=spec.Budget(min(BUDGETS[name].forward for name in ("float32", case.dtype)), BUDGETS[case.dtype].gradient),
         documents=tuple(chosen),
     )
 
@@ -143,9 +144,12 @@ def _document_truth(inputs: spec.Inputs, document: int, step: int) -> tuple[Tens
     return torch.cat(values), gradient
 
 
-def materialised_scores(queries: Tensor, documents: Tensor, _: None = None) -> Tensor:
+def materialised_scores(queries: Tensor, documents: Tensor, valid: Tensor | None = None) -> Tensor:
     """The einsum of late-interaction libraries: every similarity ``[Nq, Nd, Lq, Ld]``, then maximum and sum."""
-    return torch.einsum("qid,njd->qnij", queries, documents).amax(dim=3).float().sum(dim=2)
+    similarities = torch.einsum("qid,njd->qnij", queries, documents)
+    if valid is not None:
+        similarities = similarities.masked_fill(~valid[:, None], float("-inf"))
+    return similarities.amax(dim=3).sum(dim=2, dtype=torch.promote_types(queries.dtype, torch.float32))
 
 
 def _stock(inputs: spec.Inputs) -> Callable[..., Tensor]:
@@ -159,8 +163,7 @@ def _stock(inputs: spec.Inputs) -> Callable[..., Tensor]:
 
     def padded(queries: Tensor, documents: Tensor, _: Tensor) -> Tensor:
         tokens = documents.new_zeros(*valid.shape, documents.size(1)).index_put(place, documents)
-        similarities = torch.einsum("qid,njd->qnij", queries, tokens).masked_fill(~valid[:, None], float("-inf"))
-        return similarities.amax(dim=3).float().sum(dim=2)
+        return materialised_scores(queries, tokens, valid)
 
     return padded
 

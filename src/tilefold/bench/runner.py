@@ -24,6 +24,7 @@ from tilefold.bench.spec import (
     get_spec,
 )
 
+SEED = 0  # of the inputs
 CSV_KEY = ("op", "case", "dtype", "impl")
 _MEMORY_SHARE = 0.8  # of the free memory that a case may be expected to take
 
@@ -60,11 +61,26 @@ class BenchRow:
     forward_backward_peak_mib: float | None = None
     ceiling_tflops: float | None = None
     ceiling_tbps: float | None = None
-    failed_gate: bool = field(default=False, repr=False)
+    kind: str = field(default="ours", repr=False)  # of the implementation; not in the CSV
+
+    @property
+    def failed_gate(self) -> bool:
+        """Whether the row is wrong: its check failed, or an implementation of ours raised an error."""
+        return self.status == "FAILED" or (self.status == "ERROR" and self.kind == "ours")
+
+    def fail(self, error: Exception) -> None:
+        """Say why there is no time: one implementation must not take the others' rows with it."""
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            self.status, self.note = "OOM", "out of device memory"
+        elif isinstance(error, NotApplicable):
+            self.status, self.note = "skipped", str(error)
+        else:
+            lines = str(error).strip().splitlines()
+            self.status, self.note = "ERROR", f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
     def record(self) -> dict[str, object]:
         """The row as CSV fields."""
-        return {name: value for name, value in asdict(self).items() if name != "failed_gate"}
+        return {name: value for name, value in asdict(self).items() if name != "kind"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,6 @@ class RunOptions:
     impls: Sequence[str] | None = None  # names to run, by default those of the device
     budget: timing.TimeBudget = field(default_factory=timing.TimeBudget)
     memory: bool = True  # measure peak memory too, on a CPU in a process for each implementation
-    seed: int = 0  # of the inputs
     limit: float = math.inf  # seconds after which no further case is begun
     progress: Callable[[str], None] = lambda text: None
 
@@ -90,7 +105,7 @@ def chosen_implementations(spec: BenchSpec, options: RunOptions) -> list[Impleme
 
 def run_case(spec: BenchSpec, case: BenchCase, options: RunOptions, ceilings: Ceilings) -> list[BenchRow]:
     """Gate, weigh and time the chosen implementations on ``case``; nothing that they raise escapes."""
-    inputs = spec.make_inputs(case, options.device, options.seed)
+    inputs = spec.make_inputs(case, options.device, SEED)
     options.progress(f"{spec.op}: {case.name}: computing the fp64 ground truth")
     gate = spec.make_gate(case, inputs)
     rows: list[BenchRow] = []
@@ -101,6 +116,7 @@ def run_case(spec: BenchSpec, case: BenchCase, options: RunOptions, ceilings: Ce
             case=case.name,
             dtype=case.dtype,
             impl=implementation.name,
+            kind=implementation.kind,
             dims=" ".join(f"{name}={size}" for name, size in case.dims.items()),
             variant=case.variant,
             valid_tokens=inputs.valid_tokens,
@@ -142,41 +158,34 @@ def _check_and_weigh(
             result = gate.check(runnable, implementation.kind)
             row.forward_error, row.gradient_error = result.worst(gradients=False), result.worst(gradients=True)
             if not result.passed:
-                row.status, row.failed_gate = "FAILED", True
-                row.note = "; ".join(result.failures) or "the gate checked nothing"
+                row.status, row.note = "FAILED", "; ".join(result.failures) or "the gate checked nothing"
                 return None
             if options.memory:
                 for phase, peak in _peaks(spec, case, runnable, row.impl, options).items():
                     setattr(row, f"{phase}_peak_mib", peak)
         return runnable
-    except torch.cuda.OutOfMemoryError:
-        row.status, row.note = "OOM", "out of device memory"
-    except NotApplicable as reason:
-        row.status, row.note = "skipped", str(reason)
-    except Exception as error:  # one implementation must not take the others' rows with it
-        lines = str(error).strip().splitlines()
-        row.status, row.note = "ERROR", f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-        row.failed_gate = implementation.kind == "ours"
+    except Exception as error:
+        row.fail(error)
     return None
 
 
 def _peaks(spec: BenchSpec, case: BenchCase, runnable: Runnable, impl: str, options: RunOptions) -> Mapping[str, float]:
     if options.device.type != "cuda":
-        return measure_peaks(spec.op, case, impl, options.seed)
+        return measure_peaks(spec.op, case, impl)
     runs = {phase: getattr(runnable, phase) for phase in PHASES}
     return {phase: timing.cuda_extra_peak_mib(run) for phase, run in runs.items() if run is not None}
 
 
-def measure_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str, float]:
+def measure_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
     """Peak resident MiB above the inputs of ``"forward"`` and ``"forward_backward"``, taken in a fresh process."""
-    return timing.in_fresh_process(_resident_peaks, op, case, impl, seed)
+    return timing.in_fresh_process(_resident_peaks, op, case, impl)
 
 
-def _resident_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str, float]:
+def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
     spec, device = get_spec(op), torch.device(case.device)
     build = spec.implementation(impl).build
-    runnable = build(spec.make_inputs(case, device, seed))
-    probe = build(spec.make_inputs(spec.probe(case), device, seed))
+    runnable = build(spec.make_inputs(case, device, SEED))
+    probe = build(spec.make_inputs(spec.probe(case), device, SEED))
     peaks: dict[str, float] = {}
     for phase in PHASES:  # the smaller phase first: where the high-water mark cannot be reset it only grows
         run, warm = getattr(runnable, phase), getattr(probe, phase)
@@ -187,21 +196,21 @@ def _resident_peaks(op: str, case: BenchCase, impl: str, seed: int) -> dict[str,
 
 
 def _time_phase(rows: Sequence[BenchRow], runnables: Mapping[str, Runnable], phase: Phase, options: RunOptions) -> None:
-    """Time all together; if memory gives out, one by one, so that only the culprit loses its time."""
+    """Time all together; if one raises an error, one by one, so that only the culprit loses its time."""
     runs = {row.impl: getattr(runnables[row.impl], phase) for row in rows if row.status == "ok"}
     runs = {name: run for name, run in runs.items() if run is not None}
     _release(options.device)
     try:
         measured = timing.time_all(runs, options.device, options.budget)
-    except torch.cuda.OutOfMemoryError:
+    except Exception:  # of one that is found below
         measured = {}
     for row in rows:
         if row.impl in runs and row.impl not in measured:
             _release(options.device)
             try:
                 measured |= timing.time_all({row.impl: runs[row.impl]}, options.device, options.budget)
-            except torch.cuda.OutOfMemoryError:
-                row.status, row.note = "OOM", "out of device memory"
+            except Exception as error:
+                row.fail(error)
         if row.impl in measured:
             for percentile in ("p20", "p50", "p80"):
                 setattr(row, f"{phase}_{percentile}_ms", getattr(measured[row.impl], percentile))

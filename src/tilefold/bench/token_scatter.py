@@ -190,13 +190,5 @@ CASES = (
 
 PROBE = {"B": 2, "S": 8, "V": 96}  # too small to matter
 SPEC = spec.BenchSpec(
-    "token_scatter",
-    CASES,
-    IMPLEMENTATIONS,
-    "scatter-reduce",
-    make_inputs,
-    make_gate,
-    PROBE,
-    work,
-    _needs_bytes,
+    "token_scatter", CASES, IMPLEMENTATIONS, "scatter-reduce", make_inputs, make_gate, PROBE, work, _needs_bytes
 )

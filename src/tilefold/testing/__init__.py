@@ -17,17 +17,14 @@ log1p_relu, ``y (1 + e^y)`` for log1p_log1p_relu, below 1 for softplus, 0 for re
 budgets are those of ``c = 2``; for larger ones they are ``1.3 sqrt((c^2 + 2) / 6) u`` with the root mean square of c
 over the entries, weighted by their gradients, and ``(c + 2) u`` with the largest.
 
-TF32 products round their operands to 11 bits: 1e-3 is added to all kinds.
-
 **Sums in any order.** Whatever the order of its additions, and with fused multiply-adds or without, a sum of ``n``
 products (or numbers) ``x_i`` is off by at most ``n u / (1 - n u) * sum |x_i|`` (Higham, *Accuracy and Stability of
 Numerical Algorithms*, 3.1). Where roundings are independent and of mean zero, an error has variance ``u^2`` times the
 sum of the squared partial sums; in an order that does not follow the values, the k-th one is on average at most
 ``(k / n)^2 S^2 + k (1 - k / n) / n * Q``, with ``S`` the sum and ``Q`` the sum of the squares, and they add up to no
 more than ``n (S^2 / 3 + Q / 6)`` and what the last terms add. So ``u sqrt(n (S^2 + Q))`` bounds the standard deviation
-(:func:`rounding_scale`), with a factor of two left for what is not quite independent; :func:`product_bound` takes
-``CONFIDENCE = 8`` of them (two in ``10^15`` by a normal distribution), or the bound that always holds where that is
-smaller. Both are computed from the data at hand, in fp64.
+(:func:`rounding_scale`, from the data at hand, in fp64), with a factor of two left for what is not quite independent;
+comparisons allow ``CONFIDENCE = 8`` of them (two in ``10^15`` by a normal distribution).
 
 In a norm over many entries the squares average, and products of random rows have ``||S|| = ||Q^(1/2)||``: one standard
 deviation is ``u sqrt(2 D)``, 5.4e-6 at ``D = 4,096``: that is where the 1e-5 of the accumulation above comes from.
@@ -50,15 +47,12 @@ USUAL_SENSITIVITY = 2.0  # sensitivity c of a slope to the rounding of its score
 _FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
 
 
-def budget(
-    dtype: torch.dtype, kind: str = "forward", *, tf32: bool = False, sensitivity: float = USUAL_SENSITIVITY
-) -> float:
+def budget(dtype: torch.dtype, kind: str = "forward", *, sensitivity: float = USUAL_SENSITIVITY) -> float:
     """The relative error that results of ``dtype`` may have; the derivation heads this module.
 
     Args:
         dtype: dtype of the scores, or of the gradient.
         kind: ``"forward"``, ``"gradient"`` or ``"gradient_bound"``.
-        tf32: whether fp32 products may run in TF32.
         sensitivity: c above, of slopes that are taken from rounded scores; less than 2 counts as 2.
 
     Raises:
@@ -75,7 +69,7 @@ def budget(
         factor *= math.sqrt((c * c + 2) / (USUAL_SENSITIVITY**2 + 2))
     elif kind == "gradient_bound":
         factor += c - USUAL_SENSITIVITY
-    return factor * roundoff + accumulation + (1e-3 if tf32 else 0.0)
+    return factor * roundoff + accumulation
 
 
 def rounding_scale(total: Tensor, squares: Tensor | float, terms: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,19 +82,6 @@ def rounding_scale(total: Tensor, squares: Tensor | float, terms: int, dtype: to
         dtype: in which it is added up.
     """
     return math.sqrt(terms) * torch.finfo(dtype).eps / 2 * (total * total + squares).sqrt()
-
-
-def product_bound(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Largest error of ``a @ b``, entry by entry, if it accumulates in ``dtype``, in any order and on any device.
-
-    Args:
-        a, b: what is multiplied, as rounded as it was for the product.
-        dtype: in which products and sums are rounded.
-    """
-    a, b = a.detach().double(), b.detach().double()
-    terms, roundoff = a.size(-1), torch.finfo(dtype).eps / 2
-    always = terms * roundoff / (1 - terms * roundoff) * (a.abs() @ b.abs())
-    return torch.minimum(always, CONFIDENCE * rounding_scale(a @ b, (a * a) @ (b * b), terms, dtype))
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
@@ -128,7 +109,6 @@ def assert_within_budget(
     kind: str = "forward",
     *,
     name: str = "result",
-    tf32: bool = False,
     sensitivity: float = USUAL_SENSITIVITY,
 ) -> float:
     """Raise ``AssertionError`` if ``out`` is further from ``reference`` than :func:`budget` allows.
@@ -136,14 +116,14 @@ def assert_within_budget(
     Args:
         out, reference: tensors of one shape.
         dtype: whose budget applies; by default that of ``out``.
-        kind, tf32, sensitivity: as in :func:`budget`.
+        kind, sensitivity: as in :func:`budget`.
         name: what the error text calls ``out``.
 
     Returns:
         The relative error.
     """
     dtype = out.dtype if dtype is None else dtype
-    allowed = budget(dtype, kind, tf32=tf32, sensitivity=sensitivity)
+    allowed = budget(dtype, kind, sensitivity=sensitivity)
     error = relative_error(out, reference)
     if error <= allowed:
         return error

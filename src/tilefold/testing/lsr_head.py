@@ -42,19 +42,10 @@ class LSRHeadInputs(padding.Problem):
         """``attention_mask`` and ``cu_seqlens``, as keyword arguments."""
         return {"attention_mask": self.attention_mask, "cu_seqlens": self.cu_seqlens}
 
-    @property
-    def lengths(self) -> list[int]:
-        """Valid tokens of each sequence."""
-        if self.cu_seqlens is not None:
-            return self.cu_seqlens.diff().tolist()
-        if self.attention_mask is not None:
-            return (self.attention_mask != 0).sum(dim=1).tolist()
-        return [self.hidden.size(1)] * self.hidden.size(0)
-
     def sequences(self) -> list[Tensor]:
         """The valid tokens ``[L, D]`` of each sequence."""
         if self.cu_seqlens is not None:
-            return list(torch.split(self.hidden, self.lengths))
+            return list(torch.split(self.hidden, self.cu_seqlens.diff().tolist()))
         if self.attention_mask is not None:
             return [row[kept != 0] for row, kept in zip(self.hidden, self.attention_mask, strict=True)]
         return list(self.hidden)
@@ -62,7 +53,8 @@ class LSRHeadInputs(padding.Problem):
     def packed(self) -> LSRHeadInputs:
         """This problem with ``hidden`` packed."""
         rows = [self.hidden.new_empty(0, self.hidden.size(-1)), *self.sequences()]
-        ends = padding.offsets(torch.tensor(self.lengths, dtype=torch.int64, device=self.hidden.device))
+        lengths = [len(row) for row in rows[1:]]
+        ends = padding.offsets(torch.tensor(lengths, dtype=torch.int64, device=self.hidden.device))
         return dataclasses.replace(self, hidden=torch.cat(rows), attention_mask=None, cu_seqlens=ends)
 
 

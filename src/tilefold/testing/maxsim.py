@@ -52,8 +52,8 @@ class MaxSimInputs(padding.Problem):
         for side, name, mask_name in (("q", "queries", "query_mask"), ("d", "documents", "document_mask")):
             if side not in sides:
                 continue
-            tokens = getattr(self, name)
-            kept = _kept(tokens, getattr(self, mask_name))
+            tokens, mask = getattr(self, name), getattr(self, mask_name)
+            kept = tokens.new_ones(tokens.shape[:-1], dtype=torch.bool) if mask is None else mask != 0
             lengths = kept.reshape(-1, kept.size(-1)).sum(dim=1)
             changes |= {name: tokens[kept], mask_name: None, f"cu_seqlens_{side}": padding.offsets(lengths)}
         return dataclasses.replace(self, **changes)
@@ -113,7 +113,3 @@ def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | N
     if count >= 2:
         mask[count // 2] = False
     return mask.view(tokens.shape[:-1])
-
-
-def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if mask is None else mask != 0

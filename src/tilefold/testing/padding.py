@@ -40,7 +40,7 @@ def check_layout(layout: str) -> None:
 def padding_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
     """``[batch, length]`` int64, 1 for the tokens that are kept, or ``None`` for a full batch.
 
-    The first sequence has the full length. ``"left"`` and ``"holes"`` have an empty one from B = 2 on, ``"packed"``
+    From B = 2 on the first sequence has the full length, and ``"left"`` and ``"holes"`` have an empty one; ``"packed"``
     (padded on the right, to be packed) has empty ones at both ends and in the middle from B = 5 on.
 
     Args:
@@ -51,7 +51,8 @@ def padding_mask(layout: str, batch: int, length: int, generator: torch.Generato
     if layout == "full":
         return None
     mask = drawn_mask(layout, batch, length, generator)
-    mask[: max(batch - 1, 0)][:1] = True  # one sequence of the full length
+    if batch >= 2:
+        mask[0] = True
     if layout == "packed" and batch >= 5:
         mask[[0, batch // 2, batch - 1]] = False
         mask[1] = True
@@ -60,10 +61,10 @@ def padding_mask(layout: str, batch: int, length: int, generator: torch.Generato
     return mask.long()
 
 
-def drawn_mask(layout: str, batch: int, length: int, generator: torch.Generator, shortest: int = 1) -> Tensor:
+def drawn_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor:
     """Bool ``[batch, length]`` of random lengths, or with holes, before any sequence is made full or empty."""
     places = torch.arange(length)
-    lengths = torch.randint(min(shortest, length), length + 1, (batch, 1), generator=generator)
+    lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
     if layout == "holes":
         return torch.rand(batch, length, generator=generator) < 0.6
     return places >= length - lengths if layout == "left" else places < lengths
