@@ -6,15 +6,18 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
 from tests.refusals import refused
 from tilefold.pipeline.ahead import Ahead, Behind
 from tilefold.pipeline.ragged import TokenIds, cut_batches, offsets_of
+from tilefold.pipeline.truncated import watching
 
 
 def ours() -> list[threading.Thread]:
@@ -108,6 +111,17 @@ def test_every_text_is_in_one_batch_within_its_limits(lengths: list[int], budget
         assert len(batch) == 1 or int(held.sum()) <= budget
         assert most is None or len(batch) <= most
         assert (np.diff(held) <= 0).all()
+
+
+def test_texts_that_a_tokenizer_without_rust_cuts_are_counted_however_it_is_called() -> None:
+    tokenizer, long = ByT5Tokenizer(), "many bytes" * 3
+    cut: dict[str, Any] = {"truncation": True, "max_length": 10}
+    with watching() as found:
+        tokenizer([long, "a"], **cut)
+        tokenizer(long, **cut, return_tensors="pt")
+        tokenizer(["a", long], None, None, **cut, return_attention_mask=False)
+        tokenizer([long], truncation="do_not_truncate")
+    assert [(call.texts, list(call.cut)) for call in found.calls] == [(2, [0]), (1, [0]), (2, [1]), (1, [])]
 
 
 def test_batches_are_nearly_equal() -> None:

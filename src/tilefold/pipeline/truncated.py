@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 __all__ = ["Call", "Tally", "Truncation", "tallied", "tell", "unwatched", "watched", "watching"]
 
 
@@ -119,17 +121,20 @@ def _see_slow(
     limit: int,
     text: Any,
     text_pair: Any = None,
+    *_: Any,
     **kwargs: Any,
 ) -> None:
     """Count what a tokenizer without Rust made; texts of as many tokens as it may give are tokenised again, whole."""
+    masked = "attention_mask" in found
+    rows = found["attention_mask" if masked else "input_ids"]
     if isinstance(text, str):
         text, text_pair = [text], None if text_pair is None else [text_pair]
-        found = {"attention_mask": [found["attention_mask"]]}
-    if not kwargs.get("truncation"):
+        rows = np.atleast_2d(np.asarray(rows))  # a list, or a tensor [1, S]
+    if kwargs.get("truncation") in (None, False, "do_not_truncate"):
         watch.see(Call(len(text), (), None))
         return
     limit = kwargs.get("max_length") or limit
-    full = [at for at, row in enumerate(found["attention_mask"]) if int(sum(row)) >= limit]
+    full = [at for at, row in enumerate(rows) if (int(sum(row)) if masked else len(row)) >= limit]
     cut: list[int] = []
     if full:
         same = {name: kwargs[name] for name in ("add_special_tokens",) if name in kwargs}
