@@ -168,7 +168,7 @@ def test_export_refuses_what_does_not_belong_together(call: Call, shared: Path, 
     other.documents.popitem()
     other.save_beir(tmp_path / "other")
     numbered = ("export", "--to", "vespa", "--names", "numbers", *here)
-    fails(call(*numbered, "--data", tmp_path / "other"), 1, "holds other texts than those")
+    fails(call(*numbered, "--data", tmp_path / "other"), 1, "made from other documents than those")
     write_vectors(SparseVectors.from_rows({"a": {1012: 1.0}}, 30522), tmp_path / "dotted")
     out = ("--output", tmp_path / "out")
     dotted = ("export", "--to", "opensearch", "--vectors", tmp_path / "dotted", *out, "--model", "minilm")

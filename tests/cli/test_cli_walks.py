@@ -104,6 +104,25 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
         fails(call(*shlex.split(words_of)), code, said)
 
 
+def test_ids_and_zeros_of_an_index_of_words_are_what_was_given(call: Call, here: Path) -> None:
+    lines = [json.dumps({"_id": name, "text": "kettles"}) for name in ("a\u2028b", "a", "b")]
+    Path("documents.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    made = ("index", "--backend", "bm25", "--data", "documents.jsonl", "--output", "words")
+    done(call(*made, "--k1", "0", "--b", "0"))
+    options = r.BM25Index.load("words").options
+    assert (options.k1, options.b) == (0.0, 0.0)
+    Path("gone.txt").write_text("a\u2028b\n", encoding="utf-8")
+    assert measured(call("index", "--output", "words", "--delete", "gone.txt", "--json"))["deleted"] == 1
+    assert list(r.BM25Index.load("words").ids) == ["a", "b"]
+    done(call("encode", "--model", "minilm", "--data", "documents.jsonl", "--output", "tokens", "--kind", "tokens"))
+    refused = call("index", "--vectors", "tokens", "--output", "never")
+    fails(refused, 1, "Error: tokens: expected sparse vectors")  # of --vectors, not the option --tokens
+    done(call("encode", "--model", "minilm", "--data", "documents.jsonl", "--output", "vectors"))
+    done(call("index", "--vectors", "vectors", "--output", "index"))
+    Path("nobody.txt").touch()
+    assert measured(call("index", "--output", "index", "--delete", "nobody.txt", "--json"))["n_documents"] == 3
+
+
 def test_only_some_documents(call: Call, here: Path) -> None:
     write_articles()
     walk(call, "Only some documents")
@@ -126,7 +145,7 @@ def test_only_some_documents(call: Call, here: Path) -> None:
         ("search x --index article-words --where year=old", 2, "--where: expected a value of 'year', which is integer"),
         ("search x --index article-words --where lang", 2, "--where: expected a condition such as lang=de"),
         ("evaluate --model minilm --where lang=de", 2, "--where goes with --index"),
-        ("index --vectors article-vectors --data new-articles.jsonl --output never", 1, "holds other texts"),
+        ("index --vectors article-vectors --data new-articles.jsonl --output never", 1, "made from other documents"),
     ):
         fails(call(*shlex.split(refused)), code, said)
     r.write_vectors(r.SparseVectors.from_rows({"k1": {1: 1.0}, "zz": {2: 1.0}}, 10), "foreign")

@@ -58,16 +58,18 @@ def _run(args: list[str], debug: bool) -> int:
 
 
 def _report(error: Exception) -> int:
-    from tilefold.cli._common import CommandError, UsageError
+    from tilefold.cli._common import CommandError, UsageError, text_of
     from tilefold.cli._options import in_options
 
     formatted = getattr(error, "format_message", None)  # typer's own errors have it
     usage = formatted is not None
-    text = formatted() if formatted is not None else str(error).strip()
+    text = " ".join((formatted() if formatted is not None else text_of(error)).split())
+    if not isinstance(error, CommandError):  # whose text has options already
+        text = in_options(text)
     known = isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
     if not known or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    _say(f"Error: {in_options(' '.join(text.split()))}")
+    _say(f"Error: {text}")
     context = getattr(error, "ctx", None)
     if context is not None:
         _say(f"Try: {context.command_path} --help")

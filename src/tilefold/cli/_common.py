@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.provenance import Provenance
 
 Asked: TypeAlias = Mapping[str, Any]  # parameters of a command and their values
 Values: TypeAlias = dict[str, Any]  # what a command prints as JSON, or options by name
@@ -207,23 +206,22 @@ def known(values: Asked) -> Values:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def check_split(collection: Collection, split: str) -> None:
+def check_split(collection: Collection, split: str, option: str = "--split") -> None:
     """Raise an error for a split that the collection does not have."""
     if not collection.qrels:
         raise UsageError(f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv.")
     if split not in collection.qrels:
         splits = ", ".join(sorted(collection.qrels))
-        raise UsageError(f"--split: {split!r} is not a split of {collection.name}; it has {splits}.")
+        raise UsageError(f"{option}: {split!r} is not a split of {collection.name}; it has {splits}.")
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error; that of one of the system begins with the file, like all others."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename2 or error.filename}: {error.strerror}"
+    return str(error).strip()
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its class when it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def check_texts(data: str, vectors: Path, texts: Mapping[str, str], made_of: Provenance) -> None:
-    """Refuse a collection of other texts than those of the vectors, where those are known."""
-    from tilefold.retrieval.provenance import Provenance, texts_digest
-
-    if made_of.differs(Provenance(texts_sha256=texts_digest(texts))):
-        raise CommandError(f"--data: {data} holds other texts than those that {vectors} was encoded from.")
+    return (text_of(error).splitlines() or [type(error).__name__])[0]

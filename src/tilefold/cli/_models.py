@@ -162,6 +162,16 @@ def load_model(
     return model, kind
 
 
+def limit_length(model: Any, max_length: int | None) -> None:
+    """Let a model read at most so many tokens of a text or pair, no more than it can."""
+    name = "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length"  # of a cross-encoder
+    if max_length is None:
+        return
+    if (own := getattr(model, name)) is not None and max_length > own:
+        raise UsageError(f"--max-length: expected at most {own}, the tokens that the model reads, got {max_length}.")
+    setattr(model, name, max_length)
+
+
 def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
     """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless another is asked for."""
     if model != PACKAGED or kind in ("tokens", "dense"):

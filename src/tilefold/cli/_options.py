@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -32,7 +33,7 @@ INPUTS = frozenset(
 # A row has the options that are refused (parameters of the command), where they are, and what is said behind them.
 # Where: NAME is given, !NAME is not, NAME=VALUE or NAME!=VALUE; of several all must hold, and of a|b one.
 _Rules = tuple[tuple[str, str, str], ...]
-_INDEX = "query_top_k query_cut heap_factor candidates other_model"
+_INDEX = "query_top_k query_cut heap_factor candidates other_model device"
 _MIX = "prf_place prf_weight prf_normalization"
 _ROCCHIO = "prf_alpha prf_beta prf_gamma prf_bottom"
 _RERANK: _Rules = (
@@ -82,7 +83,7 @@ RULES: dict[str, _Rules] = {
         *_PRF,
     ),
     "evaluate": (
-        (f"{_INDEX} where device", "!index", "goes with --index"),
+        (f"{_INDEX} where", "!index", "goes with --index"),
         ("max_length", "index|run", "goes with a dense --model, without --index"),
         ("k", "run", "goes with --index or a dense --model; for --rerank there is --rerank-depth"),
         ("vectors", "!prf", "goes together with --prf"),
@@ -103,8 +104,8 @@ RULES: dict[str, _Rules] = {
     ),
     "score": (("scale", "like", "goes without --like, which sets mean and deviation"),),
     "serve": (
-        (f"data vectors bm25 name device {_INDEX}", "!index", "goes with --index"),
-        ("default_side max_batch_tokens auto_truncate", "index !model !tokens",
+        (f"data vectors bm25 name {_INDEX}", "!index", "goes with --index"),
+        ("default_side max_batch_tokens auto_truncate max_length", "index !model !tokens",
          _USELESS.format("for an index of words alone, without a model")),
         ("tokens_model", "!tokens", "goes with --tokens"),
     ),
@@ -161,6 +162,21 @@ def argument(help: str, default: object = None) -> Any:
     return typer.Argument(default, help=help)
 
 
+def with_options(*groups: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of functions that declare them; its last parameter, ``**more``, takes their values."""
+
+    def extended(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        for function in (command, *groups):
+            hints = get_type_hints(function)
+            own = inspect.signature(function).parameters.values()
+            parameters += [each.replace(annotation=hints[each.name]) for each in own if each.kind != each.VAR_KEYWORD]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return extended
+
+
 def check_at_least_one(**options: int | None) -> None:
     """Raise an error for a count below 1; the option is the name with dashes."""
     for name, value in options.items():
@@ -195,9 +211,10 @@ def refuse_useless(names: Iterable[str], where: str) -> None:
 
 def in_options(message: str) -> str:
     """`message` with options of this command for arguments of Python: at its start, or spelled with an underscore."""
+    values = {argument.rpartition("=")[2] for argument in arguments}  # files may be called like options
 
     def option(match: re.Match[str]) -> str:
-        return options.get(match[0], match[0])
+        return match[0] if match[0] in values else options.get(match[0], match[0])
 
     message = re.sub(r"^\w+(?=:| must)", option, message)
     return re.sub(r"(?<![\w/.-])[a-z]+_\w+(?![\w/-])", option, message)
@@ -225,7 +242,7 @@ def as_options(*same: str, **names: str) -> Iterator[None]:
             raise
         option = ", ".join(known[name] for name in argument.split(", "))
         kind = CommandError if isinstance(error, DataError) else UsageError
-        raise kind(f"{option}{'' if ':' in option else ':'}{rest}") from error
+        raise kind(in_options(f"{option}{'' if ':' in option else ':'}{rest}")) from error
 
 
 def on_devices(devices: str | None) -> int | None:

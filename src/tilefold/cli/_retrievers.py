@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import flag, option, preset
+from tilefold.cli._options import Count, Number, Place, Text, flag, option
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
     from tilefold._typing import Model
     from tilefold.retrieval.bm25 import BM25Index
+    from tilefold.retrieval.collection import Document
     from tilefold.retrieval.feedback import Feedback, Interpolation
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.metadata import Filter
     from tilefold.retrieval.passages import Passages
-    from tilefold.retrieval.reranking import Reranking
+    from tilefold.retrieval.reranking import Reranker, Reranking
     from tilefold.retrieval.searcher import Searcher, SearchRequest
     from tilefold.retrieval.tokens import TokenStore
 
@@ -33,49 +34,58 @@ AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex | LateIndex"
 PASSAGES = option("Cut texts into passages of at most so many words; documents are then found by their best one.")
 STRIDE = option("Words from the beginning of a passage to that of the next; by default --passages, without overlap.")
 CUT = option("Where passages begin and end; by default sentences.", metavar="sentences|words")
-BY = preset("document", "An index of passages: documents by their best one, or passages.", metavar="document|passage")
 CHUNK = 1024  # queries searched at a time
 MODEL_HELP = "The model that made --index; minilm for an index of encode --model minilm."
-DENSE_LENGTH = option("Dense: tokens read of a text; by default the model's.")
-QUERY_TOP_K = option("Sparse: keep only this many terms of a query.")
-QUERY_CUT = option("seismic: heaviest terms of a query that choose the clusters to look into; by default the index's.")
-HEAP_FACTOR = option("seismic: lower looks into more clusters, slower and closer to exact; by default the index's.")
-CANDIDATES = option("late, on a CPU: documents that are scored for a query; 0 for all of them. By default the index's.")
-OTHER_MODEL = flag(
-    "Search with another model than the one that made the vectors, such as a query encoder of its own.",
-    "--other-model",
-)
-RERANK_DEPTH_HELP = "Best candidates per query to rerank."
-RERANK = option(
-    "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
-    "candidates; minilm takes the token states of the packaged one."
-)
-RERANK_MODEL = option("Multi-vector model for the queries, or minilm; by default the one that made the token vectors.")
-RERANK_WEIGHT = option(
-    "Weight of MaxSim in [0, 1] beside the first scores, both from 0 to 1 per query; by default MaxSim alone."
-)
+DENSE_LENGTH = option("Dense: tokens read of a text, at most; by default as many as the model reads.")
 WHERE = option(
     "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, or lang=null "
     "(without the field); may be repeated."
 )
-DEVICE = option(
-    "exact, dense, late: device that searches, such as cuda; by default the CPU for exact, else a GPU if any."
-)
-PRF = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio")
-PRF_DEPTH = option("Best documents taken as relevant; by default 3, and 5 for rocchio.")
-PRF_TERMS = option("Sparse: heaviest terms kept of a query after --prf.")
-PRF_ALPHA = option("rocchio: weight of the query; by default 0.9 of vectors of equal length.")
-PRF_BETA = option("rocchio: weight of the best documents; by default 0.1.")
-PRF_EQUAL_LENGTHS = option(
-    "Bring documents' vectors to the query's length first; by default for rocchio without weights.",
-    "--prf-equal-lengths/--no-prf-equal-lengths",
-)
-PRF_GAMMA = option("rocchio: weight of the last documents, subtracted (0).")
-PRF_BOTTOM = option("rocchio: how many last documents, of 1,000, --prf-gamma is for.")
-PRF_WITH = option("A second ranking to interpolate with: a BM25 index, or a TREC run.")
-PRF_PLACE = option("Where to interpolate around feedback; by default both.", metavar="before|after|both")
-PRF_WEIGHT = option("Weight of --prf-with in [0, 1], beside the other one (0.5).")
-PRF_NORMALIZATION = option("Before interpolation; by default min_max.", metavar="min_max|z_score|none")
+
+
+def of_index(
+    query_top_k: Count = option("Sparse: keep only this many terms of a query."),
+    query_cut: Count = option("seismic: heaviest terms of a query that choose clusters; by default the index's."),
+    heap_factor: Number = option("seismic: lower is slower and closer to exact; by default the index's."),
+    candidates: Count = option("late, on a CPU: documents to score, 0 for all; by default the index's.", min=0),
+    other_model: bool = flag("Take a model that did not make the vectors, such as a query encoder.", "--other-model"),
+    device: Text = option("exact, dense, late: such as cuda; by default the CPU for exact, else a GPU if any."),
+) -> None:
+    """Options of a search in an index."""
+
+
+def of_reranking(
+    rerank: Text = option(
+        "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, which encodes "
+        "candidates; minilm takes the token states of the packaged one."
+    ),
+    rerank_model: Text = option("Multi-vector model of the queries, or minilm; by default that of the token vectors."),
+    rerank_depth: Count = option("Candidates to rerank; by default 100, of evaluate --k or a whole run."),
+    rerank_weight: Number = option(
+        "Weight of MaxSim beside the first scores, both in [0, 1]; by default MaxSim alone."
+    ),
+) -> None:
+    """Options of reranking."""
+
+
+def of_feedback(
+    prf: Text = option("Search again with each query moved towards what it found.", "--prf", metavar="average|rocchio"),
+    prf_depth: Count = option("Best documents taken as relevant; by default 3, and 5 for rocchio."),
+    prf_terms: Count = option("Sparse: heaviest terms kept of a query after --prf."),
+    prf_alpha: Number = option("rocchio: weight of the query; by default 0.9 of vectors of equal length."),
+    prf_beta: Number = option("rocchio: weight of the best documents; by default 0.1."),
+    prf_equal_lengths: bool | None = option(
+        "Bring documents' vectors to the query's length first; by default for rocchio without weights.",
+        "--prf-equal-lengths/--no-prf-equal-lengths",
+    ),
+    prf_gamma: Number = option("rocchio: weight of the last documents, subtracted (0)."),
+    prf_bottom: Count = option("rocchio: how many last documents, of 1,000, --prf-gamma is for."),
+    prf_with: Place = option("A second ranking to interpolate with: a BM25 index, or a TREC run."),
+    prf_place: Text = option("Where to interpolate around feedback; by default both.", metavar="before|after|both"),
+    prf_weight: Number = option("Weight of --prf-with in [0, 1], beside the other one (0.5)."),
+    prf_normalization: Text = option("Before interpolation; by default min_max.", metavar="min_max|z_score|none"),
+) -> None:
+    """Options of pseudo relevance feedback."""
 
 
 def passages(asked: Asked) -> Passages | None:
@@ -228,8 +238,7 @@ def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None,
 
     _options.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
     model, _ = _models.load_model(asked["model"], kinds=("dense",))
-    if asked["max_length"] is not None:
-        model.max_seq_length = asked["max_length"]
+    _models.limit_length(model, asked["max_length"])
     with _common.progress_bar("encoding") as update:
         dense = DenseRetriever(model, texts, texts_sha256, update)
         with _options.as_options(vectors="--vectors", second=f"--prf-with: {asked.get('prf_with')}"):
@@ -292,6 +301,15 @@ def rerank_request(asked: Asked, depth: int | None = None) -> Reranking | None:
     given: Values = _common.known({name: asked.get(f"rerank_{name}") for name in ("depth", "tail", "weight")})
     with _options.as_options(depth="--rerank-depth", tail="--rerank-tail", weight="--rerank-weight"):
         return Reranking(**{"depth": depth, **given})
+
+
+def load_reranker(asked: Asked, documents: Mapping[str, Document], texts: Provenance) -> Reranker:
+    """The reranker of --rerank, for documents with the fingerprint of `texts`."""
+    from tilefold.retrieval.reranking import Reranker
+
+    late, tokens = load_late(asked["rerank"], asked["rerank_model"], texts=True)
+    with _options.as_options(tokens="--rerank", model="--rerank-model"):
+        return Reranker(late, tokens, documents, texts)
 
 
 def load_late(source: str, model: str | None, texts: bool, option: str = "--rerank") -> tuple[Any, TokenStore | None]:

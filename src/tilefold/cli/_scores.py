@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,7 +21,6 @@ from tilefold.retrieval.provenance import Provenance, texts_digest
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection, Document
     from tilefold.retrieval.fusion import Run
-    from tilefold.retrieval.reranking import Reranker, Reranking
     from tilefold.retrieval.searcher import Ranking, Searcher, SearchRequest
     from tilefold.retrieval.significance import Mean, Table
 
@@ -56,8 +55,8 @@ def say_depth(k: int | None, deepest: int, used: object) -> None:
         note(f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of a query")
 
 
-def check_writable(path: Path | None, option: str) -> None:
-    """Refuse, before any work, a file that could not be written after it."""
+def check_writable(path: Path | None, option: str, *others: Path | None) -> None:
+    """Refuse, before any work, a file that could not be written after it, or is one of the other files of a command."""
     if path is None:
         return
     if path.is_dir():
@@ -67,7 +66,9 @@ def check_writable(path: Path | None, option: str) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UsageError(f"{option}: {path} cannot be written ({error.strerror or error}).") from error
+        raise UsageError(f"{option}: {path} cannot be written ({_common.first_line(error)}).") from error
+    if path.resolve() in [each.resolve() for each in others if each is not None]:
+        raise UsageError(f"{option}: expected a file of its own, got {path}, which another option names too.")
 
 
 def read_run(path: Path, option: str) -> NamedRun:
@@ -90,6 +91,8 @@ def load_splits(
     splits = list(dict.fromkeys(split or ["test"]))
     needed = None if also is None else [*splits, *also]
     collection = _common.load_data(data, drop_unknown=drop_unknown, splits=needed)
+    for name in also or ():
+        _common.check_split(collection, name, "--tune")
     for name in splits:
         _common.check_split(collection, name)
         grades = collection.qrels[name].values()
@@ -151,8 +154,6 @@ def check_runs(named: Sequence[NamedRun], collection: Collection | None, splits:
     if collection is None:
         return
     texts = texts_of(collection)
-    for split in splits:
-        _common.check_split(collection, split)
     for each in named:
         check_texts(each.name, each.provenance, collection, texts)
         check_answers(each, collection, splits)
@@ -221,14 +222,6 @@ def score(
         {split: evaluation.evaluate_per_query(named.run, qrels, measures) for split, qrels in judged.items()},
         {split: evaluation.conventions(named.run, qrels, deepest) for split, qrels in judged.items()},
     )
-
-
-def reranked(
-    named: NamedRun, reranker: Reranker, queries: Mapping[str, str], how: Reranking, passages: Any, made: Provenance
-) -> NamedRun:
-    """The run of the queries after late interaction."""
-    judged = {query: results for query, results in named.run.items() if query in queries}
-    return NamedRun(named.name, reranker(queries, judged, how, passages=passages)[1], made)
 
 
 def changed_by_feedback(

@@ -12,7 +12,7 @@ import typer
 
 from tilefold.cli import _common, _models, _options
 from tilefold.cli._common import UsageError
-from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
+from tilefold.cli._options import Count, Place, Text, Words, argument, flag, option, preset, required
 
 if TYPE_CHECKING:
     from torch import device
@@ -35,8 +35,10 @@ def bench(
     dtype: Text = option("Override the shapes' dtype.", metavar="bf16|fp16|fp32"),
     output: Place = option("Folder for <device>/<op>.csv."),
     quick: bool = flag("A few shapes, short timing; saved only with --output.", "--quick"),
-    seconds: float = preset(0.5, "Timing budget of one implementation and phase."),
-    minutes: Number = option("Start no further shape after this many; slow peers run last."),
+    seconds: float = preset(0.5, "Timing budget of one implementation and phase.", min=0),
+    minutes: float = preset(
+        math.inf, "Start no further shape after this many; slow peers run last.", min=0, show_default=False
+    ),
 ) -> None:
     """Check, then time operators and their baselines; a row whose check fails shows no time.
 
@@ -75,7 +77,7 @@ def bench(
         # on the CPU a call takes long enough that its own noise, not the clock's, decides: more seconds, fewer calls
         on_cpu = TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
         budget = TimeBudget(seconds=seconds) if target.type == "cuda" else on_cpu
-        options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * (minutes or math.inf))
+        options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * minutes)
         failed = _run_all(chosen, options, results_folder(output, quick))
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
@@ -84,7 +86,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _claims(target: device, seconds: float, minutes: float | None, output: Path | None) -> bool:
+def _claims(target: device, seconds: float, minutes: float, output: Path | None) -> bool:
     """Measure what claims need on this device, and print a row for each claim; False if a check failed."""
     from tempfile import TemporaryDirectory
 
@@ -99,7 +101,7 @@ def _claims(target: device, seconds: float, minutes: float | None, output: Path 
     with TemporaryDirectory() as temporary:
         folder, provenance = output or Path(temporary), collect(target)
         for op, (cases, impls) in claims.measured_by(target.type).items():
-            spec, left = get_spec(op), 60 * (minutes or math.inf) - (time.monotonic() - started)
+            spec, left = get_spec(op), 60 * minutes - (time.monotonic() - started)
             known = [each.name for each in spec.implementations if each.name in impls]
             options = RunOptions(device=target, impls=known, budget=TimeBudget(seconds=seconds, min_reps=5), limit=left)
             chosen = [(spec, [spec.case(name) for name in sorted(cases)])]

@@ -16,7 +16,7 @@ from tilefold import retrieval
 from tilefold._files import read_json
 from tilefold._ranks import first_rank_first, joined, several
 from tilefold._typing import Model
-from tilefold.cli import _common, _models, _options, _retrievers
+from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import Count, Number, Place, Text, flag, option, preset, required
 
@@ -95,6 +95,7 @@ def encode(
     cuts = _retrievers.passages(asked)
     if rate is not None and not (dry_run and rate > 0):
         raise UsageError("--rate: expected a number above 0 together with --dry-run.")
+    _scores.check_writable(jsonl, "--jsonl", Path(data), *Path(data).glob("*"))
     _models.find_model(model, "--model")
     if (code := _options.on_devices(devices)) is not None:
         raise typer.Exit(code)

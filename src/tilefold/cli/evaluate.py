@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
-from tilefold.cli._common import UsageError, Values
-from tilefold.cli._options import Count, Number, Place, Text, Words, flag, option, preset, required
+from tilefold.cli._common import Asked, UsageError, Values
+from tilefold.cli._options import Count, Place, Text, Words, flag, option, preset, required
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.fusion import Normalization
+    from tilefold.retrieval.fusion import Normalization, Run
+    from tilefold.retrieval.searcher import Ranking, Searcher, SearchRequest
 
 DEPTH = 100
 
 
+@_options.with_options(_retrievers.of_index, _retrievers.of_reranking, _retrievers.of_feedback)
 def evaluate(
     data: str = preset("pydocs", _common.DATA_HELP),
     split: Words = option(_scores.SPLIT_HELP),
@@ -30,95 +34,77 @@ def evaluate(
     k: Count = option("Documents per query to rerank and to save, by default 100; measures see what they need."),
     measure: Words = option(_scores.MEASURE_HELP),
     where: Words = _retrievers.WHERE,
-    device: Text = _retrievers.DEVICE,
-    query_top_k: Count = _retrievers.QUERY_TOP_K,
-    query_cut: Count = _retrievers.QUERY_CUT,
-    heap_factor: Number = _retrievers.HEAP_FACTOR,
-    candidates: Count = _retrievers.CANDIDATES,
     max_length: Count = _retrievers.DENSE_LENGTH,
-    other_model: bool = _retrievers.OTHER_MODEL,
-    rerank: Text = _retrievers.RERANK,
-    rerank_model: Text = _retrievers.RERANK_MODEL,
-    rerank_depth: Count = option(_retrievers.RERANK_DEPTH_HELP + " By default --k, or a whole run."),
     rerank_tail: Text = option("Candidates that were not reranked: by default kept, last.", metavar="keep|drop"),
-    rerank_weight: Number = _retrievers.RERANK_WEIGHT,
     vectors: Place = option("The encoded documents of --index, for --prf."),
-    prf: Text = _retrievers.PRF,
-    prf_depth: Count = _retrievers.PRF_DEPTH,
-    prf_terms: Count = _retrievers.PRF_TERMS,
-    prf_alpha: Number = _retrievers.PRF_ALPHA,
-    prf_beta: Number = _retrievers.PRF_BETA,
-    prf_gamma: Number = _retrievers.PRF_GAMMA,
-    prf_bottom: Count = _retrievers.PRF_BOTTOM,
-    prf_equal_lengths: bool | None = _retrievers.PRF_EQUAL_LENGTHS,
-    prf_with: Place = _retrievers.PRF_WITH,
-    prf_place: Text = _retrievers.PRF_PLACE,
-    prf_weight: Number = _retrievers.PRF_WEIGHT,
-    prf_normalization: Text = _retrievers.PRF_NORMALIZATION,
     save_run: Place = option(_scores.SAVE_RUN_HELP),
     per_query: Place = option("Write the measures of each query: tab-separated columns, named in the first line."),
     as_json: bool = flag("The measures as JSON on stdout.", "--json"),
+    **more: Any,
 ) -> None:
     """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank, after reranking.
 
     Means over queries have standard errors (±) and bootstrap intervals; tilefold compare tests differences.
     """
-    asked = locals()
+    asked = locals() | more
+    rerank = asked["rerank"]
     if (run is None) == (model is None and index is None):
         raise UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
     depth = None if run is not None else k or DEPTH
-    _options.check_at_least_one(k=k, query_top_k=query_top_k, max_length=max_length)
+    _options.check_at_least_one(k=k, query_top_k=asked["query_top_k"], max_length=max_length)
     reranking, (feedback, mix) = _retrievers.rerank_request(asked, depth), _retrievers.feedback_request(asked)
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k, deepest, save_run or rerank)
-    _scores.check_writable(save_run, "--save-run")
-    _scores.check_writable(per_query, "--per-query")
+    _scores.check_writable(save_run, "--save-run", run, asked["prf_with"])
+    _scores.check_writable(per_query, "--per-query", run, asked["prf_with"], save_run)
     _models.find_models({"--model": model, "--rerank": rerank})
     collection, splits = _scores.load_splits(data, split, drop_unknown, also=())
     queries = {query: text for name in splits for query, text in collection.split_queries(name).items()}
     if run is None:
         _scores.check_savable(save_run, collection.documents, queries)
     texts = _scores.texts_of(collection)
-    reranker, passages = None, None
-    if rerank is not None:
-        from tilefold.retrieval.reranking import Reranker
-
-        late, tokens = _retrievers.load_late(rerank, rerank_model, texts=True)
-        with _options.as_options(tokens="--rerank", model="--rerank-model"):
-            reranker = Reranker(late, tokens, collection.documents, texts)
+    reranker = None if rerank is None else _retrievers.load_reranker(asked, collection.documents, texts)
+    passages, changed = None, None
     if run is not None:
         found = _scores.read_run(run, "--run")
         _scores.check_texts(found.name, found.provenance, collection, texts)
     else:
-        parts = {"vectors": vectors, "second": _retrievers.second_ranking(asked, queries, texts)}
-        if index is None:
-            searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256, **parts)
-        else:
-            searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: parts)
+        most = max(k or DEPTH, deepest, asked["rerank_depth"] or 0)
+        request = retrieval.SearchRequest(most, feedback, mix)
+        searcher, request, ranking = _searched(asked, collection, queries, texts, request)
         name = f"--model {model}" if index is None else f"--index {index}"
-        _scores.check_texts(name, searcher.provenance, collection, texts)
-        request = retrieval.SearchRequest(
-            max(k or DEPTH, deepest, rerank_depth or 0), feedback, mix, where=_retrievers.where_of(asked, searcher)
-        )
-        ranking = searcher.rank(queries, request)
         found = _scores.NamedRun(name, ranking.run, searcher.provenance)
         passages = ranking.found if searcher.passages else None
     _scores.check_answers(found, collection, splits)
     if reranker is not None and reranking is not None:
+        answers = {query: scores for query, scores in found.run.items() if query in queries}
         with _options.as_options(documents="--rerank", tokens="--rerank"):
-            found = _scores.reranked(found, reranker, queries, reranking, passages, texts)
+            reranked = reranker(queries, answers, reranking, passages=passages)[1]
+        found = _scores.NamedRun(found.name, reranked, texts)
     scores = _scores.score(found, collection, splits, measures, deepest)
     _scores.save(found, texts, save_run, depth)
     scores.write(per_query)
-    changed = (
-        _scores.changed_by_feedback(scores, searcher, queries, request, ranking, collection)
-        if feedback is not None and reranking is None
-        else None
-    )
+    if feedback is not None and reranking is None:
+        changed = _scores.changed_by_feedback(scores, searcher, queries, request, ranking, collection)
     if as_json:
         _common.print_json(_scores.facts(collection, scores) | _common.known({"rerank": rerank, "feedback": changed}))
     else:
         _scores.print_scores(collection, scores)
+
+
+def _searched(
+    asked: Asked, collection: Collection, queries: dict[str, str], texts: Provenance, request: SearchRequest
+) -> tuple[Searcher, SearchRequest, Ranking]:
+    """The searcher of --index or --model, the request with --where, and the ranking of the queries."""
+    parts = {"vectors": asked["vectors"], "second": _retrievers.second_ranking(asked, queries, texts)}
+    if asked["index"] is None:
+        searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256, **parts)
+    else:
+        searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: parts)
+        _scores.check_texts(f"--index {asked['index']}", searcher.provenance, collection, texts)
+    request = replace(request, where=_retrievers.where_of(asked, searcher))
+    with _options.as_options(queries="--model"):
+        return searcher, request, searcher.rank(queries, request)
 
 
 def fuse(
@@ -152,14 +138,11 @@ def fuse(
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k if "k" in _options.given else None, deepest, save_run)
-    _scores.check_writable(save_run, "--save-run")
+    _scores.check_writable(save_run, "--save-run", *run)
     named = [_scores.read_run(path, "--run") for path in run]
     also = [] if tune is None else [tune]
     collection, splits = (None, []) if data is None else _scores.load_splits(data, split, drop_unknown, also)
     _scores.check_runs(named, collection, [*splits, *also])
-
-    from tilefold.retrieval.evaluation import choose_weights
-
     weights, runs, depth = weight, [each.run for each in named], max(k, deepest)
     chosen = cast("Normalization", normalization or "min_max")
     result: Values = {"method": method, "runs": [str(path) for path in run], "weights": weights}
@@ -167,16 +150,13 @@ def fuse(
     if tune is not None and collection is not None:
         shared = _in_sample(collection, tune, splits, in_sample)
         result |= {"tuned_on": tune, "in_sample": shared}
-        judged = collection.qrels[tune]
-        try:
-            weights = list(choose_weights(runs, judged, measure=measures[0], normalization=chosen, k=depth)[0])
-        except ValueError as error:
-            raise UsageError(f"--tune: {error}") from error
+        weights = _tuned(runs, collection.qrels[tune], measures[0], chosen, depth)
     if method == "rrf":
         whole = retrieval.reciprocal_rank_fusion(runs, rrf_k or 60)
         found = {query: dict(list(scores.items())[:depth]) for query, scores in whole.items()}
     else:
-        found = retrieval.interpolate(runs, weights, chosen, k=depth)
+        with _options.as_options("normalization", weights="--weight"):
+            found = retrieval.interpolate(runs, weights, chosen, k=depth)
     made_of = Provenance(texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256)
     fused = _scores.NamedRun("the fusion", found, made_of)
     _scores.save(fused, made_of, save_run)
@@ -194,6 +174,18 @@ def fuse(
             typer.echo(f"in sample: the weights were chosen on {of}")
     if save_run is not None:
         typer.echo(f"{len(fused.run)} queries: {save_run}")
+
+
+def _tuned(
+    runs: list[Run], judged: Mapping[str, Mapping[str, int]], measure: str, normalization: Normalization, k: int
+) -> list[float]:
+    """The weights that --tune chooses."""
+    from tilefold.retrieval.evaluation import choose_weights
+
+    try:
+        return list(choose_weights(runs, judged, measure=measure, normalization=normalization, k=k)[0])
+    except ValueError as error:
+        raise UsageError(f"--tune: {error}") from error
 
 
 def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool) -> dict[str, int]:

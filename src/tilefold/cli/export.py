@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold import retrieval
-from tilefold.cli import _common, _models, _options
+from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import CommandError, UsageError, Values
 from tilefold.cli._options import Count, Place, Text, flag, option, preset, required
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
@@ -135,6 +135,8 @@ def _texts(data: str | None, vectors: Path) -> dict[str, str] | None:
     if data is None:
         return None
     collection = _common.load_data(data, documents_only=True)
-    texts, made_of = collection.contents(), retrieval.read_manifest(vectors).provenance
-    _common.check_texts(data, vectors, texts, made_of)
-    return texts if made_of.passages is None else Passages.parse(made_of.passages).of(collection.documents)
+    made_of = retrieval.read_manifest(vectors).provenance
+    _scores.check_texts(f"--vectors {vectors}", made_of, collection, _scores.texts_of(collection))
+    return (
+        collection.contents() if made_of.passages is None else Passages.parse(made_of.passages).of(collection.documents)
+    )

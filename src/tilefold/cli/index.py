@@ -9,7 +9,7 @@ from typing import Any
 
 from tilefold import retrieval
 from tilefold._files import hold_path
-from tilefold.cli import _common, _options, _retrievers
+from tilefold.cli import _common, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
 from tilefold.cli._options import OF_BACKEND, Count, Number, Place, Text, argument, flag, option, preset, required
 from tilefold.retrieval.errors import DataError
@@ -86,7 +86,7 @@ def index(
     interrupted.
     """
     asked = locals()
-    options = {name: asked[name] for name in OF_BACKEND.get(backend, "").split() if asked[name] not in (None, False)}
+    options = {name: asked[name] for name in OF_BACKEND.get(backend, "").split() if name in _options.given}
     started = time.monotonic()
     if update or delete is not None or merge:
         changed = _change(asked)
@@ -179,7 +179,7 @@ def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str,
     if data is None or vectors is None:
         return None
     collection, made = _common.load_data(data, documents_only=True), getattr(read, "manifest", read)
-    _common.check_texts(data, vectors, collection.contents(), made.provenance)
+    _scores.check_texts(str(vectors), made.provenance, collection, _scores.texts_of(collection))
     found, cut = collection.metadata(), made.provenance.passages
     lacking = sum((name if cut is None else document_of(name)) not in collection.documents for name in read.ids)
     if lacking:
@@ -231,7 +231,7 @@ def _change(asked: Asked) -> Values:
             f"--merge goes with exact, dense, seismic and late indexes; {output} ({there}) is of one part."
         )
     listed = "" if asked["delete"] is None else _options.read_text(asked["delete"], "--delete", "utf-8-sig")
-    names = [line for line in listed.splitlines() if line.strip()]
+    names = [line for line in listed.split("\n") if line.strip()]  # an id may hold what splitlines() splits at
     changed: Values = {"written": 0, "deleted": 0}
     if there == BM25:
         _options.refuse(["vectors"], f"does nothing here: {output} is a BM25 index, which reads --data")
@@ -245,7 +245,7 @@ def _change(asked: Asked) -> Values:
     if there == QDRANT:
         return _change_qdrant(output, read, names, metadata or {})
     with _options.as_options(vectors="--tokens" if late else "--vectors", index="--output", path="--output"):
-        if update or names:
+        if update or asked["delete"] is not None:
             changed = update_index(output, read, names, metadata=metadata)
         if asked["merge"]:
             changed["n_documents"] = merge_segments(output)

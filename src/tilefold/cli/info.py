@@ -54,9 +54,9 @@ def info(
     model: Text = option("plan: a folder or Hugging Face name."),
     length: Count = option("plan: tokens of a document; by default 256.", min=1),
     query_length: Count = option("plan: tokens of a query; by default 24.", min=1),
-    gpu_memory: Number = option("plan: GiB of the GPU; by default 80.", min=0.1),
+    gpu_memory: Number = option("plan: GiB of the GPU; by default 80.", min=0.1, max=1e6),
     documents: Count = option("plan: to encode; by default a million.", min=1),
-    terms: Number = option("plan: of a document; by default 200.", min=1),
+    terms: Number = option("plan: of a document; by default 200.", min=1, max=1e6),
     json: bool = flag("Print one JSON object.", "--json"),
 ) -> None:
     """Show versions, devices, the implementation that each operator would run, and the optional packages.

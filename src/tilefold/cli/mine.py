@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
@@ -32,6 +32,7 @@ _LEFT_OUT = {
 SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score of the query's best relevant document."
 
 
+@_options.with_options(_retrievers.of_index)
 def mine(
     output: Path = required("Parquet file to write; tilefold score adds teachers' scores."),
     data: str = preset("pydocs", _common.DATA_HELP),
@@ -46,19 +47,16 @@ def mine(
     margin: Number = option(MARGIN_HELP),
     max_score_share: Number = option(SHARE_HELP),
     seed: int = preset(0, "Of the draws where ranks hold more than --per-query.", min=0),
-    query_top_k: Count = _retrievers.QUERY_TOP_K,
-    query_cut: Count = _retrievers.QUERY_CUT,
-    heap_factor: Number = _retrievers.HEAP_FACTOR,
-    other_model: bool = _retrievers.OTHER_MODEL,
     max_length: Count = _retrievers.DENSE_LENGTH,
     as_json: bool = flag("What was mined as JSON on stdout.", "--json"),
+    **more: Any,
 ) -> None:
     """Draw hard negatives for the judged queries of a split, into a Parquet file that training reads.
 
     Documents judged relevant, and ones with the same text, are never negatives. --ranks 1-50 --per-query 50
     --ranks 1-1000 --per-query 50 takes the best 50 and 50 more of the best 1,000.
     """
-    asked = locals()
+    asked = locals() | more
     windows = _windows(ranks, per_query)
     false_negatives = check_filter(margin, max_score_share)
     sources = {"--run": run, "--index": index, "--vectors": vectors}
@@ -66,8 +64,8 @@ def mine(
     if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
         ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
         raise UsageError(f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.")
-    _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
-    _scores.check_writable(output, "--output")
+    _options.check_at_least_one(query_top_k=asked["query_top_k"], max_length=max_length)
+    _scores.check_writable(output, "--output", run)
     _models.find_models({"--model": model})
     collection, _ = _scores.load_splits(data, [split], drop_unknown)
     depth = max(window.last for window in windows)
@@ -222,7 +220,8 @@ def score(
     rows.made_by |= {"kind": "scored", "normalization": normalization, "scale": scale, "like": like}
     before = len(rows)
     if false_negatives is not None:
-        rows = retrieval.drop_false_negatives(rows, false_negatives)
+        with _options.as_options("margin", "max_score_share"):
+            rows = retrieval.drop_false_negatives(rows, false_negatives)
         rows.made_by |= {"score_margin": margin, "score_max_share": max_score_share}
     _stamp(rows, collection)
     retrieval.write_training_rows(rows, output)
@@ -253,10 +252,9 @@ def _load(given: str, name: str, collection: Collection, max_length: int | None)
         model, kind = index, BM25
     else:
         model, kind = _models.load_model(given, "--teacher", ("cross-encoder", "dense", "sparse", "multi-vector"))
-    if max_length is not None and kind != BM25:
-        if kind == "multi-vector":
+        if max_length is not None and kind == "multi-vector":
             raise UsageError(f"--max-length: {given} is a multi-vector model, which has lengths of its own.")
-        setattr(model, "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length", max_length)
+        _models.limit_length(model, max_length)
     try:
         return Teacher(name, kind, model)
     except ValueError as error:

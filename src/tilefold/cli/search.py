@@ -6,16 +6,15 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset
+from tilefold.cli._options import Place, Text, Words, argument, flag, option, preset
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ SHOWN_TERMS = 6
 SHOWN_CELLS = 80
 
 
+@_options.with_options(_retrievers.of_index, _retrievers.of_reranking, _retrievers.of_feedback)
 def search(
     query: Text = argument("The query; - reads one per line from standard input; without it, a prompt."),
     queries: Place = option(
@@ -36,56 +36,38 @@ def search(
     data: Text = option("The collection, to show titles."),
     vectors: Place = option("The encoded documents, to show which terms matched."),
     k: int = preset(10, "Documents to show."),
-    by: str = _retrievers.BY,
+    by: str = preset(
+        "document", "An index of passages: documents by their best one, or passages.", metavar="document|passage"
+    ),
     where: Words = _retrievers.WHERE,
-    device: Text = _retrievers.DEVICE,
-    query_top_k: Count = _retrievers.QUERY_TOP_K,
-    query_cut: Count = _retrievers.QUERY_CUT,
-    heap_factor: Number = _retrievers.HEAP_FACTOR,
-    candidates: Count = _retrievers.CANDIDATES,
-    other_model: bool = _retrievers.OTHER_MODEL,
-    rerank: Text = _retrievers.RERANK,
-    rerank_model: Text = _retrievers.RERANK_MODEL,
-    rerank_depth: Count = option(_retrievers.RERANK_DEPTH_HELP + " By default 100."),
-    rerank_weight: Number = _retrievers.RERANK_WEIGHT,
-    prf: Text = _retrievers.PRF,
-    prf_depth: Count = _retrievers.PRF_DEPTH,
-    prf_terms: Count = _retrievers.PRF_TERMS,
-    prf_alpha: Number = _retrievers.PRF_ALPHA,
-    prf_beta: Number = _retrievers.PRF_BETA,
-    prf_gamma: Number = _retrievers.PRF_GAMMA,
-    prf_bottom: Count = _retrievers.PRF_BOTTOM,
-    prf_equal_lengths: bool | None = _retrievers.PRF_EQUAL_LENGTHS,
-    prf_with: Place = _retrievers.PRF_WITH,
-    prf_place: Text = _retrievers.PRF_PLACE,
-    prf_weight: Number = _retrievers.PRF_WEIGHT,
-    prf_normalization: Text = _retrievers.PRF_NORMALIZATION,
     save_run: Place = option("With several queries: write their documents as a TREC run, and print none."),
     as_json: bool = flag("The hits as JSON on stdout.", "--json"),
+    **more: Any,
 ) -> None:
     """Search an index; without options, the index of the demo.
 
     With --rerank, the best candidates of the index are reordered by late interaction, and scores are MaxSim. With
     --prf, terms that feedback added to the query are marked +.
     """
-    asked = locals()
+    asked = locals() | more
     if query is not None and not query.strip():
         raise UsageError("query: expected some words, got an empty text.")
-    _options.check_at_least_one(k=k, query_top_k=query_top_k)
-    if prf_with is not None and prf_with.is_file():
-        raise UsageError(f"--prf-with: {prf_with} is a file; search takes a BM25 index, evaluate also a run.")
+    _options.check_at_least_one(k=k, query_top_k=asked["query_top_k"])
+    if (second := asked["prf_with"]) is not None and not second.is_dir():
+        got = "the file" if second.exists() else "nothing at"
+        raise UsageError(f"--prf-with: search takes a BM25 index, evaluate also a run; got {got} {second}.")
     feedback, mix = _retrievers.feedback_request(asked)
     reranking = _retrievers.rerank_request(asked)
-    if rerank_depth is not None and rerank_depth < k:
-        raise UsageError(f"--rerank-depth: expected at least --k ({k}), got {rerank_depth}.")
+    if (depth := asked["rerank_depth"]) is not None and depth < k:
+        raise UsageError(f"--rerank-depth: expected at least --k ({k}), got {depth}.")
     if index is None:
         asked |= _demo_paths(demo)
-    _models.find_models({"--model": model, "--rerank": rerank})
+    _models.find_models({"--model": model, "--rerank": asked["rerank"]})
     single = query is not None and query != "-"
     if save_run is not None:
         if single:
             raise UsageError("--save-run: goes with --queries, or with queries on standard input (-), which have ids.")
-        _scores.check_writable(save_run, "--save-run")
+        _scores.check_writable(save_run, "--save-run", queries)
     searcher = _open(asked)
     request = retrieval.SearchRequest(k, feedback, mix, None, reranking, by, _retrievers.where_of(asked, searcher))
     if save_run is not None:
@@ -93,7 +75,7 @@ def search(
         _common.print_result(found, as_json, f"{found['queries']} queries, {found['documents']} documents: {save_run}")
         return
     for name, text in [("query", str(query))] if single else _many(query, queries):
-        with _options.as_options(documents="--data", tokens="--rerank"):
+        with _options.as_options(documents="--data", tokens="--rerank", queries="--model"):
             hits = searcher.search(text, request)
         if as_json and single:
             _common.print_json({"query": text, "hits": hits})
@@ -180,31 +162,25 @@ def _demo_paths(folder: Path) -> Values:
 
 
 def _print(query: str, hits: list[Values]) -> None:
-    late, titled, explained = "first" in hits[0], any(hit["title"] for hit in hits), any(hit["terms"] for hit in hits)
-    shown = {"#>": True, "id": True, "document": titled, "score>": True, "before: #, score>": late}
-    shown["matched terms, share of the score" + (" before" if late else "")] = explained
-    cut = any("passage" in hit for hit in hits)
-    shown = {"#>": True, "id": True, "document": titled, "passage": cut} | shown
-    rows = []
-    for hit in hits:
-        passage = hit.get("passage", {})
-        part = f"{passage['number']}: {passage.get('text', '')}" if passage else ""
-        first = f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else ""
-        title = _common.shorten(hit["title"], SHOWN_CELLS)
-        terms = "  ".join(
-            f"{'+' * term.get('feedback', False)}{term['term']} {term['share']:.0%}"
-            for term in hit["terms"][:SHOWN_TERMS]
-        )
-        cells = (
-            str(hit["rank"]),
-            hit["id"],
-            title,
-            _common.shorten(part, SHOWN_CELLS),
-            f"{hit['score']:.2f}",
-            first,
-            terms,
-        )
-        rows.append(list(compress(cells, shown.values())))
-    _common.print_table(
-        compress(shown, shown.values()), rows, query, ("id", "document", "passage"), title_justify="left"
+    late, passages = "first" in hits[0], [hit.get("passage") for hit in hits]
+    columns = {
+        "#>": [str(hit["rank"]) for hit in hits],
+        "id": [hit["id"] for hit in hits],
+        "document": [_common.shorten(hit["title"], SHOWN_CELLS) for hit in hits],
+        "passage": [
+            _common.shorten(f"{each['number']}: {each.get('text', '')}", SHOWN_CELLS) if each else ""
+            for each in passages
+        ],
+        "score>": [f"{hit['score']:.2f}" for hit in hits],
+        "before: #, score>": [f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else "" for hit in hits],
+        "matched terms, share of the score" + " before" * late: [_said_of_terms(hit["terms"]) for hit in hits],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    rows = zip(*shown.values(), strict=True)
+    _common.print_table(shown, rows, query, ("id", "document", "passage"), title_justify="left")
+
+
+def _said_of_terms(terms: list[Values]) -> str:
+    return "  ".join(
+        f"{'+' * term.get('feedback', False)}{term['term']} {term['share']:.0%}" for term in terms[:SHOWN_TERMS]
     )

@@ -9,13 +9,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilefold import retrieval
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, Words, option, preset
+from tilefold.cli._options import Count, Place, Text, Words, option, preset
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.serve.settings import Limits, check_origins
 
@@ -29,6 +29,7 @@ KEY_VARIABLE = "TILEFOLD_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+@_options.with_options(_retrievers.of_index)
 def serve(
     model: Text = option("Folder or Hugging Face name of a sparse, multi-vector or dense model; or minilm."),
     index: Place = option("Index to search, with the --model that made it; BM25 needs none."),
@@ -39,12 +40,6 @@ def serve(
     tokens_model: Text = option("Multi-vector model that made --tokens, where it has moved."),
     name: Text = option("Name of --index in addresses; by default that of its folder."),
     max_length: Count = option("Tokens read of a text, at most; by default as many as the model reads."),
-    query_top_k: Count = _retrievers.QUERY_TOP_K,
-    query_cut: Count = _retrievers.QUERY_CUT,
-    heap_factor: Number = _retrievers.HEAP_FACTOR,
-    candidates: Count = _retrievers.CANDIDATES,
-    other_model: bool = _retrievers.OTHER_MODEL,
-    device: Text = _retrievers.DEVICE,
     host: str = preset("127.0.0.1", "Interface to listen on; 0.0.0.0 for all."),
     port: int = preset(8080, "Port; 0 takes a free one.", min=0, max=65535),
     default_side: str = preset("document", "How to encode inputs posted to the root routes.", metavar="query|document"),
@@ -60,6 +55,7 @@ def serve(
     auto_truncate: bool = preset(
         Limits.auto_truncate, "Cut inputs that are too long, or refuse them.", "--auto-truncate/--no-auto-truncate"
     ),
+    **more: Any,
 ) -> None:
     """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9; Ctrl-C ends it.
 
@@ -67,7 +63,7 @@ def serve(
     same routes below /query and /document encode queries and documents, where a model tells them apart. With --index,
     GET and POST /v1/NAME/search and GET /v1/NAME/doc/ID.
     """
-    asked = locals()
+    asked = locals() | more
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -76,7 +72,7 @@ def serve(
         raise CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
     from tilefold.serve.server import bind
 
-    _options.check_at_least_one(query_top_k=query_top_k, max_length=max_length)
+    _options.check_at_least_one(query_top_k=asked["query_top_k"], max_length=max_length)
     index_name = _index_name(asked)
     given = {each.name: asked[each.name] for each in fields(Limits) if each.name in asked}
     with _options.as_options(*given):
@@ -185,6 +181,8 @@ def _with_index(name: str, asked: Asked) -> tuple[list[Served], Searchable]:
         parts["vectors"] = None if asked["vectors"] is None else retrieval.read_vectors(asked["vectors"])
     if asked["tokens"] is not None:
         parts["late"], parts["store"] = _late(asked, texts=asked["data"] is not None)
+        if encoder is None and parts["store"] is not None:
+            _options.refuse_useless(["max_length"], "with token vectors, whose queries are read as they were")
     if asked["bm25"] is not None:
         parts["words"] = words = open_index(asked["bm25"])
         if words.backend != "bm25":
@@ -209,7 +207,7 @@ def _late(asked: Asked, texts: bool) -> tuple[Served, TokenStore | None]:
     from tilefold.serve.models import Served
 
     model, store = _retrievers.load_late(str(asked["tokens"]), asked["tokens_model"], texts, "--tokens")
-    if store is None:
+    if store is None or asked["index"] is None:
         _limit(model, asked)
     name = asked["tokens"] if store is None else asked["tokens_model"] or store.manifest.model_source
     return Served(model, "multi-vector", str(name)), store

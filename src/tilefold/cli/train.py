@@ -178,7 +178,7 @@ def _configure(name: str, asked: Asked) -> Any:
         recipe = get_recipe(name, **_common.known(values))
         return type(recipe).from_dict(_changed(recipe.to_dict(), own, asked["fields"] or []))
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(_options.in_options(str(error))) from error
 
 
 def _changed(recipe: Values, own: Asked, fields: list[str]) -> Values:

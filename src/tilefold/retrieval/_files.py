@@ -44,7 +44,7 @@ def read_json_object(path: Path, remedy: str) -> Json:
     """The JSON object in `path`, whose checksum is compared and left out; else an error that ends in `remedy`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{path}: no such file. {remedy}") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested without end
         raise DataError(f"{path}: expected a JSON object, got malformed JSON ({error}). {remedy}") from error

@@ -89,9 +89,8 @@ def load_collection(
         return _cached_pydocs(default_cache_dir() if cache_dir is None else Path(cache_dir))
     path = Path(name_or_path)
     if not path.exists():
-        wanted = "'pydocs' or the path of a BEIR folder or of documents"
-        got = f"{str(name_or_path)!r}, which is neither"
-        raise FileNotFoundError(f"collection: expected {wanted}, got {got}. {BEIR_LAYOUT}")
+        wanted = "expected 'pydocs', or the path of a BEIR folder or of documents"
+        raise FileNotFoundError(f"{name_or_path}: no such file or folder, {wanted}. {BEIR_LAYOUT}")
     return load_beir(path, unknown, documents_only=documents_only, splits=splits)
 
 
