@@ -53,12 +53,12 @@ def _run(args: list[str], debug: bool) -> int:
         return _report(error)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code
         resumable = "Finished work is kept: run the same command again to resume."
-        _say(f"Interrupted. {resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}")
+        _common.note(f"Interrupted. {resumable if any(check() for check in _common.kept) else 'Nothing was kept.'}")
     return code
 
 
 def _report(error: Exception) -> int:
-    from tilefold.cli._common import CommandError, UsageError, text_of
+    from tilefold.cli._common import CommandError, UsageError, note, text_of
     from tilefold.cli._options import in_options
 
     formatted = getattr(error, "format_message", None)  # typer's own errors have it
@@ -69,20 +69,13 @@ def _report(error: Exception) -> int:
     known = isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
     if not known or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    _say(f"Error: {text}")
+    note(f"Error: {text}", style="bold red")
     context = getattr(error, "ctx", None)
     if context is not None:
-        _say(f"Try: {context.command_path} --help")
+        note(f"Try: {context.command_path} --help")
     elif not known:
-        _say("This is not expected. The same command with --debug shows where it happened.")
+        note("This is not expected. The same command with --debug shows where it happened.")
     return 2 if usage or isinstance(error, UsageError) else 1
-
-
-def _say(text: str) -> None:
-    from tilefold.cli._common import stderr
-
-    style = "bold red" if text.startswith("Error") else None
-    stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @functools.cache

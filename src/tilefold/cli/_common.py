@@ -54,9 +54,9 @@ def stderr() -> Console:
     return Console(stderr=True, width=None if sys.stderr.isatty() else 400)
 
 
-def note(text: str) -> None:
-    """Print one line about progress on stderr."""
-    stderr().print(text, markup=False, highlight=False)
+def note(text: str, style: str | None = None) -> None:
+    """Print one line, of progress or an error, on stderr."""
+    stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

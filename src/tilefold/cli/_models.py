@@ -96,9 +96,9 @@ def _hub_problem(name: str) -> str | None:
     return problem
 
 
-def load_encoder(name: str, option: str = "--model") -> SparseEncoder:
+def load_encoder(name: str) -> SparseEncoder:
     """A SparseEncoder, with the fused head where its architecture allows."""
-    return load_model(name, option, ("sparse",))[0]
+    return load_model(name, kinds=("sparse",))[0]
 
 
 def load_untrained(texts_sha256: str, texts: Callable[[], Mapping[str, str]] | None, what: str) -> SparseEncoder:

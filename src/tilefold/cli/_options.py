@@ -153,8 +153,16 @@ def preset(default: object, help: str, *flags: str, **settings: Any) -> Any:
     return option(help, *flags, default=default, **settings)
 
 
+def _at_least_one(parameter: typer.CallbackParam, value: Any) -> Any:
+    for each in value if isinstance(value, list) else [value]:
+        if each is not None and each < 1:
+            raise UsageError(f"{parameter.opts[0]}: expected at least 1, got {each}.")
+    return value
+
+
 required = functools.partial(option, default=...)
 flag = functools.partial(option, default=False)
+positive = functools.partial(option, callback=_at_least_one)
 
 
 def argument(help: str, default: object = None) -> Any:
@@ -175,13 +183,6 @@ def with_options(*groups: Callable[..., None]) -> Callable[[Callable[..., None]]
         return command
 
     return extended
-
-
-def check_at_least_one(**options: int | None) -> None:
-    """Raise an error for a count below 1; the option is the name with dashes."""
-    for name, value in options.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')}: expected at least 1, got {value}.")
 
 
 def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
@@ -206,7 +207,7 @@ def refuse(names: Iterable[str], why: str) -> None:
 
 def refuse_useless(names: Iterable[str], where: str) -> None:
     """Raise an error for parameters whose options were given and do nothing, such as ``"with --steps 0"``."""
-    refuse(names, f"does nothing {where}: leave it out")
+    refuse(names, _USELESS.format(where))
 
 
 def in_options(message: str) -> str:

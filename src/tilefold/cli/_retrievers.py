@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, flag, option
+from tilefold.cli._options import Count, Number, Place, Text, flag, option, positive
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.provenance import Provenance
 
@@ -36,7 +36,7 @@ STRIDE = option("Words from the beginning of a passage to that of the next; by d
 CUT = option("Where passages begin and end; by default sentences.", metavar="sentences|words")
 CHUNK = 1024  # queries searched at a time
 MODEL_HELP = "The model that made --index; minilm for an index of encode --model minilm."
-DENSE_LENGTH = option("Dense: tokens read of a text, at most; by default as many as the model reads.")
+DENSE_LENGTH = positive("Dense: tokens read of a text, at most; by default as many as the model reads.")
 WHERE = option(
     "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, or lang=null "
     "(without the field); may be repeated."
@@ -44,7 +44,7 @@ WHERE = option(
 
 
 def of_index(
-    query_top_k: Count = option("Sparse: keep only this many terms of a query."),
+    query_top_k: Count = positive("Sparse: keep only this many terms of a query."),
     query_cut: Count = option("seismic: heaviest terms of a query that choose clusters; by default the index's."),
     heap_factor: Number = option("seismic: lower is slower and closer to exact; by default the index's."),
     candidates: Count = option("late, on a CPU: documents to score, 0 for all; by default the index's.", min=0),

@@ -66,7 +66,7 @@ def check_writable(path: Path | None, option: str, *others: Path | None) -> None
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UsageError(f"{option}: {path} cannot be written ({_common.first_line(error)}).") from error
+        raise UsageError(f"{option}: {path} cannot be written ({error.strerror or error}).") from error
     if path.resolve() in [each.resolve() for each in others if each is not None]:
         raise UsageError(f"{option}: expected a file of its own, got {path}, which another option names too.")
 

@@ -12,7 +12,7 @@ import typer
 
 from tilefold.cli import _common, _models, _options
 from tilefold.cli._common import UsageError
-from tilefold.cli._options import Count, Place, Text, Words, argument, flag, option, preset, required
+from tilefold.cli._options import Count, Place, Text, Words, argument, flag, option, positive, preset, required
 
 if TYPE_CHECKING:
     from torch import device
@@ -24,9 +24,7 @@ _QUICK_SECONDS = 0.15
 
 
 def bench(
-    op: Text = argument(
-        "Operator to time, for instance lsr_head; claims: those of papers and the README, each beside its baseline."
-    ),
+    op: Text = argument("Operator to time, such as lsr_head; or claims: those of papers and the README."),
     every: bool = flag("Time every operator.", "--all"),
     listing: bool = flag("List shapes and implementations, run nothing.", "--list"),
     shape: Words = option("Named shape; repeat for several.", "--shape", "--only"),
@@ -80,8 +78,7 @@ def bench(
         options = RunOptions(device=target, impls=impl or None, budget=budget, limit=60 * minutes)
         failed = _run_all(chosen, options, results_folder(output, quick))
     except ValueError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise UsageError(str(error)) from error
     if failed:
         raise typer.Exit(1)
 
@@ -164,14 +161,14 @@ def _run_all(
 
 def warmup(
     model: str = required("A SparseEncoder or multi-vector model: folder or Hugging Face name."),
-    length: list[int] | None = option(
+    length: list[int] | None = positive(
         "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, 256]"
     ),
-    batch_size: int = preset(32, "Texts per batch: kernels are chosen by shape."),
+    batch_size: int = positive("Texts per batch: kernels are chosen by shape.", default=32),
     inference: bool = preset(True, "Kernels of scores alone.", "--inference/--no-inference"),
     training: bool = preset(True, "Kernels of gradients too.", "--training/--no-training"),
     precision: str = preset("bf16", "Of autocast; fp32 for none.", metavar="bf16|fp16|fp32"),
-    workers: Count = option("Kernels built at a time; by default one per core."),
+    workers: Count = positive("Kernels built at a time; by default one per core."),
     as_json: bool = flag("What was built as JSON on stdout.", "--json"),
 ) -> None:
     """Build the kernels that a model needs on this GPU, several at a time, into Triton's cache on the disk.
@@ -180,8 +177,6 @@ def warmup(
     built, as long as Triton, its settings and the GPU stay the same.
     """
     lengths = length or [32, 256]
-    _options.check_at_least_one(length=min(lengths))
-    _options.check_at_least_one(batch_size=batch_size, workers=workers)
     if not (inference or training):
         raise UsageError("--no-inference and --no-training together leave nothing to build.")
     _models.find_model(model, "--model")

@@ -55,16 +55,20 @@ def compare(
         found = retrieval.compare(tables, measures, all_pairs=all_pairs, alpha=alpha, resamples=resamples, seed=seed)
     if plot is not None:
         _draw(found, tables, plot)
+    lost = [_worst(each, tables, collection, worst) for each in found]
     if as_json:
-        _common.print_json(_facts(collection, split, scores, found, alpha, worst))
+        rows = [each.to_dict() | {"worst": queries} for each, queries in zip(found, lost, strict=True)]
+        known = {"collection": collection.name, "split": split, "queries": len(collection.qrels[split]), "alpha": alpha}
+        _common.print_json(known | {"runs": _facts(split, scores), "comparisons": rows})
         return
     _print(collection, split, scores, found)
     typer.echo(f"* different at {alpha:g}: paired randomisation ({resamples:,} sign flips), Holm over {len(found)}")
     for name, each in scores.items():
         if said := _scores.said_of(each.conventions[split]):
             typer.echo(f"{name}: {said}")
-    for each in (each for each in found if each.measure == measures[0] and worst):
-        _print_worst(each, tables, collection, worst)
+    for each, queries in zip(found, lost, strict=True):
+        if each.measure == measures[0] and queries:
+            _print_worst(each, queries)
     if plot is not None:
         typer.echo(f"plot: {plot}")
 
@@ -112,35 +116,23 @@ def _worst(found: Difference, tables: Mapping[str, Table], collection: Collectio
     ]
 
 
-def _print_worst(found: Difference, tables: Mapping[str, Table], collection: Collection, count: int) -> None:
+def _print_worst(found: Difference, queries: Sequence[Values]) -> None:
     rows = []
-    for row in _worst(found, tables, collection, count):
-        text = _common.shorten(row["text"], SHOWN_CELLS)
+    for row in queries:
         values = [f"{value:.4f}" for value in row["values"].values()]
-        rows.append([row["query"], text, *values, f"{row['difference']:+.4f}"])
-    if rows:
-        title = f"{found.measure}: where {found.run} loses most to {found.over}"
-        columns = ("query", "text", f"{found.over}>", f"{found.run}>", "difference>")
-        _common.print_table(columns, rows, title, fold=("query", "text"))
+        rows.append([row["query"], _common.shorten(row["text"], SHOWN_CELLS), *values, f"{row['difference']:+.4f}"])
+    title = f"{found.measure}: where {found.run} loses most to {found.over}"
+    columns = ("query", "text", f"{found.over}>", f"{found.run}>", "difference>")
+    _common.print_table(columns, rows, title, fold=("query", "text"))
 
 
-def _facts(
-    collection: Collection,
-    split: str,
-    scores: Mapping[str, _scores.Scores],
-    found: Sequence[Difference],
-    alpha: float,
-    worst: int,
-) -> Values:
-    tables = {name: each.tables[split] for name, each in scores.items()}
-    runs: Values = {}
+def _facts(split: str, scores: Mapping[str, _scores.Scores]) -> Values:
+    """Run -> its measures and the conventions that they depend on."""
+    found: Values = {}
     for name, each in scores.items():
         measures = {measure: asdict(mean) for measure, mean in each.means()[split].items()}
-        runs[name] = {"measures": measures, "conventions": each.conventions[split]}
-    rows = [each.to_dict() | {"worst": _worst(each, tables, collection, worst)} for each in found]
-    size = len(collection.qrels[split])
-    known = {"collection": collection.name, "split": split, "queries": size, "alpha": alpha}
-    return known | {"runs": runs, "comparisons": rows}
+        found[name] = {"measures": measures, "conventions": each.conventions[split]}
+    return found
 
 
 def _draw(found: Sequence[Difference], tables: Mapping[str, Table], path: Path) -> None:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from tilefold import retrieval
 from tilefold._files import write_json
 from tilefold.cli import _common, _demo_steps, _models
@@ -218,7 +220,6 @@ def difference_line(row: Values) -> str:
 
 def print_report(results: Values) -> None:
     """Print the tables, and commands to try next, on stdout."""
-    console = _common.stdout()
     _print_systems(results)
     lines = [f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:"]
     lines += [f"  {difference_line(row)}" for row in results["comparisons"]]
@@ -229,7 +230,7 @@ def print_report(results: Values) -> None:
     search = f'  tilefold search "{EXAMPLE}"'
     lines += [f"done in {results['seconds'] / 60:.1f} minutes; now try:", search]
     lines.append(f"{search} --rerank {results['late_interaction']['tokens']}")
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    typer.echo("\n".join(lines))
 
 
 def _print_systems(results: Values) -> None:

@@ -18,7 +18,7 @@ from tilefold._ranks import first_rank_first, joined, several
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, flag, option, preset, required
+from tilefold.cli._options import Count, Number, Place, Text, flag, option, positive, preset, required
 
 if TYPE_CHECKING:
     from tilefold.retrieval.collection import Collection
@@ -38,43 +38,34 @@ _TIMED = {"cpu": 32, "cuda": 4096}  # texts that it encodes, at most
 
 
 def encode(
-    model: str = required(
-        "Folder or Hugging Face name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm."
-    ),
+    model: str = required("Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm."),
     output: Path = required("Folder for the vectors."),
     data: str = preset("pydocs", _common.DOCUMENTS_HELP),
-    kind: Text = option(
-        "Kind of vectors; by default that of the model, with minilm sparse.", metavar="sparse|tokens|dense"
-    ),
+    kind: Text = option("By default that of the model, with minilm sparse.", metavar="sparse|tokens|dense"),
     queries: bool = flag("Encode queries instead of documents.", "--queries"),
     split: Text = option("With --queries: only those of this split."),
-    top_k: Count = option("Sparse: keep only this many terms per text."),
+    top_k: Count = positive("Sparse: keep only this many terms per text."),
     special_tokens: bool | None = option(
         "Sparse: keep weights of special tokens such as [CLS], which match in every text (default), or not.",
         "--special-tokens/--no-special-tokens",
     ),
-    max_length: Count = option("Tokens read of a text, at most; by default as many as the model reads."),
+    max_length: Count = positive("Tokens read of a text, at most; by default as many as the model reads."),
     passages: Count = _retrievers.PASSAGES,
     stride: Count = _retrievers.STRIDE,
     cut: Text = _retrievers.CUT,
-    storage: Text = option(
-        "Token and dense vectors: by default fp16, of dense ones fp32; int8 has half the bytes of fp16.",
-        metavar="fp32|fp16|int8",
-    ),
-    dimension: Count = option("Dense: keep only the first entries of a vector, for a Matryoshka model."),
-    batch_size: Count = option("Texts per batch, at most; by default batches are cut by tokens."),
-    batch_tokens: Count = option("Tokens per batch; by default what suits the device."),
-    shard_size: int = preset(1024, "Texts per shard; each shard is saved when it is full."),
+    storage: Text = option("Tokens: by default fp16; dense: fp32; int8 is half of fp16.", metavar="fp32|fp16|int8"),
+    dimension: Count = positive("Dense: keep only the first entries of a vector, for a Matryoshka model."),
+    batch_size: Count = positive("Texts per batch, at most; by default batches are cut by tokens."),
+    batch_tokens: Count = positive("Tokens per batch; by default what suits the device."),
+    shard_size: int = positive("Texts per shard; each shard is saved when it is full.", default=1024),
     save_minutes: float = preset(1.0, "The part of a shard that is done is saved this often, and on Ctrl-C.", min=0),
-    devices: Text = option(
-        "GPUs to use, a number or all: a process for each shares the work. Without GPUs, processes."
-    ),
+    devices: Text = option("GPUs to use, a number or all: a process for each. Without GPUs, processes."),
     jsonl: Place = option("Sparse: also write the vectors as JSON lines (Anserini form)."),
     resume: bool = preset(True, "Keep what an interrupted run has encoded.", "--resume/--fresh"),
     engine: str = preset("local", "This process, or workers on this machine or on a cluster.", metavar="local|ray"),
     address: Text = option("Ray: host:port of a cluster, auto for the one of this machine; by default this machine."),
-    workers: Count = option("Ray: models at a time, at most; by default as many as fit, one per GPU."),
-    worker_cpus: Count = option("Ray: cores of each worker."),
+    workers: Count = positive("Ray: models at a time, at most; by default as many as fit, one per GPU."),
+    worker_cpus: Count = positive("Ray: cores of each worker."),
     dry_run: bool = flag("Only estimate shards, tokens, hours and gigabytes.", "--dry-run"),
     rate: Number = option("With --dry-run: texts per second of a worker, instead of what is measured."),
     as_json: bool = flag("The manifest as JSON on stdout.", "--json"),
@@ -88,8 +79,6 @@ def encode(
     under torchrun, several processes share the work; the result is that of one.
     """
     asked = locals()
-    counts = ("top_k", "dimension", "max_length", "batch_size", "batch_tokens", "shard_size", "workers", "worker_cpus")
-    _options.check_at_least_one(**{name: asked[name] for name in counts})
     if several():
         _options.refuse_useless(["save_minutes"], "where several processes share the work, which keep whole shards")
     cuts = _retrievers.passages(asked)

@@ -12,7 +12,7 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, UsageError, Values
-from tilefold.cli._options import Count, Place, Text, Words, flag, option, preset, required
+from tilefold.cli._options import Count, Place, Text, Words, flag, option, positive, preset, required
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def evaluate(
     run: Place = option("A TREC run file to score."),
     index: Place = option("Index to search, with the --model that made it; BM25 has none."),
     model: Text = option(_retrievers.MODEL_HELP + " Without --index, a dense model; minilm is all-MiniLM-L6-v2."),
-    k: Count = option("Documents per query to rerank and to save, by default 100; measures see what they need."),
+    k: Count = positive("Documents per query to rerank and to save, by default 100; measures see what they need."),
     measure: Words = option(_scores.MEASURE_HELP),
     where: Words = _retrievers.WHERE,
     max_length: Count = _retrievers.DENSE_LENGTH,
@@ -51,7 +51,6 @@ def evaluate(
     if (run is None) == (model is None and index is None):
         raise UsageError("give either --run FILE, or --index (with --model, but for BM25), or a dense --model.")
     depth = None if run is not None else k or DEPTH
-    _options.check_at_least_one(k=k, query_top_k=asked["query_top_k"], max_length=max_length)
     reranking, (feedback, mix) = _retrievers.rerank_request(asked, depth), _retrievers.feedback_request(asked)
     measures, deepest = _scores.check_measures(measure)
     _scores.say_depth(k, deepest, save_run or rerank)
@@ -116,8 +115,8 @@ def fuse(
     tune: Text = option("interpolation: choose the weights on this split of --data, by the first measure."),
     in_sample: bool = flag("Report queries that --tune chose the weights on, too, and say so.", "--in-sample"),
     normalization: Text = option("interpolation: per query; by default min_max.", metavar="min_max|z_score|none"),
-    rrf_k: Count = option("rrf: the constant of 1 / (k + rank); by default 60."),
-    k: int = preset(100, "Documents to keep per query; as many as the measures need at least."),
+    rrf_k: Count = positive("rrf: the constant of 1 / (k + rank); by default 60."),
+    k: int = positive("Documents to keep per query; as many as the measures need at least.", default=100),
     data: Text = option("The collection of the runs, to measure the fusion: pydocs, or a BEIR folder."),
     split: Words = option(_scores.SPLIT_HELP),
     drop_unknown: bool = flag(_common.DROP_UNKNOWN_HELP, "--drop-unknown"),
@@ -133,7 +132,6 @@ def fuse(
         raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
     if weight is not None and len(weight) != len(run):
         raise UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
-    _options.check_at_least_one(k=k, rrf_k=rrf_k)
     if data is None and save_run is None:
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)

@@ -16,9 +16,7 @@ from tilefold.retrieval.passages import Passages
 
 
 def export(
-    to: str = required(
-        "Bulk files and a mapping, a feed and a schema, or a model as a graph.", "--to", metavar="opensearch|vespa|onnx"
-    ),
+    to: str = required("Bulk files and a mapping, a feed and a schema, or a graph.", metavar="opensearch|vespa|onnx"),
     vectors: Place = option("Folder of documents that tilefold encode wrote."),
     output: Path = required("Folder for the files."),
     model: Text = option("The SparseEncoder that made the vectors, for the names of its terms; onnx: to export."),
@@ -76,13 +74,14 @@ def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | N
     _models.load_model(model, kinds=("sparse",), fast=())  # refuses what is none
     started = time.monotonic()
     try:
-        with _common.heartbeat("exporting (onnx)"), quiet_libraries():
+        with (
+            _common.heartbeat("exporting (onnx)"),
+            quiet_libraries(),
+            _options.as_options("model", "quantize", "top_k"),
+        ):
             made = export_onnx(model, output, quantize=quantize, top_k=top_k)
     except ImportError as error:
         raise CommandError(f"--to onnx: {error}") from error
-    except ValueError as error:
-        name, _, rest = str(error).partition(":")
-        raise CommandError(f"--{name.replace('_', '-')}:{rest}") from error
     seconds = round(time.monotonic() - started, 3)
     (name, value), *_ = made.error.items()
     checked = f"{name.replace('_', ' ')} {value:g} on random texts"

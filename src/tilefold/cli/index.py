@@ -29,12 +29,8 @@ _BACKEND_HELP = (
 
 def index(
     output: Path = required("Folder for the index."),
-    vectors: Place = option(
-        "exact, seismic, qdrant: folder that tilefold encode wrote; exact takes dense vectors, too."
-    ),
-    tokens: Place = option(
-        "late: token vectors of the documents, a folder of tilefold encode, or a .safetensors or .npz file."
-    ),
+    vectors: Place = option("exact, seismic, qdrant: a folder of tilefold encode; exact takes dense vectors, too."),
+    tokens: Place = option("late: token vectors, a folder of tilefold encode, or a .safetensors or .npz file."),
     data: Text = option(
         "bm25: the documents; others: those of --vectors or --tokens, to keep their metadata. " + _common.DOCUMENTS_HELP
     ),
@@ -42,9 +38,7 @@ def index(
     language: Text = option("bm25: of Snowball stemmer and stop words, or none for neither; by default english."),
     k1: Number = option("bm25: saturation of term frequencies; by default 1.5."),
     b: Number = option("bm25: normalisation of document length, 0 to 1; by default 0.75."),
-    identifiers: bool = flag(
-        "bm25: split words at underscores and capitals, for texts about programs.", "--identifiers"
-    ),
+    identifiers: bool = flag("bm25: split words at underscores and capitals, for programs.", "--identifiers"),
     passages: Count = _retrievers.PASSAGES,
     stride: Count = _retrievers.STRIDE,
     cut: Text = _retrievers.CUT,
@@ -53,12 +47,8 @@ def index(
     min_cluster_size: Count = option("seismic: documents of the smallest cluster (10)."),
     summary_energy: Number = option("seismic: fraction of a cluster's weight in its summary (0.4)."),
     doc_cut: Count = option("seismic: heaviest terms of a document used to cluster (15)."),
-    query_cut: Count = option(
-        "seismic: query terms that choose clusters, at search (20; 10 from a million documents on)."
-    ),
-    heap_factor: Number = option(
-        "seismic: 0 to 1, lower is slower and closer to exact (0.7; 0.8 from a million documents on)."
-    ),
+    query_cut: Count = option("seismic: query terms that choose clusters (20; 10 from a million documents on)."),
+    heap_factor: Number = option("seismic: lower is slower and closer to exact (0.7; 0.8 from a million on)."),
     num_threads: Count = option("seismic: threads, 0 for one per core (0).", "--threads"),
     storage: Text = option("late: by default int8; int4 takes half as much.", metavar="int8|fp16|int4"),
     pool_factor: Count = option("late: keep a vector for so many tokens of a document, the mean of a cluster (1)."),
@@ -72,9 +62,7 @@ def index(
         "--update",
     ),
     delete: Place = option("Remove documents, an id per line of this file, from the index at --output."),
-    merge: bool = flag(
-        "exact, dense, seismic, late: make one index of that at --output and what was added to it.", "--merge"
-    ),
+    merge: bool = flag("Make one index of that at --output and what was added to it.", "--merge"),
     as_json: bool = flag("The result as JSON on stdout.", "--json"),
 ) -> None:
     """Build an index: of encoded documents (exact, seismic, qdrant, late), or of the words of a collection (bm25).

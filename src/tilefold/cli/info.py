@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import typer
+
 from tilefold._version import __version__
 from tilefold.cli import _common, _models
 from tilefold.cli._common import Asked, UsageError, Values
@@ -142,9 +144,6 @@ def _operators() -> dict[str, Values]:
 
 
 def _print(facts: Values) -> None:
-    from rich.console import Console
-
-    console = Console()
     cpu = facts["cpu"]
     lines = [
         f"tilefold {facts['tilefold']}, torch {facts['torch']}, Python {facts['python']} on {facts['platform']}",
@@ -154,7 +153,7 @@ def _print(facts: Values) -> None:
         f"gpu: {gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB, driver {facts['driver']}"
         for gpu in facts["gpus"]
     ] or ["gpu: none that torch can see"]
-    console.print("\n".join(lines), markup=False, highlight=False)
+    typer.echo("\n".join(lines))
 
     rows: list[tuple[str, ...]] = [
         (name, device, picked["auto"], picked["kernels"], picked["why_not_triton"] or picked["why_not_faster"] or "")
@@ -165,7 +164,7 @@ def _print(facts: Values) -> None:
     _common.print_table(columns, rows, fold=columns)
     if (triton := facts["triton"])["release"] is not None:
         tested = "" if triton["tested"] else ", which tilefold was not tested with"
-        console.print(f"On GPUs with Triton {triton['release']}{tested}:", markup=False, highlight=False)
+        typer.echo(f"On GPUs with Triton {triton['release']}{tested}:")
         kernels = triton["kernels_by_compute_capability"].items()
         rows = [(cap, name, kernel, why or "") for cap, found in kernels for name, (kernel, why) in found.items()]
         columns = ("compute capability", "operator", "16-bit kernels", "why nothing faster")

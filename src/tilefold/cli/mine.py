@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, preset, required
+from tilefold.cli._options import Count, Number, Place, Text, Words, argument, flag, option, positive, preset, required
 from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ def mine(
     if len(given) > 1 or (not given and model is None) or (run is not None and model is not None):
         ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
         raise UsageError(f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs no download.")
-    _options.check_at_least_one(query_top_k=asked["query_top_k"], max_length=max_length)
     _scores.check_writable(output, "--output", run)
     _models.find_models({"--model": model})
     collection, _ = _scores.load_splits(data, [split], drop_unknown)
@@ -171,8 +170,8 @@ def score(
     like: Text = option("Map the mean to the mean and deviation of this --teacher, in place of --scale."),
     margin: Number = option(MARGIN_HELP + " By the ensemble's score."),
     max_score_share: Number = option(SHARE_HELP + " By the ensemble's score."),
-    batch_size: int = preset(32, "Texts, or pairs of a cross-encoder, per batch."),
-    max_length: Count = option("Tokens that a model reads of a text or pair; by default its own limit."),
+    batch_size: int = positive("Texts, or pairs of a cross-encoder, per batch.", default=32),
+    max_length: Count = positive("Tokens that a model reads of a text or pair; by default its own limit."),
     resume: bool = preset(True, "Keep what an interrupted run has scored.", "--resume/--fresh"),
     as_json: bool = flag("What was scored as JSON on stdout.", "--json"),
 ) -> None:
@@ -185,7 +184,6 @@ def score(
     if scale is not None and not 0 < scale < float("inf"):
         raise UsageError(f"--scale: expected a finite number above 0, got {scale:g}.")
     false_negatives = check_filter(margin, max_score_share)
-    _options.check_at_least_one(batch_size=batch_size, max_length=max_length)
     names = _names(teacher)
     _scores.check_writable(output, "--output")
     models = [name for name in teacher if name != BM25 and not _is_index(name)]

@@ -14,7 +14,7 @@ import typer
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Place, Text, Words, argument, flag, option, preset
+from tilefold.cli._options import Place, Text, Words, argument, flag, option, positive, preset
 from tilefold.retrieval.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def search(
     model: Text = option(_retrievers.MODEL_HELP),
     data: Text = option("The collection, to show titles."),
     vectors: Place = option("The encoded documents, to show which terms matched."),
-    k: int = preset(10, "Documents to show."),
+    k: int = positive("Documents to show.", default=10),
     by: str = preset(
         "document", "An index of passages: documents by their best one, or passages.", metavar="document|passage"
     ),
@@ -52,7 +52,6 @@ def search(
     asked = locals() | more
     if query is not None and not query.strip():
         raise UsageError("query: expected some words, got an empty text.")
-    _options.check_at_least_one(k=k, query_top_k=asked["query_top_k"])
     if (second := asked["prf_with"]) is not None and not second.is_dir():
         got = "the file" if second.exists() else "nothing at"
         raise UsageError(f"--prf-with: search takes a BM25 index, evaluate also a run; got {got} {second}.")

@@ -15,7 +15,7 @@ from tilefold import retrieval
 from tilefold._typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import Asked, CommandError, UsageError, Values, note
-from tilefold.cli._options import Count, Place, Text, Words, option, preset
+from tilefold.cli._options import Count, Place, Text, Words, option, positive, preset
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.serve.settings import Limits, check_origins
 
@@ -39,7 +39,7 @@ def serve(
     tokens: Text = option("Token vectors or a multi-vector model that reranks (as search --rerank)."),
     tokens_model: Text = option("Multi-vector model that made --tokens, where it has moved."),
     name: Text = option("Name of --index in addresses; by default that of its folder."),
-    max_length: Count = option("Tokens read of a text, at most; by default as many as the model reads."),
+    max_length: Count = positive("Tokens read of a text, at most; by default as many as the model reads."),
     host: str = preset("127.0.0.1", "Interface to listen on; 0.0.0.0 for all."),
     port: int = preset(8080, "Port; 0 takes a free one.", min=0, max=65535),
     default_side: str = preset("document", "How to encode inputs posted to the root routes.", metavar="query|document"),
@@ -72,7 +72,6 @@ def serve(
         raise CommandError(f'tilefold serve needs {error.name}: pip install "tilefold[serve]"') from error
     from tilefold.serve.server import bind
 
-    _options.check_at_least_one(query_top_k=asked["query_top_k"], max_length=max_length)
     index_name = _index_name(asked)
     given = {each.name: asked[each.name] for each in fields(Limits) if each.name in asked}
     with _options.as_options(*given):
