@@ -49,15 +49,13 @@ _TRAINING = (
     "epochs negatives batch_size mini_batch_size learning_rate regularizer group_by_length train_max_length "
     "anneal_alpha bf16 fused graphs save_steps save_minutes devices hours report_to evaluate_steps"
 )
-_NEW = "url collection weights overwrite"
-_BUILDS = "language k1 b identifiers n_postings centroid_fraction min_cluster_size summary_energy doc_cut "
-_BUILDS += "passages stride cut storage pool_factor queries"
 OF_BACKEND = {
     "bm25": "language k1 b identifiers",
     "seismic": "n_postings centroid_fraction min_cluster_size summary_energy doc_cut query_cut heap_factor num_threads",
-    "qdrant": _NEW,
+    "qdrant": "url collection weights overwrite",
     "late": "storage pool_factor queries",
 }
+_BUILDS = " ".join((*OF_BACKEND.values(), "passages stride cut"))
 _USELESS = "does nothing {}: leave it out"
 _CUTS: _Rules = (("stride cut", "!passages", "goes together with --passages"),)
 
@@ -127,7 +125,7 @@ RULES: dict[str, _Rules] = {
         ("vectors names data", "to=onnx", "goes with --to opensearch and vespa; onnx reads --model"),
     ),
     "index": (
-        (f"{_NEW} {_BUILDS}", "update|delete|merge", "is for a new index; {output} says how this one was made"),
+        (_BUILDS, "update|delete|merge", "is for a new index; {output} says how this one was made"),
         *((options, f"backend!={name}", f"goes with --backend {name}") for name, options in OF_BACKEND.items()),
         ("collection overwrite", "!url", "goes with --url, the address of a server"),
         ("data vectors tokens", "delete|merge !update", "goes with --update, to put them into the index"),

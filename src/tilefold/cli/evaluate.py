@@ -130,8 +130,8 @@ def fuse(
     """
     if len(run) < 2:
         raise UsageError(f"--run: expected two runs or more, got {len(run)}.")
-    if weight is not None and len(weight) != len(run):
-        raise UsageError(f"--weight: expected one for each of {len(run)} runs, got {len(weight)}.")
+    if weight is not None and (len(weight) != len(run) or not any(weight)):
+        raise UsageError(f"--weight: expected one for each of {len(run)} runs, not all of them 0, got {weight}.")
     if data is None and save_run is None:
         raise UsageError("give --data to measure the fusion, or --save-run to write it.")
     measures, deepest = _scores.check_measures(measure)

@@ -155,7 +155,7 @@ def _vectors(vectors: Path | None, data: str | None, backend: str, options: Valu
     return retrieval.build_index(read, backend, **options)
 
 
-def _read(vectors: Path | None, backend: str = QDRANT) -> Any:
+def _read(vectors: Path | None, backend: str) -> Any:
     """The encoded documents that --vectors names."""
     if vectors is None:
         raise UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
