@@ -289,7 +289,7 @@ def test_wrong_arguments_get_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         ("--dtype fp16", "dtype must be bf16 or fp32, got 'fp16'"),
         ("--batch 0", "batch must be at least 1, got 0"),
         ("--device tpu", "device must be cpu or cuda, got 'tpu'"),
-        ("--data no-such-folder", "collection: expected 'pydocs' or the path"),
+        ("--data no-such-folder", "no such file or folder, expected 'pydocs', or the path"),
     ):
         assert main(["--device", "cpu", *arguments.split()]) == 2
         assert message in capsys.readouterr().err
