@@ -22,7 +22,7 @@ def load_tokenizer(path: Path | None) -> Any:
     if path is None:
         from tilefold.recipes.backbone import minilm_path
 
-        path = Path(minilm_path(verify=False))
+        path = minilm_path()
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as error:

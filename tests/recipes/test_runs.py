@@ -406,7 +406,7 @@ def test_a_base_model_keeps_its_attention_unless_asked_to(trained: Any, collecti
 
 
 def test_a_processor_held_to_avx2_trains_in_fp32() -> None:
-    program = "from tilefold.recipes.splade import supports_bf16; print(supports_bf16())"
+    program = "from tilefold.recipes.loading import supports_bf16; print(supports_bf16())"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIBLE_DEVICES": ""}
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"

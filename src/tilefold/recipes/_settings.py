@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-Check = Callable[[str, object], None]
+Check = Callable[..., None]  # of a name, a value, and whether None is allowed
 S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
 
 
 def rule(accept: Callable[[Any], bool], expected: str) -> Check:
-    """A check of a field: the value must be what is `expected`, which `accept` tells."""
+    """A check of a field: the value must be what is `expected`, which `accept` tells, or None where that is allowed."""
 
-    def check(name: str, value: object) -> None:
-        if not accept(value):
-            raise ValueError(f"{name} must be {expected}, got {value!r}.")
+    def check(name: str, value: object, optional: bool = False) -> None:
+        if not (optional and value is None) and not accept(value):
+            raise ValueError(f"{name} must be {expected}{' or None' if optional else ''}, got {value!r}.")
 
     return check
 
@@ -28,44 +28,43 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def whole(least: int = 1, *, optional: bool = False) -> Check:
-    """A rule: a whole number of at least `least`, or ``None`` where that is allowed."""
-    expected = f"a whole number of at least {least}{' or None' if optional else ''}"
-    return rule(lambda value: (optional and value is None) or is_whole(value, least), expected)
+def whole(least: int = 1) -> Check:
+    """A rule: a whole number of at least `least`."""
+    return rule(lambda value: is_whole(value, least), f"a whole number of at least {least}")
 
 
-def number(accept: Callable[[float], bool], expected: str, *, optional: bool = False) -> Check:
-    """A rule: a finite number that `accept` takes, or ``None`` where that is allowed."""
+def number(accept: Callable[[float], bool], expected: str) -> Check:
+    """A rule: a finite number that `accept` takes."""
 
     def taken(value: object) -> bool:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return optional and value is None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
         return math.isfinite(value) and accept(value)
 
     return rule(taken, f"a number {expected}")
 
 
 def one_of(*names: str) -> Check:
-    """A rule: one of these names, or ``None``."""
-    return rule(lambda value: value is None or value in names, f"one of {', '.join(names)}, or None")
+    """A rule: one of these names."""
+    return rule(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+def text(expected: str) -> Check:
+    """A rule: a text that is not empty."""
+    return rule(lambda value: isinstance(value, str) and value != "", expected)
 
 
 flag = rule(lambda value: isinstance(value, bool), "True or False")
-optional_flag = rule(lambda value: value is None or isinstance(value, bool), "True, False or None")
 POSITIVE = number(lambda value: value > 0, "greater than 0")
-OPTIONAL_POSITIVE = number(lambda value: value > 0, "greater than 0", optional=True)
 NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
 RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
 REGULARIZERS = ("flops", "l1", "l2", "df_flops", "anti_zero", "none")
-NAME = rule(lambda value: isinstance(value, str) and value != "", "'minilm', a folder or a model name")
-OPTIONAL_NAME = rule(
-    lambda value: value is None or (isinstance(value, str) and value != ""), "a path or a name, or None"
-)
+NAME = text("'minilm', a folder or a model name")
 SEED = rule(lambda value: is_whole(value, 0) and value < 2**32, "a whole number of at least 0 and below 2^32")
 
 
 def checked(default: T, check: Check) -> T:
-    """A field of :class:`Settings` with a default and a rule."""
+    """A field of :class:`Settings` with a default and a rule; None is allowed where it is the default."""
     return field(default=default, metadata={"check": check})
 
 
@@ -76,7 +75,7 @@ class Settings:
     def __post_init__(self) -> None:
         for each in fields(self):
             if check := each.metadata.get("check"):
-                check(each.name, getattr(self, each.name))
+                check(each.name, getattr(self, each.name), each.default is None)
 
     def to_dict(self) -> dict[str, Any]:
         """Field names and values, as a JSON object."""
@@ -138,29 +137,27 @@ class TrainingSettings(Settings):
     """
 
     late: ClassVar[bool] = False  # whether a text has a vector for each token
-    max_steps: int | None = checked(None, whole(0, optional=True))
+    max_steps: int | None = checked(None, whole(0))
     epochs: float = checked(4.0, POSITIVE)
     batch_size: int = checked(64, whole(2))
-    mini_batch_size: int | None = checked(None, whole(optional=True))
+    mini_batch_size: int | None = checked(None, whole())
     learning_rate: float = checked(1e-4, POSITIVE)
     warmup_ratio: float = checked(0.1, number(lambda value: 0 <= value < 1, "in [0, 1)"))
     similarity_scale: float = checked(1.0, POSITIVE)
     max_length: int = checked(128, whole())
-    train_max_length: int | None = checked(None, whole(optional=True))
-    bf16: bool | None = checked(None, optional_flag)
+    train_max_length: int | None = checked(None, whole())
+    bf16: bool | None = checked(None, flag)
     fused: bool = checked(True, flag)
     graphs: bool = checked(False, flag)
     save_steps: int = checked(25, whole())
     save_minutes: float = checked(5.0, NOT_NEGATIVE)
-    evaluate_steps: int | None = checked(None, whole(optional=True))
+    evaluate_steps: int | None = checked(None, whole())
     evaluate_split: str | None = None
-    evaluate_documents: int | None = checked(None, whole(optional=True))
-    patience: int | None = checked(None, whole(optional=True))
+    evaluate_documents: int | None = checked(None, whole())
+    patience: int | None = checked(None, whole())
     seed: int = checked(0, SEED)
-    attention: str | None = checked(
-        None, rule(lambda value: value in (None, "softmax", "entmax"), "'softmax', 'entmax' or None")
-    )
-    alpha: float | None = checked(None, number(lambda value: 1 <= value <= 2, "in [1, 2]", optional=True))
+    attention: str | None = checked(None, one_of("softmax", "entmax"))
+    alpha: float | None = checked(None, number(lambda value: 1 <= value <= 2, "in [1, 2]"))
     anneal_alpha: float = checked(0.0, number(lambda value: 0 <= value <= 1, "in [0, 1]"))
 
     def __post_init__(self) -> None:
@@ -241,25 +238,25 @@ class EncoderSpec(Settings):
     """
 
     kind: str = "mlm"
-    base_model: str | None = checked(None, OPTIONAL_NAME)
+    base_model: str | None = checked(None, NAME)
     pooling: str | None = checked(None, one_of(*POOLINGS))
     activation: str | None = checked(None, one_of(*ACTIVATIONS))
-    logit_scale: float | None = checked(None, OPTIONAL_POSITIVE)
-    drop_special_tokens: bool | None = checked(None, optional_flag)
-    top_k: int | None = checked(None, whole(optional=True))
+    logit_scale: float | None = checked(None, POSITIVE)
+    drop_special_tokens: bool | None = checked(None, flag)
+    top_k: int | None = checked(None, whole())
     normalize: str | None = checked(None, one_of("l2"))
-    scale: float | None = checked(None, OPTIONAL_POSITIVE)
-    trainable: bool | None = checked(None, optional_flag)
-    idf: str | None = checked(None, OPTIONAL_NAME)
-    layers: int | None = checked(None, whole(optional=True))
+    scale: float | None = checked(None, POSITIVE)
+    trainable: bool | None = checked(None, flag)
+    idf: str | None = checked(None, text("the path of a file"))
+    layers: int | None = checked(None, whole())
     shared_network: bool = checked(False, flag)
-    lora: int | None = checked(None, whole(optional=True))
-    literal_residual: bool | None = checked(None, optional_flag)
-    head_model: str | None = checked(None, OPTIONAL_NAME)
-    saturation: float | None = checked(None, OPTIONAL_POSITIVE)
+    lora: int | None = checked(None, whole())
+    literal_residual: bool | None = checked(None, flag)
+    head_model: str | None = checked(None, NAME)
+    saturation: float | None = checked(None, POSITIVE)
 
     def __post_init__(self) -> None:
-        rule(lambda kind: kind in tuple(KINDS), f"one of {sorted(KINDS)}")("kind", self.kind)
+        one_of(*sorted(KINDS))("kind", self.kind)
         allowed = KINDS[self.kind] | {"kind", "base_model"}
         given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, field.default)}
         if extra := sorted(given - allowed):
@@ -292,10 +289,10 @@ class RegularizerSpec(Settings):
             values added (:class:`tilefold.losses.PositionSum`); False takes all documents of a batch together.
     """
 
-    kind: str = checked("flops", rule(lambda value: value in REGULARIZERS, f"one of {', '.join(REGULARIZERS)}"))
+    kind: str = checked("flops", one_of(*REGULARIZERS))
     weight: float = checked(0.1, NOT_NEGATIVE)
     warmup_ratio: float = checked(1 / 3, RATIO)
-    threshold: int | None = checked(None, whole(optional=True))
+    threshold: int | None = checked(None, whole())
     per_position: bool = checked(False, flag)
 
     def __post_init__(self) -> None:

