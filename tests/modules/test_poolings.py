@@ -152,6 +152,14 @@ def test_under_autocast_scores_are_fp32_on_both_ways(module: HeadPooling | EpicP
     torch.testing.assert_close(unfused, together, rtol=0.03, atol=0.03)  # bf16 logits
 
 
+def test_epic_scores_of_texts_without_a_place_are_zero() -> None:
+    logits, states = torch.zeros(2, 0, 9, requires_grad=True), torch.zeros(2, 0, 6)
+    features = {"token_embeddings": logits, "attention_mask": torch.zeros(2, 0), "all_layer_embeddings": [states]}
+    scores = EpicPooling(6)(features)["sentence_embedding"]
+    scores.sum().backward()
+    assert torch.equal(scores, torch.zeros(2, 9))
+
+
 # EpicPooling, in the order of the framework
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import threading
 import time
@@ -87,6 +88,11 @@ def print_table(
     for row in rows:
         table.add_row(*map(Text, row))
     stdout().print(table)
+
+
+def next_command(*words: object) -> str:
+    """A line that says how to go on, to be pasted into a shell."""
+    return f"next: tilefold {shlex.join(map(str, words))}"
 
 
 def print_result(result: object, as_json: bool, *lines: str) -> None:

@@ -86,7 +86,7 @@ def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | N
     (name, value), *_ = made.error.items()
     checked = f"{name.replace('_', ' ')} {value:g} on random texts"
     said = f"one graph of {made.bytes / 1e6:.0f} MB in {seconds:.1f} s ({checked}): {output}"
-    return {**made._asdict(), "seconds": seconds}, as_json, said, f"next: tilefold serve --model {output}"
+    return {**made._asdict(), "seconds": seconds}, as_json, said, _common.next_command("serve", "--model", output)
 
 
 def _write(to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, texts: Any, options: Values) -> Any:

@@ -144,8 +144,8 @@ def _write(mined: Mined, made_by: Values, collection: Collection, asked: Asked) 
     for name, what in _LEFT_OUT.items():
         if result[name] and not asked["as_json"]:
             note(f"{result[name]} {what}")
-    teachers = f"--teacher {_models.PACKAGED} --teacher {BM25}"
-    following = f"next: tilefold score {output} {teachers} --data {asked['data']} --output SCORED"
+    teachers = ["--teacher", _models.PACKAGED, "--teacher", BM25]
+    following = _common.next_command("score", output, *teachers, "--data", asked["data"], "--output", "SCORED")
     stronger = f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached()}"
     said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
     _common.print_result(result, asked["as_json"], said, following, stronger)

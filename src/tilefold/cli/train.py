@@ -130,7 +130,7 @@ def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
     vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if config.late else "VECTORS"
     if result.ranks > 1 and not result.reused:
         how += f" on {result.ranks} devices"
-    following = f"next: tilefold encode --model {output} --data {asked['data']} --output {vectors}"
+    following = _common.next_command("encode", "--model", output, "--data", asked["data"], "--output") + f" {vectors}"
     _common.print_result(asdict(result), asked["as_json"], f"{how}{loss}: {result.model_dir}", following)
 
 

@@ -95,8 +95,8 @@ class EpicPooling(PoolingModule):
         offsets = features.get("cu_seq_lens_q")
         if offsets is None:
             mask = features["attention_mask"] != 0
-            first, some = mask.int().argmax(dim=1), mask.any(dim=1)
-            opening = states[torch.arange(states.size(0), device=states.device), first]
+            some, texts = mask.any(dim=1), torch.arange(states.size(0), device=states.device)
+            opening = states[texts, mask.int().argmax(dim=1)] if mask.size(1) else states.sum(1)
         else:
             some, last = offsets.diff() > 0, states.size(0) - 1
             at = offsets[:-1].long().clamp(max=last)
