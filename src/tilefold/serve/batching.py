@@ -114,7 +114,7 @@ class Lane:
         self._run, self._metrics = run, metrics
         self._waiting: tuple[list[_Entry], list[_Entry]] = ([], [])  # of requests of one input, and of several
         self._several, self._begun, self._shares = True, 0, _Shares(max_batch_tokens)
-        self._ready, self._turn = threading.Condition(), threading.Lock()  # the latter of who runs a batch
+        self._ready, self._turn = threading.Condition(), threading.Lock()  # of who runs, taken together with a batch
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"tilefold-{name}", daemon=True)
 
@@ -147,10 +147,9 @@ class Lane:
                 insort(self._waiting[several], entry, key=lambda each: each.rank)
                 self._ready.notify()
         if here:
-            try:
-                _settle_all(self._done([entry], several))
-            finally:
-                self._turn.release()
+            done = self._done([entry], several)
+            self._turn.release()
+            _settle_all(done)
         future.add_done_callback(lambda future: self._drop(entry) if future.cancelled() else None)
         return future
 
@@ -175,8 +174,8 @@ class Lane:
 
     def _work(self) -> None:
         while batch := self._next():
-            with self._turn:
-                done = self._done(batch, self._several)
+            done = self._done(batch, self._several)
+            self._turn.release()
             self._settle(done)
 
     def _done(self, batch: list[_Entry], several: bool) -> list[_Done]:
@@ -197,6 +196,7 @@ class Lane:
             while not self._closed:
                 for several in (not self._several, self._several):
                     if batch := self._take(several):
+                        self._turn.acquire()  # under the condition, so that nobody runs another one before it
                         self._several, self._begun = several, self._begun + 1
                         return batch
                 self._ready.wait()

@@ -27,7 +27,7 @@ from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, stron
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
 SIDES: tuple[Side, ...] = ("query", "document")
-_FEW = 64  # tokens
+_FEW = 64  # tokens, up to which the warm-up captures graphs
 _UNLIMITED = 1 << 30  # transformers says 1e30 where a tokenizer has no limit
 
 
@@ -218,7 +218,8 @@ class Served:
             offsets, indices = np.append(0, found.counts.cumsum(0).numpy()), found.columns.to(torch.int32).numpy()
             weights = found.values.float().numpy()
             if weights.size and not 0 <= weights.min() <= weights.max() < np.inf:  # a NaN is the lowest and the highest
-                raise ValueError("texts: expected finite weights of at least 0, got others. Check the model.")
+                got = f"{weights.min()} to {weights.max()}. Check the model"
+                raise ValueError(f"texts: expected finite weights of at least 0, got {got}.")
             return _parted(offsets, indices, weights)
         if way.ids:
             rows = self._features(way, inputs)["sentence_embedding"].to_dense().float().cpu()
