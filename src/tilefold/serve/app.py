@@ -18,6 +18,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from tilefold._version import __version__
 from tilefold.serve.bodies import ServeError, plain
@@ -82,7 +83,7 @@ def create_app(
         finally:
             service.close()
 
-    app = FastAPI(
+    app = _App(
         title="tilefold",
         description="Sparse and late-interaction retrieval; compatible with text-embeddings-inference 1.9.",
         version=__version__,
@@ -99,10 +100,11 @@ def create_app(
         app.include_router(Routes(service, side).router(), prefix=f"/{side}")
     _add_reference(app)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(_Guard, service=service, api_key=api_key, local=local)
-    if origins:  # the last one is asked first: before it sends a key, a browser asks whether it may
-        app.add_middleware(
-            CORSMiddleware,
+    app.add_exception_handler(Exception, _failed)
+    app.outer = _Guard(functools.partial(FastAPI.__call__, app), service, api_key, local)
+    if origins:  # before it sends a key, a browser asks whether it may
+        app.outer = CORSMiddleware(
+            app.outer,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
@@ -111,11 +113,24 @@ def create_app(
     return app
 
 
+class _App(FastAPI):
+    """FastAPI behind what looks at every request before it, and answers some without it."""
+
+    outer: ASGIApp
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        await (self.outer if scope["type"] == "http" else super().__call__)(scope, receive, send)
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods, in the form of all errors."""
     status = getattr(error, "status_code", 500)
     text = {404: "there is no such route", 405: "the route does not take this method"}.get(status, "the request failed")
     return _shown(ServeError("Validation", text, status=status), getattr(error, "headers", None))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _shown(ServeError("Backend", "internal error; the log says why", status=500))
 
 
 def _shown(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
@@ -130,9 +145,6 @@ class _Guard:
         self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         if scope["method"] == "HEAD":  # as GET; uvicorn, which has the scope that was sent, leaves the body out
             scope = {**scope, "method": "GET"}
         started, cut = False, list[int]()
@@ -142,10 +154,8 @@ class _Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                headers = list(message.get("headers", []))
-                given = {name.lower() for name, _ in headers}
-                own = [(b"x-truncated-inputs", str(sum(cut)).encode())] if cut else []
-                message["headers"] = headers + own + [header for header in _HEADERS if header[0] not in given]
+                own = [(b"x-truncated-inputs", b"%d" % sum(cut))] if cut else []
+                message["headers"] = [*message.get("headers", []), *own, *_HEADERS]
             await send(message)
 
         refusal = self._refusal(scope)
@@ -154,9 +164,7 @@ class _Guard:
             return
         try:
             if scope["method"] == "POST" and (known := self._service.known.get(scope["path"])) is not None:
-                answer = await known(
-                    Request(scope, receive)
-                )  # to look through all routes would take longer than to do it
+                answer = await known(Request(scope, receive))  # to look for the route would take longer than to do it
                 await answer(scope, receive, tracked)
             else:
                 await self._app(scope, receive, tracked)
@@ -167,8 +175,7 @@ class _Guard:
             self._service.log_failure(error)
             self._service.metrics.count("te_request_failure", err="internal")
             if not started:
-                answer = ServeError("Backend", "internal error; the log says why", status=500)
-                await _shown(answer)(scope, receive, tracked)
+                await (await _failed(Request(scope), error))(scope, receive, tracked)
 
     def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
         """Error and headers for a request that may not be answered."""

@@ -311,6 +311,7 @@ class Metrics:
         self._counts: dict[str, dict[tuple[str, ...], float]]
         self._counts = {name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()}
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._durations = {f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _PARTS] for name in _OF}
         self._registry.register(self)
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
@@ -318,15 +319,16 @@ class Metrics:
         with self._lock:
             counts[key] = counts.get(key, 0.0) + by
 
-    def observe(self, name: str, value: float) -> None:
+    def observe(self, name: str, *values: float) -> None:
         with self._lock:
-            self._histograms[name].observe(value)
+            for value in values:
+                self._histograms[name].observe(value)
 
-    def durations(self, name: str, total: float, tokenization: float, queue: float, inference: float) -> None:
-        """Add the seconds of a request or an input, and of its parts, to the histograms of `name`."""
-        parts = {"": total, "tokenization_": tokenization, "queue_": queue, "inference_": inference}
-        for part, seconds in parts.items():
-            self.observe(f"{name}_{part}duration", seconds)
+    def durations(self, name: str, *seconds: float) -> None:
+        """Add the seconds of a request or an input, and of its parts in the order of ``_PARTS``, to those of `name`."""
+        with self._lock:
+            for histogram, value in zip(self._durations[name], seconds, strict=True):
+                histogram.observe(value)
 
     def gauge(self, name: str, value: Callable[[], float]) -> None:
         """Say what gives the value of a gauge when it is asked for."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -22,34 +21,47 @@ CLIENT_CLOSED = 499  # nginx's code; nobody is left to read it
 _UNWATCHED_SECONDS = 0.05  # of work, after which it is looked whether the client is still there
 
 
-@contextmanager
-def _ends_with(error: Callable[[], Exception]) -> Iterator[Callable[[], None]]:
-    """Within it, what it gives cancels the task, which raises `error` then: no task of its own for every request."""
-    task, ended = asyncio.current_task(), False
+class _Ending:
+    """Within it, :meth:`end` cancels the task, which raises `error` then: no task of its own for every request.
 
-    def end() -> None:
-        nonlocal ended
-        ended = task is not None and task.cancel()
+    `later` is called after `seconds` within it, by default :meth:`end`.
+    """
 
-    try:
-        yield end
-    except asyncio.CancelledError:
+    __slots__ = ("_ended", "_error", "_task", "_timer")
+
+    def __init__(self, error: Callable[[], Exception], seconds: float, later: Callable[[], None] | None = None) -> None:
+        self._error, self._ended = error, False
+        self._task: Any = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(seconds, later or self.end)
+
+    def end(self) -> None:
+        self._ended = self._task is not None and self._task.cancel()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        task = self._task
         # from 3.11 on a task counts who cancelled it: somebody else, too, if it is more than one
-        if ended and not (task is not None and hasattr(task, "uncancel") and task.uncancel()):
-            raise error() from None
-        raise
+        if kind is asyncio.CancelledError and self._ended and not (hasattr(task, "uncancel") and task.uncancel()):
+            raise self._error() from None
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client leaves; the body must have been read."""
-    loop, watches = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-    with _ends_with(ClientGoneError) as end:
-        timer = loop.call_later(_UNWATCHED_SECONDS, lambda: watches.append(loop.create_task(_left(request, end))))
+    watch: asyncio.Task[None] | None = None
+
+    def look() -> None:
+        nonlocal watch
+        watch = asyncio.get_running_loop().create_task(_left(request, ending.end))
+
+    ending = _Ending(ClientGoneError, _UNWATCHED_SECONDS, look)
+    with ending:
         try:
             return await work
         finally:
-            timer.cancel()
-            for watch in watches:
+            if watch is not None:
                 watch.cancel()
 
 
@@ -107,8 +119,9 @@ def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
 
 async def read(request: Request, model: type[B], limits: Limits) -> B:
     """The body of a request."""
-    _check_type(request)
-    raw = await _read(request, limits)
+    headers = dict(reversed(request.scope["headers"]))  # of two with one name the first one counts
+    _check_type(headers)
+    raw = await _read(request, headers, limits)
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
@@ -130,35 +143,36 @@ def _first(error: ValidationError) -> Any:
     return error.errors(include_url=False, include_context=False, include_input=False)[0]
 
 
-def _check_type(request: Request) -> None:
-    kind, *rest = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
-    charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
-    json = kind == JSON or (kind.startswith("application/") and kind.endswith("+json"))
-    if not json or not charsets <= {"utf-8", "utf8"}:
+def _check_type(headers: Mapping[bytes, bytes]) -> None:
+    if not _is_json(headers.get(b"content-type", b"")):
         raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
 
 
-async def _read(request: Request, limits: Limits) -> bytes:
+@lru_cache(256)
+def _is_json(content_type: bytes) -> bool:
+    kind, *rest = (part.strip().lower() for part in content_type.decode("latin-1").split(";"))
+    charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
+    json = kind == JSON or (kind.startswith("application/") and kind.endswith("+json"))
+    return json and charsets <= {"utf-8", "utf8"}
+
+
+async def _read(request: Request, headers: Mapping[bytes, bytes], limits: Limits) -> bytes:
     """The bytes of the body, no more of them than the limit, in no more time than there is."""
     too_large = partial(ServeError, "Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
     too_slow = partial(ServeError, "Validation", f"the body took more than {limits.body_seconds:g} s", status=408)
-    declared = request.headers.get("content-length", "")
+    declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limits.payload_limit:
         raise too_large()
     body, more = bytearray(), True
-    with _ends_with(too_slow) as end:
-        timer = asyncio.get_running_loop().call_later(limits.body_seconds, end)
-        try:
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > limits.payload_limit:
-                    raise too_large()
-        finally:
-            timer.cancel()
+    with _Ending(too_slow, limits.body_seconds):
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > limits.payload_limit:
+                raise too_large()
     return bytes(body)

@@ -95,7 +95,9 @@ class Routes:
     def _answer(self, content: bytes, outcome: Outcome, kind: Kind, method: str = "batch") -> Response:
         """The response, noted in the metrics."""
         self.service.record(outcome, method)
-        return Response(content, media_type=JSON, headers=outcome.headers(self.service.model(kind).device))
+        answer = Response(content, media_type=JSON)
+        answer.raw_headers += outcome.headers(self.service.model(kind).device)
+        return answer
 
     async def _written(self, rows: list[Any], write: Write, size: Callable[[Any], int] = len) -> bytes:
         """JSON list of the rows; many are written by a helper thread."""

@@ -224,7 +224,7 @@ class _SearchRoutes:
             raise
         except (
             ValueError
-        ) as error:  # a filter of other fields; weights too large for these vectors, or terms of dense ones
+        ) as error:  # a filter of other fields; too large weights for these vectors, or terms of dense ones
             raise invalid(str(error) if str(error).startswith("where") else f"`prf`: {error}") from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import statistics
 import threading
 import time
 from collections import OrderedDict
@@ -71,17 +70,19 @@ class Outcome:
     queue: float = 0.0
     inference: float = 0.0
 
-    def headers(self, device: str) -> dict[str, str]:
+    def headers(self, device: str) -> list[tuple[bytes, bytes]]:
         """Headers of text-embeddings-inference; times in milliseconds."""
-        total = time.perf_counter() - self.started
-        times = {"compute": total, "total": total}
-        times |= {name: getattr(self, name) for name in ("tokenization", "queue", "inference")}
-        return {
-            "x-compute-type": device.partition(":")[0].replace("cuda", "gpu"),
-            "x-compute-characters": str(self.characters),
-            "x-compute-tokens": str(self.tokens),
-            **{f"x-{name}-time": f"{1000 * seconds:.0f}" for name, seconds in times.items()},
-        }
+        total = b"%.0f" % (1000 * (time.perf_counter() - self.started))
+        return [
+            (b"x-compute-type", b"gpu" if device.startswith("cuda") else device.partition(":")[0].encode()),
+            (b"x-compute-characters", b"%d" % self.characters),
+            (b"x-compute-tokens", b"%d" % self.tokens),
+            (b"x-compute-time", total),
+            (b"x-total-time", total),
+            (b"x-tokenization-time", b"%.0f" % (1000 * self.tokenization)),
+            (b"x-queue-time", b"%.0f" % (1000 * self.queue)),
+            (b"x-inference-time", b"%.0f" % (1000 * self.inference)),
+        ]
 
 
 class Service:
@@ -278,8 +279,8 @@ class Service:
         self._remember(way, {each: by_input[each] for each in new})
         answers = [by_input[each] for each in inputs]
         outcome.rows = [answer.value for answer in answers]
-        outcome.queue = statistics.fmean(answer.queue for answer in answers)
-        outcome.inference = statistics.fmean(answer.inference for answer in answers)
+        outcome.queue = sum([answer.queue for answer in answers]) / len(answers)
+        outcome.inference = sum([answer.inference for answer in answers]) / len(answers)
         if asked.counted:
             self.metrics.count(f"te_{asked.counted}_success", len(answers))
             for each in answers:
@@ -325,8 +326,7 @@ class Service:
         lengths = functools.partial(model.lengths, way)
         counts = iter(await self.helped(texts, lengths))
         found = [next(counts) if isinstance(each, str) else len(each) for each in inputs]
-        for length in found:
-            self.metrics.observe("te_request_input_length", length)
+        self.metrics.observe("te_request_input_length", *found)
         if not truncate and max(found) > limit:
             raise invalid(f"`inputs` must have less than {limit} tokens. Given: {max(found)}", label="tokenization")
         return found
