@@ -119,7 +119,7 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
         base = make_base(work / "base", setting.kind, options.tiny, dropout=not curve)
     clock = Clock(setting, options.device == "cuda")
     recipe = make_recipe(setting, base, batch, steps)
-    train(recipe, collection(batch * min(steps, 20) if batch < 4096 else 2 * batch), work / name, progress=clock)
+    train(recipe, collection(batch * min(steps, 20)), work / name, progress=clock)
     if rank:
         return {}
     if clock.kernels:

@@ -137,7 +137,7 @@ ARROWS = {
     "retrieval": {"ops", "pipeline"},
     "testing": {"ops"},
     "modules": {"nn", "ops"},
-    "integrations": {"modules", "nn", "ops", "pipeline"},
+    "integrations": {"losses", "modules", "nn", "ops", "pipeline"},
     "recipes": {"integrations", "losses", "modules", "retrieval"},
     "bench": {"ops", "testing"},
     "serve": {"integrations", "ops", "retrieval"},

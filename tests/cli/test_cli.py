@@ -305,5 +305,7 @@ def test_a_plan_says_what_fits_and_what_encoding_takes(call: Call, tmp_path: Pat
     found = measured(call(*asked, "--json"))
     assert found["training"]["largest_batch"] == pytest.approx(306, rel=0.05), "as measured with XLM-R-base"
     assert found["training_checkpointed"]["largest_batch"] > 4 * found["training"]["largest_batch"]
+    for step in ("training", "training_checkpointed"):  # the loss of all rows is the limit: 37 rows of V in fp32
+        assert found[step]["largest_in_mini_batches"] == pytest.approx(36.6 * 2**30 / 37 / 250002, rel=0.1)
     printed = call(*asked, "--documents", "1000000000").out
     assert "at most 3" in printed and "encoding 1,000,000,000 documents" in printed and "not measured" in printed

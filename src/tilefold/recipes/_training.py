@@ -17,7 +17,7 @@ from tilefold.recipes._card import describe
 from tilefold.recipes._evaluation import choose
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._world import World
-from tilefold.recipes.loading import quiet_libraries, register_entmax, supports_bf16
+from tilefold.recipes.loading import quiet_libraries, supports_bf16
 from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
@@ -224,7 +224,9 @@ def _train(
         lambda: run.open(resume=call.resume, ranks=world.size)
     )
     with quiet_libraries(call.verbose):
-        register_entmax()
+        from tilefold.integrations.transformers import register
+
+        register()  # of entmax attention
         try:
             with first_rank_first(), each_for_itself():  # what it fetches, the others find
                 model = recipe.start(list(collection.contents().values()))

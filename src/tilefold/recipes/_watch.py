@@ -142,7 +142,8 @@ class _Counting:
         """The means since the last call, over all ranks."""
         if not self.steps:
             return None
-        active, empty = world.mean(torch.stack(self.steps).mean(dim=0).tolist())
+        means = world.all(torch.stack(self.steps).mean(dim=0).tolist())
+        active, empty = (sum(column) / world.size for column in zip(*means, strict=True))
         self.steps = []
         return _Seen(active, empty, self.width)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -59,10 +59,6 @@ class World:
         with self.telling():
             self._dist.all_gather_object(found, value, group=self._group)
         return found
-
-    def mean(self, values: Sequence[float]) -> list[float]:
-        """The mean over the ranks of each value."""
-        return [sum(column) / self.size for column in zip(*self.all(list(values)), strict=True)]
 
     def highest(self, number: int) -> int:
         """The highest number of all ranks: of this call if there is one rank, else of the one before; nothing waits.

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tilefold._typing import Tokenizer
 from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
 from tilefold.recipes._trainer import run_trainer
@@ -124,18 +123,14 @@ def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_
             modules.append(
                 Dense(width, recipe.dimension, False, identity, weight, module_input_name="token_embeddings")
             )
-    skipped = _known_punctuation(model.tokenizer) if recipe.skip_punctuation else None
+    unknown, id_of = getattr(model.tokenizer, "unk_token_id", None), model.tokenizer.convert_tokens_to_ids
+    single = [mark for mark in string.punctuation if id_of(mark) not in (None, unknown)]  # only those can be skipped
+    skipped = single if recipe.skip_punctuation else None
     modules += [MultiVectorMask(skiplist_words=skipped), Normalize(module_input_name="token_embeddings")]
     transformer.query_length = min(recipe.query_length, _positions(model))
     if recipe.expand_queries:
         transformer.query_expansion = {"strategy": "fixed", "length": transformer.query_length}
     return MultiVectorEncoder(modules=modules, prompts=dict(model.prompts), device=str(model.device))
-
-
-def _known_punctuation(tokenizer: Tokenizer) -> list[str]:
-    """The punctuation marks that are a single token; only those can be skipped."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    return [mark for mark in string.punctuation if tokenizer.convert_tokens_to_ids(mark) not in (None, unknown)]
 
 
 def _positions(model: MultiVectorEncoder) -> int:

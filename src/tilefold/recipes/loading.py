@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilefold._typing import Model
@@ -89,15 +88,15 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     """
     import sentence_transformers
 
+    from tilefold.integrations import transformers as entmax
     from tilefold.modules import load_encoder
 
     names = {"multi-vector": "MultiVectorEncoder", "dense": "SentenceTransformer", "cross-encoder": "CrossEncoder"}
     if kind == "backbone":
         check_masked_lm(name_or_path)
-    entmax = register_entmax()
+    entmax.register()
     model = load_whole(getattr(sentence_transformers, names[kind]) if kind in names else load_encoder, name_or_path)
-    if entmax is not None:  # refuses a model that has alphas and would run softmax
-        entmax.runs_entmax(model)
+    entmax.runs_entmax(model)  # refuses a model that has alphas and would run softmax
     model.model_card_data.local_files_only = True
     run_fast(model)
     return model
@@ -109,17 +108,6 @@ def load_whole(made: Callable[..., M], name_or_path: str) -> M:
         model = made(name_or_path, trust_remote_code=False, local_files_only=Path(name_or_path).is_dir())
     _check_tokenizer(model, name_or_path)
     return model
-
-
-def register_entmax() -> ModuleType | None:
-    """Let transformers load entmax checkpoints, if it is new enough: else None, and it refuses them itself."""
-    try:
-        from tilefold.integrations import transformers
-
-        transformers.register()
-    except ImportError:
-        return None
-    return transformers
 
 
 @contextmanager

@@ -138,14 +138,8 @@ class LsrRecipe(SparseRecipe):
 
     def start(self, texts: list[str]) -> SparseEncoder:
         """The untrained model; `texts` are the documents of the collection."""
-        base = Base(
-            self.base_model,
-            self.max_length,
-            texts,
-            seed=self.seed,
-            start_percentile=self.start_percentile,
-            start_deviations=self.start_deviations,
-        )
+        start = self.start_percentile, self.start_deviations
+        base = Base(self.base_model, self.max_length, texts, self.seed, *start)
         return build_encoder(self.query, self.document, base)
 
     def examples(self, collection: Collection, negatives: str | Path | None) -> Examples:
@@ -164,7 +158,7 @@ class LsrRecipe(SparseRecipe):
 
 
 def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> TrainResult:
-    """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
+    """Train the job's model in place; a SPLADE recipe's has a head to fuse."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
     from tilefold.recipes._watch import SparseWatch
@@ -172,7 +166,7 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
-    loss = make_loss(model, recipe, stock=splade, ranks=job.world.size)
+    loss = make_loss(model, recipe, ranks=job.world.size)
     penalties = {"query": recipe.query_regularizer, "document": recipe.document_regularizer}
     warmups = {side: spec.warmup_ratio for side, spec in penalties.items() if spec.kind != "none"}
     watcher = SparseWatch(loss, warmups, bounded=not splade and model.max_active_dims is not None, world=job.world)
@@ -220,15 +214,15 @@ def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False
     return accelerate(model)
 
 
-def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: int = 1) -> Module:
-    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights.
+def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
+    """``SpladeLoss`` of the recipe's loss and penalties; PROSPER's are on base weights.
 
     Several `ranks` share negatives and penalties: documents are gathered as ``[B, V]``, their gradients scattered back.
     """
     from sentence_transformers.sparse_encoder import losses
 
     from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss, WeightedLosses
-    from tilefold.losses.base_splade import BaseSpladeLoss
+    from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
 
     made_by: dict[str, Callable[[], Module]] = {
         "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(
@@ -242,18 +236,17 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
     terms = [(made_by[name](), weight) for name, weight in recipe.loss.items()]
     made, cached = losses.SpladeLoss, {}
     if recipe.mini_batch_size is not None:
-        made, cached = losses.CachedSpladeLoss, {"mini_batch_size": recipe.mini_batch_size}
+        made, cached = JoinedSpladeLoss, {"mini_batch_size": recipe.mini_batch_size}
     if recipe.document.kind == "prosper":
         made = BaseSpladeLoss
     query, document = recipe.query_regularizer, recipe.document_regularizer
-    stock = stock and ranks == 1  # stock penalties are of the rows of one rank
     return made(
         model,
         loss=terms[0][0] if len(terms) == 1 and terms[0][1] == 1 else WeightedLosses(terms),
         document_regularizer_weight=document.weight,
         query_regularizer_weight=query.weight,
-        document_regularizer=None if stock else make_regularizer(document, positions=1 + recipe.negatives),
-        query_regularizer=None if stock else make_regularizer(query),
+        document_regularizer=make_regularizer(document, positions=1 + recipe.negatives),
+        query_regularizer=make_regularizer(query),
         **cached,
     )
 

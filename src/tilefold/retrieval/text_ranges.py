@@ -89,7 +89,10 @@ class StoredTexts:
         """See :class:`HeldTexts`; ``DataError`` names the line of a malformed row, or of a missing or repeated id."""
         keys = array("Q")  # of ids: the texts are not kept
         found = _survey(self._rows(keys), shard_size, sample)
-        self._check_unique(keys)
+        if len(np.unique(np.frombuffer(keys, np.uint64))) < len(keys):  # an id twice, or two ids of one key
+            seen: set[str] = set()
+            for where, row in table_rows(self.path):
+                seen.add(document_of_row(row, where, seen).id)
         return found
 
     def _rows(self, keys: array[int]) -> Iterator[_Row]:
@@ -98,12 +101,6 @@ class StoredTexts:
                 document = document_of_row(row, where, {})
                 keys.append(id_key(document.id))
                 yield (file, at), document.id, document.contents
-
-    def _check_unique(self, keys: array[int]) -> None:
-        if len(np.unique(np.frombuffer(keys, np.uint64))) < len(keys):  # an id twice, or two ids of one key
-            seen: set[str] = set()
-            for where, row in table_rows(self.path):
-                seen.add(document_of_row(row, where, seen).id)
 
 
 Texts = HeldTexts | StoredTexts  # that can be given to other processes

@@ -24,14 +24,13 @@ from tilefold.integrations.sentence_transformers._encoders import (
     sparse_options,
 )
 from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs, is_multi_vector
-from tilefold.integrations.sentence_transformers._packing import has_packed_inputs, pack_inputs
+from tilefold.integrations.sentence_transformers._packing import pack_inputs
 from tilefold.integrations.sentence_transformers._pooling import (
     FusedForward,
     StaticTokens,
     check_pair,
     count_no_padding,
     fused_pooling,
-    pass_hidden_states,
 )
 from tilefold.integrations.sentence_transformers.encoding_graphs import GRAPHS, EncodingGraphs, graphs_of
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
@@ -39,7 +38,7 @@ from tilefold.integrations.sentence_transformers.packed_inputs import PackedInpu
 from tilefold.integrations.sentence_transformers.stream import SparseStream, as_csr, encode_batch
 from tilefold.integrations.transformers import stop_packed
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
-from tilefold.modules.fused_pooling import SparseOptions
+from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states
 from tilefold.ops.implementations import SWITCH, check_impl, switched_off
 
 SIMILARITY_TOLERANCE = 2**-6  # of the largest score: error of the stock function from rounding similarities to bf16
@@ -217,7 +216,7 @@ def _packed(model: Model, check: bool, packed: bool) -> dict[str, str]:
     if not packed:
         return {"all": "packed=False was chosen"}
     padded = pack_inputs(model, check)
-    if has_packed_inputs(model):
+    if any(isinstance(found, PackedInputs) for _, _, found in replacements(model)):
         setattr(model, ASKED, NoReplicas(model))
     return padded
 

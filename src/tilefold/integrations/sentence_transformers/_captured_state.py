@@ -22,12 +22,12 @@ class State:
         named = [[name for name in values if name not in _OF_EVERY_MODULE] for values in self._vars]
         self._own = [(itemgetter(*names), values) for names, values in zip(named, self._vars, strict=True) if names]
         self._values = [get(values) for get, values in self._own]
-        parts = [_parts_of(module) for module in self.modules]
+        parts = [(module._modules, module._parameters, module._buffers) for module in self.modules]
         self._parts = [part for found in parts for part in found if part]
         self._kept = list(chain.from_iterable(part.values() for part in self._parts))  # so that their ids are theirs
         self._ids = list(map(id, self._kept))
         self._sized = [*self._vars, *(part for found in parts for part in found)]
-        self._sized += [hooks for module in self.modules for hooks in _hooks_of(module)]
+        self._sized += [hooks for module in self.modules for hooks in hooks_of(module)]
         self._sizes = list(map(len, self._sized))
         configs = {id(values["config"]): values["config"] for values in self._vars if "config" in values}
         self._configs = [(vars(each), dict(vars(each))) for each in configs.values() if hasattr(each, "__dict__")]
@@ -62,11 +62,7 @@ _TRAINING = itemgetter("training")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def _parts_of(module: nn.Module) -> tuple[Any, ...]:
-    return module._modules, module._parameters, module._buffers
-
-
-def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
@@ -78,7 +74,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 def may_be_captured(model: nn.Module) -> bool:
     """Whether a replay runs all that a forward of the model runs; hooks of ours look at the model alone."""
     for module in model.modules():
-        hooks = [hook for found in _hooks_of(module) for hook in found.values()]
+        hooks = [hook for found in hooks_of(module) for hook in found.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("tilefold.") for hook in hooks):
             return False
         if getattr(module, "_compiled_call_impl", None) is not None or "_hf_hook" in vars(module):

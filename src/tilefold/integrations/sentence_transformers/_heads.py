@@ -32,7 +32,10 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
     pairs: dict[tuple[int, int], SpladePair] = {}
     unpooled: list[Transformer] = []
     for pipeline in pipelines_of(model):
-        readers = [i for i, module in enumerate(pipeline) if _pools_logits(module)]
+        poolings = [
+            (i, module) for i, module in enumerate(pipeline) if isinstance(module, SpladePooling | FusedPooling)
+        ]
+        readers = [i for i, module in poolings if getattr(module, "reads_logits", True)]
         found = [_pair_at(pipeline, readers)] if readers else []
         unpooled += [] if readers else [module for module in pipeline if isinstance(module, Transformer)]
         for place, module in enumerate(pipeline, 1):
@@ -97,10 +100,6 @@ def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> No
         kind = type(pair.pooling).__name__
         if any(other.pooling is pair.pooling and other.head is not pair.head for other in pairs):
             raise ValueError(f"a {kind} must belong to one LM head, got several; give each route its own {kind}.")
-
-
-def _pools_logits(module: object) -> bool:
-    return isinstance(module, SpladePooling) or (isinstance(module, FusedPooling) and module.reads_logits)
 
 
 def _find_head(network: object) -> nn.Module:

@@ -11,7 +11,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold._typing import Model
-from tilefold.integrations._patches import Replacement, replacements
+from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
 from tilefold.integrations.sentence_transformers._pooling import TOLERANCE, as_evaluated, tiny_batch
 from tilefold.integrations.sentence_transformers.collating import PackedForward
@@ -48,11 +48,6 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
             if stock and not any(known in why for known in _EXPECTED):
                 warnings.warn(f"{name} runs on padded batches: {why}.", UserWarning, stacklevel=4)
     return padded
-
-
-def has_packed_inputs(model: nn.Module) -> bool:
-    """Whether a Transformer of the model runs on packed tokens."""
-    return any(isinstance(found, PackedInputs) for _, _, found in replacements(model))
 
 
 def _pack(routes: list[list[nn.Module]], check: bool) -> str | None:

@@ -27,6 +27,7 @@ from tilefold.modules.fused_pooling import (
     SparseOptions,
     Wanted,
     autocasts,
+    pass_hidden_states,
 )
 from tilefold.modules.static_query import counted_tokens
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
@@ -49,11 +50,6 @@ def sparse_scores(options: SparseOptions, capacity: int | None = None) -> Iterat
         yield
     finally:
         _sparse.reset(token)
-
-
-def pass_hidden_states(hidden: Tensor) -> Tensor:
-    """Replaces the forward of an LM head: returns its input, because the pooling applies the weight."""
-    return hidden
 
 
 class StockPooling(FusedPooling):

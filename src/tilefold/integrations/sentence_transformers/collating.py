@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -23,19 +23,33 @@ from tilefold.integrations.sentence_transformers.packed_inputs import (
     pads_inputs,
 )
 from tilefold.integrations.transformers.packed import padding_position
+from tilefold.losses.base_splade import JOINED
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import switched_off
+from tilefold.pipeline.rows import to_device
 from tilefold.pipeline.truncated import Tally, Truncation, watching
-
-JOINED = "joined_columns"  # key of a column's place among those it was joined with
 
 
 class Columns:
-    """The packed columns of one batch: features of all their tokens, and the ``input_ids`` of each column."""
+    """The packed columns of one batch: features of all tokens, ``input_ids`` of each column, offsets on the host."""
 
-    def __init__(self, features: Features, parts: list[Tensor]) -> None:
-        self.features, self.parts = features, parts
+    def __init__(self, features: Features, parts: list[Tensor], offsets: Tensor) -> None:
+        self.features, self.parts, self.offsets = features, parts, offsets
         self._waiting: dict[tuple[object, ...], Tensor] = {}
+
+    def rows(self, columns: list[Features]) -> Features | None:
+        """All texts, row by row, with offsets on the host; None where `columns` are not these, or not of one kind."""
+        kinds = [{key: found[key] for key in found.keys() - self.features.keys() - {JOINED}} for found in columns]
+        joined = [(self, place) for place in range(len(self.parts))]
+        if [found.get(JOINED) for found in columns] != joined or any(kind != kinds[0] for kind in kinds):
+            return None
+        of_texts = self.offsets[:-1], self.offsets.diff()
+        starts, lengths = (numbers.view(len(columns), -1).T.flatten() for numbers in of_texts)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        places = torch.repeat_interleave(starts - offsets[:-1], lengths) + torch.arange(int(offsets[-1]))
+        there = to_device(places.numpy(), self.parts[0].device)
+        tokens = {name: self.features[name][:, there] for name in TOKENS if name in self.features}
+        return self.features | kinds[0] | tokens | dict.fromkeys(OFFSETS, offsets)
 
     def embeddings(self, index: int, transformer: Transformer, graphs: StepGraphs | None = None) -> Tensor:
         """The embeddings of a column, from the forward of the column before it or from one of all columns."""
@@ -76,6 +90,8 @@ class PackedForward(Replacement):
             if packed is not features:
                 features.clear()
                 features.update(packed)
+        if OFFSETS[0] in features and (offsets := features[OFFSETS[0]]).device != features["input_ids"].device:
+            features |= dict.fromkeys(OFFSETS, to_device(offsets.numpy(), features["input_ids"].device))
         found: Features
         if OFFSETS[0] not in features or features["input_ids"].size(1):
             _check_whole(features)
@@ -114,9 +130,10 @@ def _check_whole(features: Features) -> None:
 class Batch(NamedTuple):
     """A batch of a collator, with packed columns joined."""
 
-    features: Features  # all columns; those in `spans` have no tensors of tokens
+    features: Features  # all columns; those that are joined have no tensors of tokens
     joined: Features | None = None  # of all their tokens, None if there is nothing to join
-    spans: tuple[tuple[str, int, int], ...] = ()  # prefix, first token and end of each column
+    prefixes: Sequence[str] = ()  # of the columns that are joined, of as many texts each
+    offsets: Any = None  # of the joined tokens, on the host
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with each tensor elsewhere; what occurs twice is moved once."""
@@ -129,19 +146,18 @@ class Batch(NamedTuple):
                     known[id(value)] = move(value)
             return features | {key: known[id(value)] for key, value in tensors.items()}
 
-        return Batch(each(self.features), self.joined and each(self.joined), self.spans)
+        return self._replace(features=each(self.features), joined=self.joined and each(self.joined))
 
     def columns(self) -> Features:
         """The features as losses take them: the tokens of each column are views of all tokens."""
         if self.joined is None:
             return self.features
         found = dict(self.features)
-        for prefix, start, end in self.spans:
-            for name in TOKENS:
-                if name in self.joined:
-                    found[prefix + name] = self.joined[name][:, start:end]
-        together = Columns(self.joined, [found[prefix + "input_ids"] for prefix, _, _ in self.spans])
-        for index, (prefix, _, _) in enumerate(self.spans):
+        bounds = itertools.pairwise(self.offsets[:: (len(self.offsets) - 1) // len(self.prefixes)].tolist())
+        for prefix, (start, end) in zip(self.prefixes, bounds, strict=True):
+            found |= {prefix + name: self.joined[name][:, start:end] for name in TOKENS if name in self.joined}
+        together = Columns(self.joined, [found[prefix + "input_ids"] for prefix in self.prefixes], self.offsets)
+        for index, prefix in enumerate(self.prefixes):
             found[prefix + JOINED] = (together, index)
         return found
 
@@ -152,35 +168,30 @@ def join_columns(batch: Features) -> Batch:
     names = [name for name in TOKENS if any(prefix + name in batch for prefix in prefixes)]
     if len(prefixes) < 2 or any(prefix + name not in batch for prefix in prefixes for name in names):
         return Batch(batch)
-    ends = list(itertools.accumulate(batch[prefix + "input_ids"].size(1) for prefix in prefixes))
-    starts = [0, *ends[:-1]]
-    if starts.count(0) > 1:  # an empty first column
+    lengths = [batch[prefix + OFFSETS[0]].diff() for prefix in prefixes]
+    if not batch[prefixes[0] + "input_ids"].size(1) or len(set(map(len, lengths))) > 1:  # an empty first column
         return Batch(batch)
-    offsets = [batch[prefix + OFFSETS[0]] for prefix in prefixes]
-    shifted = [part[(start > 0) :] + start for part, start in zip(offsets, starts, strict=True)]
-    cu_seqlens = torch.cat(shifted).to(torch.int32)
+    cu_seqlens = torch.nn.functional.pad(torch.cat(lengths).cumsum(0, dtype=torch.int32), (1, 0))
     longest = max(batch[prefix + LONGEST[0]] for prefix in prefixes)
     joined: Features = {name: torch.cat([batch[prefix + name] for prefix in prefixes], dim=1) for name in names}
     joined |= dict.fromkeys(OFFSETS, cu_seqlens) | dict.fromkeys(LONGEST, longest) | {"modality": "text"}
-    spans = tuple(zip(prefixes, starts, ends, strict=True))
     views = {prefix + name for prefix in prefixes for name in names}
     # the keys stay in their order, by which trainers tell queries from documents
-    return Batch({key: None if key in views else value for key, value in batch.items()}, joined, spans)
+    return Batch({key: None if key in views else value for key, value in batch.items()}, joined, prefixes, cu_seqlens)
 
 
 def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, compiled: bool = False) -> None:
     """Let a stock trainer of sentence-transformers tokenise its next batch while the step before it runs.
 
-    The trainer's own data collator then works in a thread, into pinned memory, and tensors are copied to the GPU
-    without waiting for them. Samplers, order, random numbers and batches stay the same. With ``dataloader_num_workers``
-    above 0 nothing changes, because the collator works in other processes then, nor with ``TILEFOLD_DISABLE=1`` in the
-    environment. A second call does nothing. The trainer's ``logging_nan_inf_filter``, for which the host waits for the
-    loss, is turned off: NaN is logged as NaN.
+    The trainer's own data collator then works in a thread, into pinned memory; samplers, order, random numbers and
+    batches stay the same. Nothing changes with ``dataloader_num_workers`` above 0 or ``TILEFOLD_DISABLE=1`` in the
+    environment. The trainer's ``logging_nan_inf_filter``, for which the host waits for the loss, is turned off: NaN is
+    logged as NaN.
 
     If ``accelerate`` lets the only encoder of the model run on packed tokens, the thread packs all columns of a batch,
-    so that no forward waits for the GPU to count tokens; they go through the encoder in one forward, and the loss takes
-    the outputs column by column: the same numbers but for those of dropout. Losses that cut columns into mini-batches
-    (cached ones) run each part by itself.
+    and they go through the encoder in one forward: the same numbers but for those of dropout. Losses that cut columns
+    into mini-batches (cached ones) run each part by itself, but for
+    :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed. Unused
     sequences pad batches to a few total sizes (at most a fifth more tokens); a new size runs eagerly the first time and
@@ -216,18 +227,19 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
         raise ValueError(f"dispatch_batches must not be True for batches that are collated ahead, got True; {remedy}")
     if switched_off():
         return
-    one = _one_packed_encoder(trainer.model)
+    model = trainer.model  # whose columns may all go through one Transformer, which takes them packed
+    one = isinstance(model, nn.Sequential) and isinstance(vars(model[0]).get("forward"), PackedForward)
     if graphs and not (one and join):
-        remedy = "call accelerate(model) first and leave join=True (several encoders have no joined columns)."
-        raise ValueError(f"graphs must be False for columns that are not joined or not packed, got True; {remedy}")
+        remedy = "call accelerate(model) first and leave join=True; in a recipe leave --graphs out."
+        columns = "a model of several encoders, or columns that are not joined or stay padded"
+        raise ValueError(f"graphs must be False for {columns}, got True; {remedy}")
     if compiled and not graphs:
         raise ValueError("compiled must be False without graphs, got True; pass graphs=True, too.")
     trainer.args.logging_nan_inf_filter = False
     if one:
-        encoder = trainer.model[0]
-        encoder.forward.graphs = StepGraphs(encoder, compiled=compiled) if graphs else None
+        model[0].forward.graphs = StepGraphs(model[0], compiled=compiled) if graphs else None
     if not isinstance(collator, AheadCollator):
-        collator = _without_detours(collator, trainer.model) if one else collator
+        collator = _without_detours(collator, model) if one else collator
         trainer.data_collator = AheadCollator(collator, join and one)
 
 
@@ -245,10 +257,7 @@ class AheadCollator:
         return getattr(self.collator, name)
 
     def __getstate__(self) -> Features:
-        return {"collator": self.collator, "join": self.join, "cut": self.cut, "_thread": None}
-
-    def __setstate__(self, state: Features) -> None:
-        vars(self).update(state)
+        return vars(self) | {"_thread": None}
 
     def __call__(self, features: list[Features]) -> Any:
         """A :class:`PendingBatch`; in a worker process of a data loader, the batch itself."""
@@ -295,11 +304,6 @@ class PendingBatch:
         batch = self._made.result().moved(move).columns()
         self._taken()
         return batch
-
-
-def _one_packed_encoder(model: Model) -> bool:
-    """Whether all columns go through one Transformer, which takes them packed."""
-    return isinstance(model, nn.Sequential) and isinstance(vars(model[0]).get("forward"), PackedForward)
 
 
 def _without_detours(collator: Any, model: Model) -> Any:

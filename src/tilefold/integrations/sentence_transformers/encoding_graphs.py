@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from sentence_transformers.base.model import BaseModel
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -25,7 +24,7 @@ from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._captured_state import State, may_be_captured
 from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards, sparse_scores
 from tilefold.integrations.sentence_transformers.graphs import LONGEST, autocast_dtype
-from tilefold.integrations.sentence_transformers.packed_inputs import EXPANDED, PACKED, PackedInputs, packed_inputs
+from tilefold.integrations.sentence_transformers.packed_inputs import EXPANDED, PACKED, packed_inputs, texts_to
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off, tf32_allowed
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
@@ -295,11 +294,7 @@ class EncodingGraphs(Replacement):
 
     def _tokenised(self, texts: Sequence[str], prompt: str | None, task: str | None) -> Features:
         model, named = self.owner, {} if task is None else {"task": task}
-        first = next(iter(model._modules.values()), None)
-        shortcut = vars(first).get("preprocess") if first is not None else None
-        # strings are text to a module that knows nothing else: the model need not look at each of them
-        stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
-        if stock and isinstance(shortcut, PackedInputs):
+        if (shortcut := texts_to(model)) is not None:
             return shortcut(texts, prompt=prompt, **named)
         found: Features = model.preprocess(list(texts), prompt=prompt, **named)
         return found

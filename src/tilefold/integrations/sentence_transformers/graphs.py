@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilefold._typing import Transformer
+from tilefold.integrations.sentence_transformers._captured_state import hooks_of
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each, tf32_allowed
 
@@ -231,9 +232,9 @@ class StepGraphs:
         self.graphs.move_to_end(sizes)
         graph.inputs.fill(features)
         self.serial += 1
-        output: Tensor = _Replay.apply(  # type: ignore[no-untyped-call]
-            self, graph, ids.size(1), self._waiting(), *self.parameters
-        )
+        # DDP takes part in every gradient that a backward pass hands out, be it None
+        used = [tensor for tensor, known in zip(self.parameters, self.gradients, strict=True) if known is not None]
+        output: Tensor = _Replay.apply(self, graph, ids.size(1), self._waiting(), *used)  # type: ignore[no-untyped-call]
         return output
 
     def _waiting(self) -> _Waits:  # in a frame of its own, which no traceback keeps
@@ -244,14 +245,8 @@ class StepGraphs:
     def _may_run(self, ids: Tensor) -> bool:
         if ids.numel() == 0 or (self._capture is Captured and not ids.is_cuda):
             return False
-        return not any(
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or getattr(module, "gradient_checkpointing", False)
-            for module in self.transformer.model.modules()
-        )
+        modules = self.transformer.model.modules()
+        return not any(any(hooks_of(module)) or getattr(module, "gradient_checkpointing", False) for module in modules)
 
     def _state_now(self, device: str) -> object:
         """The settings that a graph was captured with and cannot follow."""
@@ -291,7 +286,8 @@ class StepGraphs:
 
     def _made(self, inputs: StaticInputs) -> Any:
         """A graph, or None with a warning."""
-        if self.compiled and self._in_16_bits(inputs.offsets.device.type):
+        dtype = autocast_dtype(inputs.offsets.device.type) or self.parameters[0].dtype
+        if self.compiled and dtype.itemsize == 2:
             try:
                 with compiled_layers(self.transformer.model):
                     return self._graph(inputs)
@@ -309,9 +305,6 @@ class StepGraphs:
     def _graph(self, inputs: StaticInputs) -> Any:
         with fresh_leaves(self.transformer.model, self.parameters) as leaves:
             return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
-
-    def _in_16_bits(self, device: str) -> bool:
-        return (autocast_dtype(device) or self.parameters[0].dtype).itemsize == 2
 
     def _warn(self, what: str, error: RuntimeError) -> None:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -352,4 +345,4 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {remedy}")
         ctx.graph.backward(gradient)
         ctx.waits = None
-        return None, None, None, None, *owner.gradients
+        return None, None, None, None, *(known for known in owner.gradients if known is not None)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from sentence_transformers.base.model import BaseModel
 from torch import Tensor
 
-from tilefold._typing import Transformer
+from tilefold._typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.transformers.packed import (
     packed_arguments,
@@ -110,7 +111,7 @@ class PackedInputs(Replacement):
         if _form.get() != "packed" or not inputs:
             features = self._stock(inputs, prompt, kwargs)
             return lambda: features
-        expansion = self._expansion(kwargs.get("task"))
+        expansion = getattr(self.owner, "query_expansion", None) if kwargs.get("task") == "query" else None  # ColBERT's
         if kwargs.keys() <= _PLANNED and all(type(text) is str for text in inputs):
             with self._locked():
                 plan = self._plan(prompt, kwargs, expansion)
@@ -125,10 +126,6 @@ class PackedInputs(Replacement):
         if expansion is None:
             features = pack_features(features, padding_position(self.owner.model))
         return lambda: features
-
-    def _expansion(self, task: object) -> dict[str, Any] | None:
-        """How ColBERT queries are expanded, if these are such."""
-        return getattr(self.owner, "query_expansion", None) if task == "query" else None
 
     def _stock(self, inputs: Sequence[object], prompt: str | None, kwargs: dict[str, object]) -> Features:
         transformer = self.owner
@@ -229,6 +226,14 @@ def _expanded(ids: Int64, lengths: Int64, alone: Features) -> Features:
     for name, filled in (("input_ids", ids), ("attention_mask", 1), (EXPANDED, False)):
         features[name][tokens] = filled
     return {name: torch.from_numpy(value) for name, value in features.items()}
+
+
+def texts_to(model: Model) -> PackedInputs | None:
+    """The ``preprocess`` of the first module, which a model need not look at each text for; None if it is another."""
+    first: Any = next(iter(model.children()), None)
+    shortcut = None if first is None else vars(first).get("preprocess")
+    stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
+    return shortcut if stock and isinstance(shortcut, PackedInputs) else None
 
 
 def on_device(features: Mapping[str, object], device: torch.device | str) -> Features:

@@ -16,14 +16,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from sentence_transformers.base.model import BaseModel
 from torch import Tensor
 
 from tilefold._csr import csr_tensor
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.integrations.sentence_transformers.encoding_graphs import CAPACITY, MAX_CAPACITY, graphs_of
-from tilefold.integrations.sentence_transformers.packed_inputs import PACKED, PackedInputs, on_device, packed_inputs
+from tilefold.integrations.sentence_transformers.packed_inputs import (
+    PACKED,
+    PackedInputs,
+    on_device,
+    packed_inputs,
+    texts_to,
+)
 from tilefold.integrations.transformers.packed import in_eval_mode, packed_arguments
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops import quantize_tokens
@@ -58,12 +63,6 @@ SMALL_GPU = 32 << 30  # bytes of memory
 CPU_TOKENS = 4096  # measured beside half and a quarter of it, docs/performance.md
 PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
-
-
-def _tokens_for(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_TOKENS
-    return GPU_TOKENS if torch.cuda.get_device_properties(device).total_memory >= SMALL_GPU else SMALL_GPU_TOKENS
 
 
 def encode_batch(
@@ -171,17 +170,16 @@ class TextStream(ABC):
         self.model, self.prompt = model, prompt
         self.task: dict[str, str] = {} if task is None else {"task": task}
         self.device = torch.device(model.device)
-        self.batch_tokens, self.batch_size = batch_tokens or _tokens_for(self.device), batch_size
+        usual = CPU_TOKENS
+        if self.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            usual = GPU_TOKENS if memory >= SMALL_GPU else SMALL_GPU_TOKENS
+        self.batch_tokens, self.batch_size = batch_tokens or usual, batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
         self.packed, self.others = self._probed()
         if batch_tokens is not None and not self.packed:
             say_unused_batch_tokens()
-        first = next(iter(model.children()), None)
-        # strings are text to a module that knows nothing else: the model need not look at each of them
-        shortcut = vars(first).get("preprocess") if first is not None else None
-        stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
-        alone = self.packed and stock and isinstance(shortcut, PackedInputs)
-        self._tokenised: Any = shortcut if alone else model.preprocess
+        self._tokenised: Any = (texts_to(model) if self.packed else None) or model.preprocess
 
     @abstractmethod
     def _pending(self, features: Features, *, again: bool = False) -> Any:
