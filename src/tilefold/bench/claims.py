@@ -79,14 +79,12 @@ class Verdict:
         return "pass" if self.times >= self.claim.times else "miss"
 
 
-def measured_by(device: str) -> dict[str, tuple[set[str], set[str]]]:
-    """The operators whose claims a run on ``"cuda"`` or ``"cpu"`` measures, with their cases and implementations."""
-    found: dict[str, tuple[set[str], set[str]]] = {}
+def measured_by(device: str) -> dict[str, dict[str, set[str]]]:
+    """What a run on ``"cuda"`` or ``"cpu"`` measures of each operator: cases, and the implementations of each."""
+    found: dict[str, dict[str, set[str]]] = {}
     for claim in CLAIMS:
         if claim.side == "impl" and (claim.device == "cpu") == (device == "cpu"):
-            cases, impls = found.setdefault(claim.file, (set(), set()))
-            cases.add(claim.where["case"])
-            impls.update((claim.ours, claim.other))
+            found.setdefault(claim.file, {}).setdefault(claim.where["case"], set()).update((claim.ours, claim.other))
     return found
 
 

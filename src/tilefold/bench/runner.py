@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -88,18 +88,19 @@ class RunOptions:
     """Options of a run."""
 
     device: torch.device
-    impls: Sequence[str] | None = None  # names to run, by default those of the device
+    impls: Collection[str] | Mapping[str, Collection[str]] | None = None  # names to run, of each case or of all
     budget: timing.TimeBudget = field(default_factory=timing.TimeBudget)
     memory: bool = True  # measure peak memory too, on a CPU in a process for each implementation
     limit: float = math.inf  # seconds after which no further case is begun
     progress: Callable[[str], None] = lambda text: None
 
 
-def chosen_implementations(spec: BenchSpec, options: RunOptions) -> list[Implementation]:
-    """The implementations to run, in the spec's order; ``ValueError`` for an unknown name."""
-    if options.impls is None:
+def chosen_implementations(spec: BenchSpec, options: RunOptions, case: str = "") -> list[Implementation]:
+    """The implementations to run, by default those of the device, in the spec's order; ``ValueError`` for others."""
+    names = options.impls.get(case, ()) if isinstance(options.impls, Mapping) else options.impls
+    if names is None:
         return [i for i in spec.implementations if options.device.type in i.default_on]
-    wanted = {spec.implementation(name).name for name in options.impls}
+    wanted = {spec.implementation(name).name for name in names}
     return [i for i in spec.implementations if i.name in wanted]
 
 
@@ -235,9 +236,9 @@ def run_spec(
     ceilings: dict[str, Ceilings] = {}
     rows: dict[str, list[BenchRow]] = {}
     shape: Mapping[str, int] | None = None
-    chosen = chosen_implementations(spec, options)
-    rounds = [[i.name for i in chosen if i.slow is slow] for slow in (False, True)]
-    for names, case in ((group, case) for group in rounds if group for case in cases):
+    chosen = {case.name: chosen_implementations(spec, options, case.name) for case in cases}
+    rounds = (([i.name for i in chosen[case.name] if i.slow is slow], case) for slow in (False, True) for case in cases)
+    for names, case in (each for each in rounds if each[0]):
         if time.monotonic() - started > options.limit:
             break
         if shape not in (None, case.dims):
