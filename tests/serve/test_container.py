@@ -44,7 +44,7 @@ def test_images_run_as_a_user_and_listen_on_the_loopback_address_unless_told() -
             extra for _, rest in made for found in re.findall(r"/source\[(.*?)\]", rest) for extra in found.split(",")
         }
         declared = re.findall(r"^([a-z-]+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-        assert "serve-fast" in extras and extras <= set(declared)
+        assert "serve" in extras and extras <= set(declared)
 
 
 def test_the_command_of_an_image_starts_a_server_that_its_health_check_finds(masked_lm: str) -> None:

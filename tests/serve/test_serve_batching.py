@@ -24,7 +24,7 @@ from tilefold.serve.batching import Lane, Metrics
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.searchable import Searchable
-from tilefold.serve.service import Service
+from tilefold.serve.service import Asked, Service
 from tilefold.serve.settings import Limits
 
 PANIC = -99
@@ -208,6 +208,34 @@ def test_queries_asked_again_are_answered_from_before(sparse: Any, masked_lm: st
         client.post("/document/embed_sparse", {"inputs": "a list"})
         assert kept() == 2
     refused(ValueError, "cached_queries: expected at least 0, got -1", Limits, cached_queries=-1)
+
+
+def test_texts_of_one_turn_of_the_loop_are_counted_by_one_call_and_fail_alone(
+    sparse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, whole, counted = ["cats", "dogs bark", "b" * 20, "bad"], TextTokens.lengths, list[int]()
+
+    def spied(self: TextTokens, given: list[str], *rest: Any) -> list[int]:
+        counted.append(len(given))
+        if "bad" in given:
+            raise ServeError("Tokenizer", "Tokenization error: Panic")
+        return whole(self, given, *rest)
+
+    async def main(wanted: list[str]) -> list[Any]:
+        asked.start()
+        return await asyncio.gather(
+            *(asked.encode("sparse", [each], Asked("query")) for each in wanted), return_exceptions=True
+        )
+
+    asked = Service([Served(sparse, "sparse", "tiny")])
+    monkeypatch.setattr(TextTokens, "lengths", spied)
+    try:
+        together, (*others, failed) = asyncio.run(main(texts[:3])), asyncio.run(main(texts))
+        alone = [asyncio.run(main([text]))[0].tokens for text in texts[:3]]
+    finally:
+        asked.close()
+    assert counted[:2] == [3, 4] and isinstance(failed, ServeError)
+    assert [each.tokens for each in together] == [each.tokens for each in others] == alone
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:

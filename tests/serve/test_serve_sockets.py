@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -381,14 +378,3 @@ def test_killed_servers_start_again(backend: str, vectors: r.SparseVectors, mask
             assert found is not None or sent is signal.SIGKILL
         assert not all(ranking(each.result()) for each in asked)  # it ended among them
         assert backend == "qdrant" or digests(index) == before  # whose files are those of Qdrant
-
-
-def test_without_httptools_and_uvloop_the_same_holds(tmp_path: Path) -> None:
-    for name in ("httptools", "uvloop"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError('not installed')")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    chosen = "not (without_httptools or killed)"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, "-k", chosen]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stdout[-20000:]

@@ -283,8 +283,10 @@ def sparse_rows(rows: Sequence[Row], body: EmbedSparse, token: Callable[[int], s
 
 def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> bytes:
     named = body.tokens or body.format == "tokens"
-    if not named and body.format == "values" and row[0].size and not ((bits := row[1].view(np.uint32)) & 0xFFFF).any():
-        return _entries(row[0], bits >> 16)
+    if not named and body.format == "values" and row[0].size:
+        bits = row[1].view(np.uint32)
+        if not np.bitwise_or.reduce(bits) & 0xFFFF:
+            return _entries(row[0], bits >> 16)
     indices, weights = row[0].tolist(), numbers(row[1])
     tokens = [json.dumps(token(index)) for index in indices] if named else None
     if body.format == "arrays":
@@ -301,7 +303,7 @@ def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> byt
     return f"{{{found}}}".encode()
 
 
-_written = np.zeros(1 << 16, "S16")  # weights of 16 bits (bf16), those that were written before
+_written, _known = np.zeros(1 << 16, "S16"), np.zeros(1 << 16, bool)  # weights of 16 bits that were written before
 _writing = threading.Lock()  # numpy copies without Python's lock: nobody may read half a number
 
 
@@ -313,10 +315,10 @@ def _openings(size: int) -> npt.NDArray[np.bytes_]:
 def _entries(indices: npt.NDArray[np.int32], weights: npt.NDArray[Any]) -> bytes:
     """``[{"index", "value"}]`` of weights given by their upper 16 bits: parts of fixed sizes, without their padding."""
     with _writing:
+        if np.count_nonzero(known := _known[weights]) < len(known):
+            new = weights[~known]
+            _written[new], _known[new] = numbers((new.astype(np.uint32) << 16).view(np.float32)), True
         values = _written[weights]
-        if (new := values == b"").any():
-            _written[weights[new]] = numbers((weights[new].astype(np.uint32) << 16).view(np.float32))
-            values = _written[weights]
     openings = _openings(1 << int(indices[-1]).bit_length())[indices]
     parts = np.empty(len(indices), [("opening", openings.dtype), ("value", values.dtype)])
     parts["opening"], parts["value"] = openings, values

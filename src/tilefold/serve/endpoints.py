@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -160,8 +160,13 @@ def _is_json(content_type: bytes) -> bool:
 
 async def _read(request: Request, headers: Mapping[bytes, bytes], limits: Limits) -> bytes:
     """The bytes of the body, no more of them than the limit, in no more time than there is."""
-    too_large = partial(ServeError, "Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
-    too_slow = partial(ServeError, "Validation", f"the body took more than {limits.body_seconds:g} s", status=408)
+
+    def too_large() -> ServeError:
+        return ServeError("Validation", f"the body has more than {limits.payload_limit} bytes", status=413)
+
+    def too_slow() -> ServeError:
+        return ServeError("Validation", f"the body took more than {limits.body_seconds:g} s", status=408)
+
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limits.payload_limit:
         raise too_large()

@@ -183,6 +183,8 @@ class Served:
 
     def prompt(self, way: Way) -> str:
         """Prompt before every text of a way."""
+        if not self.prompts:
+            return ""
         names = {"query": ("query",), "document": ("document", "passage", "corpus")}[way.side]
         named = [way.prompt] if way.prompt else [*names, self.model.default_prompt_name]
         return next((self.prompts[name] for name in named if name in self.prompts), "")

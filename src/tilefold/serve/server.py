@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.service import Service
@@ -32,56 +33,41 @@ _LINGERING = 256  # of them at once
 _HEAD_BYTES = 1 << 16  # of a head, or of what stands between two parts of a body
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 
-try:  # where it is installed; h11 takes four times as long for a request
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-except ImportError:
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Protocol(H11Protocol):
-        """uvicorn's HTTP/1.1."""
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 on llhttp, with what that leaves to others: too large heads, no or several hosts."""
 
-        @property
-        def in_body(self) -> bool:
-            """Whether the client has sent the head of a request, and not yet all of its body."""
-            return self.conn.their_state is h11.SEND_BODY
+    in_body = False
+    _since = 0  # bytes that came since a head, or a part of a body, was whole
 
-else:
+    def data_received(self, data: bytes) -> None:
+        self._since += len(data)
+        if not self.in_body:  # a wish for another protocol, at which it would take the body for that
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"-pgrade", head) + end + rest
+        super().data_received(data)
+        if self._since > _HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("Too large a head.")
 
-    class Protocol(HttpToolsProtocol):  # type: ignore[no-redef]
-        """uvicorn's HTTP/1.1 on llhttp, which leaves to others what h11 refuses: too large heads, no or many hosts."""
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.in_body:  # a trailer is no header
+            super().on_header(name, value)
 
-        in_body = False
-        _since = 0  # bytes that came since a head, or a part of a body, was whole
+    def on_headers_complete(self) -> None:
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        alone = hosts == 1 or (hosts == 0 and self.parser.get_http_version() != "1.1")
+        if not alone or self.parser.should_upgrade():
+            raise ValueError("expected one header Host, and no other protocol")  # which is a 400
+        self.in_body, self._since = True, 0
+        super().on_headers_complete()
 
-        def data_received(self, data: bytes) -> None:
-            self._since += len(data)
-            if not self.in_body:  # a wish for another protocol, at which it would take the body for that
-                head, end, rest = data.partition(b"\r\n\r\n")
-                data = _UPGRADE.sub(b"-pgrade", head) + end + rest
-            super().data_received(data)
-            if self._since > _HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response("Too large a head.")
+    def on_body(self, body: bytes) -> None:
+        self._since = 0
+        super().on_body(body)
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if not self.in_body:  # a trailer is no header
-                super().on_header(name, value)
-
-        def on_headers_complete(self) -> None:
-            hosts = sum(name == b"host" for name, _ in self.headers)
-            alone = hosts == 1 or (hosts == 0 and self.parser.get_http_version() != "1.1")
-            if not alone or self.parser.should_upgrade():
-                raise ValueError("expected one header Host, and no other protocol")  # which is a 400
-            self.in_body, self._since = True, 0
-            super().on_headers_complete()
-
-        def on_body(self, body: bytes) -> None:
-            self._since = 0
-            super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            self.in_body, self._since = False, 0
-            super().on_message_complete()
+    def on_message_complete(self) -> None:
+        self.in_body, self._since = False, 0
+        super().on_message_complete()
 
 
 def bind(host: str, port: int) -> socket.socket:

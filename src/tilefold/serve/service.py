@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
@@ -118,6 +118,7 @@ class Service:
         self._search_turns = asyncio.Semaphore(max(_SEARCHERS, self.limits.tokenization_workers))
         self._lanes: dict[str, Lane] = {}
         self._cache: OrderedDict[tuple[Way, Input], Answer] = OrderedDict()  # used on the event loop only
+        self._uncounted: dict[Hashable, list[tuple[str, asyncio.Future[int | None]]]] = {}
         self.known: dict[str, Callable[[Any], Awaitable[Any]]] = {}  # what answers a POST to a path, once it was found
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._lanes.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.permits.taken)
@@ -298,7 +299,7 @@ class Service:
 
     def _remember(self, way: Way, answers: Mapping[Input, Answer]) -> None:
         """Keep answers to queries, those that were asked last."""
-        if way.side == "query":
+        if way.side == "query" and self.limits.cached_queries:
             self._cache |= {(way, asked): Answer(answer.value, 0.0, 0.0) for asked, answer in answers.items()}
         while len(self._cache) > self.limits.cached_queries:
             self._cache.popitem(last=False)
@@ -324,12 +325,37 @@ class Service:
             self.check_size([each], model, way.side)
         texts = [each for each in inputs if isinstance(each, str)]
         lengths = functools.partial(model.lengths, way)
-        counts = iter(await self.helped(texts, lengths))
+        if len(texts) == 1 and len(texts[0]) <= _LITTLE and not self.alone():
+            counts = iter([await self._counted(lengths, way, texts[0])])
+        else:
+            counts = iter(await self.helped(texts, lengths))
         found = [next(counts) if isinstance(each, str) else len(each) for each in inputs]
         self.metrics.observe("te_request_input_length", *found)
         if not truncate and max(found) > limit:
             raise invalid(f"`inputs` must have less than {limit} tokens. Given: {max(found)}", label="tokenization")
         return found
+
+    async def _counted(self, lengths: Callable[[list[str]], list[int]], key: Hashable, text: str) -> int:
+        """Tokens of a text; texts that come in one turn of the event loop are shared among the tokenizer's threads."""
+        loop = asyncio.get_running_loop()
+        asked = self._uncounted.setdefault(key, [])
+
+        def count() -> None:
+            del self._uncounted[key]
+            try:
+                found: Sequence[int | None] = lengths([text for text, _ in asked])
+            except ServeError:  # of one of them
+                found = [None] * len(asked)
+            for (_, future), length in zip(asked, found, strict=True):
+                if not future.done():
+                    future.set_result(length)
+
+        future: asyncio.Future[int | None] = loop.create_future()
+        if not asked:
+            loop.call_soon(count)
+        asked.append((text, future))
+        length = await future
+        return lengths([text])[0] if length is None else length
 
     def _run(self, key: Way | str, payloads: list[Any]) -> list[Any]:
         """A batch, in the worker thread of a device."""
