@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.refusals import refused
 from tests.serve.running import Client, Reply, serving
 from tests.serve.test_serve_contract import TEXTS, similar
 from tilefold.serve.app import create_app
-from tilefold.serve.bodies import EmbedSparse, cosines, numbers, sparse_rows
+from tilefold.serve.bodies import EmbedSparse, Row, cosines, numbers, rows_of, sparse_rows, strongest
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
@@ -32,11 +33,13 @@ def test_weights_of_16_bits_are_written_as_any_others() -> None:
     weights = (np.arange(1, 1 << 15, dtype=np.uint32) << 16).view(np.float32)
     weights, body = weights[np.isfinite(weights)], EmbedSparse(inputs="a")
     indices = np.arange(len(weights), dtype=np.int32) * 3
-    pairs = zip(indices.tolist(), numbers(weights), strict=True)
-    expected = "[" + ",".join(f'{{"index":{index},"value":{value}}}' for index, value in pairs) + "]"
-    assert sparse_rows([(indices, weights), (indices[:0], weights[:0])], body, str) == [expected.encode(), b"[]"]
-    odd = weights[:2] * np.float32(1.1)
-    assert b"%s}]" % numbers(odd)[1].encode() in sparse_rows([(indices[:2], odd)], body, str)[0]
+    rows = rows_of([0, 0, 2, len(weights), len(weights)], indices, weights)
+    assert [bool(row.written) for row in rows] == [False, True, True, False]
+    assert sparse_rows(rows, body, str) == sparse_rows([Row(*row[:2]) for row in rows], body, str)
+    assert [entry["index"] for entry in json.loads(sparse_rows(rows, body, str)[1])] == [0, 3]
+    (odd,) = rows_of([0, 2], indices[:2], weights[:2] * np.float32(1.1))
+    assert not odd.written and b"%s}]" % numbers(odd.weights)[1].encode() in sparse_rows([odd], body, str)[0]
+    assert strongest(rows[2], 1, None).written == b""
 
 
 @pytest.fixture(scope="module")

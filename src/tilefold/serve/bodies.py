@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Vector = npt.NDArray[np.float32]
-Row = tuple[npt.NDArray[np.int32], Vector]
+
+
+class Row(NamedTuple):
+    """A sparse vector."""
+
+    indices: npt.NDArray[np.int32]
+    weights: Vector
+    written: bytes = b""  # the answer of ``/embed_sparse`` that no option changes, if it was made with the vector
+
+
 # kind -> HTTP code, and the label of te_request_failure
 _KINDS = {
     "Unhealthy": (503, "unhealthy"),
@@ -262,11 +272,11 @@ def _number(value: float) -> str:
 
 def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
     """The `top_k` heaviest entries (equal weights: the lower index stays) above `threshold`, in index order."""
-    indices, weights = row
+    indices, weights, _ = row
     keep = np.flatnonzero(weights > min(threshold or 0.0, float(np.finfo(np.float32).max)))
     if top_k is not None and keep.size > top_k:
         keep = np.sort(keep[np.argsort(-weights[keep], kind="stable")[:top_k]])
-    return indices[keep], weights[keep]
+    return Row(indices[keep], weights[keep])
 
 
 def listed(parts: Sequence[bytes]) -> bytes:
@@ -283,11 +293,9 @@ def sparse_rows(rows: Sequence[Row], body: EmbedSparse, token: Callable[[int], s
 
 def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> bytes:
     named = body.tokens or body.format == "tokens"
-    if not named and body.format == "values" and row[0].size:
-        bits = row[1].view(np.uint32)
-        if not np.bitwise_or.reduce(bits) & 0xFFFF:
-            return _entries(row[0], bits >> 16)
-    indices, weights = row[0].tolist(), numbers(row[1])
+    if row.written and not named and body.format == "values":
+        return row.written
+    indices, weights = row.indices.tolist(), numbers(row.weights)
     tokens = [json.dumps(token(index)) for index in indices] if named else None
     if body.format == "arrays":
         last = "" if tokens is None else f',"tokens":[{", ".join(tokens)}]'
@@ -304,6 +312,7 @@ def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> byt
 
 
 _written, _known = np.zeros(1 << 16, "S16"), np.zeros(1 << 16, bool)  # weights of 16 bits that were written before
+_WRITTEN_AT_ONCE = 1 << 17  # entries of a batch
 _writing = threading.Lock()  # numpy copies without Python's lock: nobody may read half a number
 
 
@@ -312,17 +321,26 @@ def _openings(size: int) -> npt.NDArray[np.bytes_]:
     return np.char.add(np.char.add(b'},{"index":', np.arange(size).astype("S")), b',"value":')
 
 
-def _entries(indices: npt.NDArray[np.int32], weights: npt.NDArray[Any]) -> bytes:
-    """``[{"index", "value"}]`` of weights given by their upper 16 bits: parts of fixed sizes, without their padding."""
-    with _writing:
-        if np.count_nonzero(known := _known[weights]) < len(known):
-            new = weights[~known]
-            _written[new], _known[new] = numbers((new.astype(np.uint32) << 16).view(np.float32)), True
-        values = _written[weights]
-    openings = _openings(1 << int(indices[-1]).bit_length())[indices]
-    parts = np.empty(len(indices), [("opening", openings.dtype), ("value", values.dtype)])
-    parts["opening"], parts["value"] = openings, values
-    return b"[" + parts.tobytes().translate(None, b"\0")[2:] + b"}]"
+def rows_of(offsets: Sequence[int], indices: npt.NDArray[np.int32], weights: Vector) -> list[Row]:
+    """Each row by itself, copied for a cache to keep no batch; written if all weights are of 16 bits, as of bf16.
+
+    ``[{"index", "value"}]`` of all rows at once: parts of fixed sizes, without their padding.
+    """
+    bits, parts = weights.view(np.uint32), np.empty(0, np.void)
+    if 0 < len(bits) <= _WRITTEN_AT_ONCE and not np.bitwise_or.reduce(bits) & 0xFFFF:
+        with _writing:
+            if np.count_nonzero(known := _known[bits >> 16]) < len(known):
+                new = bits[~known]
+                _written[new >> 16], _known[new >> 16] = numbers(new.view(np.float32)), True
+            values = _written[bits >> 16]
+        openings = _openings(1 << int(indices.max()).bit_length())[indices]
+        parts = np.empty(len(bits), np.dtype([("opening", openings.dtype), ("value", values.dtype)]))
+        parts["opening"], parts["value"] = openings, values
+    found = []
+    for a, b in itertools.pairwise(offsets):
+        written = b"[" + parts[a:b].tobytes().translate(None, b"\0")[2:] + b"}]" if len(parts) and a < b else b""
+        found.append(Row(indices[a:b].copy(), weights[a:b].copy(), written))
+    return found
 
 
 def vectors(rows: Sequence[Vector]) -> list[bytes]:
@@ -340,7 +358,7 @@ def cosines(rows: Sequence[Any], kind: str) -> list[float]:
     first, *others = rows
     if kind == "sparse":
         dots = [_sparse_dot(first, other) for other in others]
-        lengths = [float(np.linalg.norm(weights.astype(np.float64))) for _, weights in rows]
+        lengths = [float(np.linalg.norm(row[1].astype(np.float64))) for row in rows]
     else:
         dots = (np.stack(others).astype(np.float64) @ first).tolist()
         lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in rows]

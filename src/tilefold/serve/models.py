@@ -22,7 +22,7 @@ from tilefold.integrations.transformers.packed import padding_position
 from tilefold.retrieval.encoding import encode_batch
 from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
-from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, strongest
+from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_of, strongest
 
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
@@ -217,12 +217,12 @@ class Served:
         fused = getattr(self.model, "encode_sparse_batch", None)
         if fused is not None and not way.ids:  # no matrix, which takes longer to make than to copy the rows
             found: Any = fused.batch(cut_texts(self.model, inputs), task=way.side, prompt_name=way.prompt).rows
-            offsets, indices = np.append(0, found.counts.cumsum(0).numpy()), found.columns.to(torch.int32).numpy()
+            offsets, indices = [0, *found.counts.cumsum(0).tolist()], found.columns.to(torch.int32).numpy()
             weights = found.values.float().numpy()
             if weights.size and not 0 <= weights.min() <= weights.max() < np.inf:  # a NaN is the lowest and the highest
                 got = f"{weights.min()} to {weights.max()}. Check the model"
                 raise ValueError(f"texts: expected finite weights of at least 0, got {got}.")
-            return _parted(offsets, indices, weights)
+            return rows_of(offsets, indices, weights)
         if way.ids:
             rows = self._features(way, inputs)["sentence_embedding"].to_dense().float().cpu()
         elif way.prompt is None:
@@ -231,7 +231,7 @@ class Served:
             cut = cut_texts(self.model, inputs)
             rows = encode_sparse(self.model, cut, task=way.side, prompt_name=way.prompt, batch_size=len(cut))
         vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
-        parts = _parted(vectors.indptr, vectors.indices, vectors.data)
+        parts = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
         # ids, of which no ``encode`` has kept so many
         return [strongest(row, self.model.max_active_dims, None) for row in parts] if way.ids else parts
 
@@ -275,11 +275,6 @@ class Served:
         features = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in features.items()}
         with torch.inference_mode():
             return self.model(features, task=way.side)
-
-
-def _parted(offsets: Any, indices: Any, weights: Any) -> list[Row]:
-    """Each row by itself, copied for a cache to keep no batch."""
-    return [(indices[a:b].copy(), weights[a:b].copy()) for a, b in itertools.pairwise(offsets.tolist())]
 
 
 def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:

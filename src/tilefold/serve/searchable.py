@@ -97,7 +97,7 @@ class Searchable:
             return torch.from_numpy(row[None])
         if self.encoder.kind == "multi-vector":
             return TokenVectors([QUERY], torch.tensor([0, len(row)]), row.float())
-        indices, weights = strongest(row, self.query_top_k, None)
+        indices, weights, _ = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
         size = self.index.vocab_size
         return SparseVectors([QUERY], np.array([0, len(indices)]), indices, weights, size, fingerprint)
