@@ -158,7 +158,7 @@ class LsrRecipe(SparseRecipe):
 
 
 def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> TrainResult:
-    """Train the job's model in place; a SPLADE recipe's has a head to fuse."""
+    """Train the job's model in place; a SPLADE recipe's has stock penalties, and a head to fuse."""
     from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments
 
     from tilefold.recipes._watch import SparseWatch
@@ -166,7 +166,8 @@ def fit_sparse(recipe: LsrRecipe, job: TrainingJob, *, splade: bool = False) -> 
 
     model, length = job.model, job.model.max_seq_length
     model.max_seq_length = min(length, recipe.train_max_length or recipe.max_length)
-    loss = make_loss(model, recipe, ranks=job.world.size)
+    ranks = job.world.size
+    loss = make_loss(model, recipe, stock=splade and ranks == 1, ranks=ranks)  # stock penalties are of one rank's rows
     penalties = {"query": recipe.query_regularizer, "document": recipe.document_regularizer}
     warmups = {side: spec.warmup_ratio for side, spec in penalties.items() if spec.kind != "none"}
     watcher = SparseWatch(loss, warmups, bounded=not splade and model.max_active_dims is not None, world=job.world)
@@ -214,8 +215,8 @@ def fused_head(model: SparseEncoder, fused: bool = True, *, needed: bool = False
     return accelerate(model)
 
 
-def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
-    """``SpladeLoss`` of the recipe's loss and penalties; PROSPER's are on base weights.
+def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: int = 1) -> Module:
+    """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights.
 
     Several `ranks` share negatives and penalties: documents are gathered as ``[B, V]``, their gradients scattered back.
     """
@@ -245,8 +246,8 @@ def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
         loss=terms[0][0] if len(terms) == 1 and terms[0][1] == 1 else WeightedLosses(terms),
         document_regularizer_weight=document.weight,
         query_regularizer_weight=query.weight,
-        document_regularizer=make_regularizer(document, positions=1 + recipe.negatives),
-        query_regularizer=make_regularizer(query),
+        document_regularizer=None if stock else make_regularizer(document, positions=1 + recipe.negatives),
+        query_regularizer=None if stock else make_regularizer(query),
         **cached,
     )
 
