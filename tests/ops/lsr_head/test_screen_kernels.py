@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import BUILD_OPTIONS
 from tilefold.ops.lsr_head._triton import screen
 from tilefold.testing import assert_within_budget
 
@@ -79,12 +80,12 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
     state, counts = empty_state(B), torch.full((B, 2), 77, dtype=torch.int32, device=DEVICE)
     rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
     terms = torch.full((3, V), float("nan"), device=DEVICE)
-    constants = {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": uniform}
+    constants = BUILD_OPTIONS | {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": uniform}
     limits = (32 * B, B * V)
     kept = torch.full((B, V), -1, dtype=torch.int8, device=DEVICE)
     screen.sample_kernel[(B, 2)](
         weight, rows, bias, offset, state, counts, B, V, length, 1.0,
-        D=D, BLOCK_V=16, BLOCK_T=16, BLOCK_K=16, MOST_T=32, HAS_BIAS=True, UNIFORM=uniform,
+        D=D, BLOCK_V=16, BLOCK_T=16, BLOCK_K=16, MOST_T=32, HAS_BIAS=True, UNIFORM=uniform, **BUILD_OPTIONS,
     )  # fmt: skip
     assert not state.any()
     screen.largest_kernel[(T // 16,)](
@@ -98,7 +99,7 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
     assert bool((kept == 0).all())
     parts = [slice(*pair) for pair in itertools.pairwise(offsets)]
     best = torch.stack([(rows8[part].float() @ weight8.float().T).amax(0) for part in parts]).int()
-    _stays_kernel[(B,)](best, state, terms, bias, kept, B, V, 1.0, D=D, BLOCK=BLOCK)
+    _stays_kernel[(B,)](best, state, terms, bias, kept, B, V, 1.0, D=D, BLOCK=BLOCK, **BUILD_OPTIONS)
     logits = [rows[part].double() @ weight.double().T + bias.double() for part in parts]
     exact = torch.stack([each.amax(0) for each in logits])
     assert bool(kept[~(exact <= 0)].all())  # NaN stays, too
@@ -109,12 +110,12 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
     out, winner = torch.full((B, V), 7.0, device=DEVICE), torch.full((B, V), 7, dtype=torch.int32, device=DEVICE)
     screen.list_kernel[(B, 1)](
         kept, state, entries, offset, out, winner, B, V, length, *limits,
-        BLOCK=BLOCK, UNIFORM=uniform, WITH_WINNERS=True, NO_WINNER=-1,
+        BLOCK=BLOCK, UNIFORM=uniform, WITH_WINNERS=True, NO_WINNER=-1, **BUILD_OPTIONS,
     )  # fmt: skip
     screen.refine_kernel[(2,)](
         weight, rows, bias, offset, None, state, entries, out, winner, B, V, T, length, *limits, 1.0,
         D=D, BLOCK_V=16, BLOCK_T=32, BLOCK_K=16, BLOCK_B=16, ACTIVATION="relu", HAS_BIAS=True, HAS_POSITIONS=False,
-        HAS_SCALE=False, WITH_WINNERS=True, UNIFORM=uniform,
+        HAS_SCALE=False, WITH_WINNERS=True, UNIFORM=uniform, **BUILD_OPTIONS,
     )  # fmt: skip
     expected = torch.where(exact > 0, exact, exact * 0)
     usual = expected.isfinite()
@@ -134,7 +135,7 @@ def test_rows_after_empty_sequences_have_the_scale_of_their_own() -> None:
     state, counts = empty_state(B).zero_(), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     rows8, weight8 = (torch.full(x.shape, 77, dtype=torch.int8, device=DEVICE) for x in (rows, weight))
     terms, kept = torch.empty(3, V, device=DEVICE), torch.empty(B, V, dtype=torch.int8, device=DEVICE)
-    constants = {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": False}
+    constants = BUILD_OPTIONS | {"D": D, "BLOCK_D": BLOCK, "GROUP": 16, "UNIFORM": False}
     screen.largest_kernel[(T // 16,)](rows, offset, state, counts, B, T, 0, 1, B * V, BLOCK_SAMPLES=2, **constants)
     screen.round_kernel[(-(-V // 16) + T // 16,)](
         weight, rows, offset, state, weight8, rows8, terms, kept, B, V, T, 0, B * V, **constants
