@@ -93,7 +93,7 @@ async def load(port: int, path: str, bodies: Sequence[Any], clients: int, second
 @contextmanager
 def server(command: Sequence[str], log: Path) -> Iterator[tuple[int, int]]:
     """The port and the process of a server that says ``http://127.0.0.1:PORT`` when it is ready; ended at the end."""
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("w") as stream:
         process = subprocess.Popen([sys.executable, *command], stderr=stream, stdout=stream, env=environment)  # noqa: S603
     try:

@@ -257,7 +257,7 @@ def test_the_command_prints_a_table_writes_the_csv_and_exits_with_one_where_a_ga
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = BenchCase("tiny", "cpu", "float32", {"B": 2, "S": 9, "D": 16, "V": 131}, "dense", quick=True)
-    monkeypatch.setattr(lsr_head, "SPEC", replace(lsr_head.SPEC, cases=(case,)))
+    monkeypatch.setitem(vars(lsr_head.SPEC), "cases", (case,))
     monkeypatch.setattr(runner, "measure_peaks", lambda *args: {"forward": 1.0, "forward_backward": 2.0})
     command = ("bench", "lsr_head", "--device", "cpu", "--output")
     assert run_cli(*command, tmp_path / "right", "--quick") == 0

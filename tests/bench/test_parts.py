@@ -117,7 +117,7 @@ assert len(TRAINED) == 12
 def test_batch_and_memory_are_within_a_tenth_of_the_measured_ones(row: dict[str, str]) -> None:
     shape = Shape(int(row["hidden"]), int(row["layers"]), 4 * int(row["hidden"]), int(row["vocab"]))
     lengths, checkpointing = (int(row["length"]), int(row["query_length"])), row["checkpointing"] == "yes"
-    plan = training(shape, *lengths, float(row["memory_gib"]), checkpointing=checkpointing)
+    plan = training(shape, *lengths, float(row["memory_gib"]), 512, checkpointing=checkpointing)
     assert plan.mib_a_pair == pytest.approx(float(row["mib_a_pair"]), rel=0.1)
     assert plan.largest_batch == pytest.approx(int(row["largest_batch"]), rel=0.1)
     assert plan.fixed_gib + int(row["largest_batch"]) * plan.mib_a_pair / 1024 == pytest.approx(
@@ -131,4 +131,4 @@ def test_the_rate_of_encoding_is_that_of_the_row_it_was_fitted_to() -> None:
     assert texts_per_second(BERT, round(float(row["tokens"]))) == pytest.approx(float(row["docs_per_s"]), rel=0.02)
     # a small model is not faster than its tokenizer
     assert texts_per_second(Shape(32, 1, 32, 30522), 230) == pytest.approx(21096, rel=0.01)
-    assert training(BERT, 256, 24, 1.0, checkpointing=False).largest_batch == 0, "a model that does not fit"
+    assert training(BERT, 256, 24, 1.0, 512, checkpointing=False).largest_batch == 0, "a model that does not fit"

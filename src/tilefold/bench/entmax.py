@@ -84,23 +84,4 @@ def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     return entries * (2 * spec.DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0))
 
 
-def _case(R: int, N: int, device: str = "cuda", dtype: str = "bfloat16", *, quick: bool = False) -> spec.BenchCase:
-    name = f"{R}x{N}{'-fp32' if (device, dtype) == ('cuda', 'float32') else ''}"
-    return spec.shaped({"R": R, "N": N}, "normal", device, quick, name, dtype)
-
-
-CASES = (
-    _case(262144, 128, quick=True),
-    _case(32768, 1024),
-    _case(8192, 4096, quick=True),
-    _case(8192, 4096, dtype="float32"),
-    _case(2048, 30522),
-    _case(256, 250002, quick=True),
-    _case(16, 250002),
-    _case(2048, 128, "cpu", "float32", quick=True),
-    _case(64, 8192, "cpu", "float32"),
-)
-
-SPEC = spec.BenchSpec(
-    "entmax", CASES, IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, _needs_bytes
-)
+SPEC = spec.BenchSpec("entmax", IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, _needs_bytes)

@@ -172,25 +172,5 @@ def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     return item * (copies.get(impl, 0) * B * S * V + B * S * D + V * D)
 
 
-def _case(B: int, S: int, D: int, V: int, variant: str, device: str = "cuda", *, quick: bool = False) -> spec.BenchCase:
-    return spec.shaped({"B": B, "S": S, "D": D, "V": V}, variant, device, quick)
-
-
-CASES = (
-    _case(32, 512, 768, 30522, "dense", quick=True),
-    _case(32, 512, 768, 30522, "2pct", quick=True),
-    _case(32, 512, 768, 30522, "ragged", quick=True),
-    _case(32, 512, 768, 30522, "ragged-2pct"),
-    _case(16, 512, 768, 250002, "dense"),
-    _case(16, 512, 768, 250002, "2pct"),
-    _case(64, 256, 1024, 250002, "2pct"),
-    _case(4, 8192, 768, 50368, "dense"),
-    _case(64, 32, 768, 30522, "2pct", quick=True),
-    _case(8, 256, 384, 30522, "dense", "cpu"),
-    _case(8, 256, 384, 30522, "2pct", "cpu"),
-    _case(8, 256, 384, 30522, "ragged-2pct", "cpu"),
-    _case(16, 32, 384, 30522, "2pct", "cpu", quick=True),
-)
-
 PROBE = {"B": 2, "S": 8, "D": 32, "V": 96}  # too small to matter
-SPEC = spec.BenchSpec("lsr_head", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)
+SPEC = spec.BenchSpec("lsr_head", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)

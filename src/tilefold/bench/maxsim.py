@@ -249,28 +249,5 @@ def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
     return copies.get(impl, 0) * similarities + d["Nd"] * d["Ld"] * d["D"] * item
 
 
-def _case(
-    name: str, sizes: tuple[int, int, int, int], variant: str, device: str = "cuda", dtype: str = "float16",
-    *, quick: bool = False,
-) -> spec.BenchCase:  # fmt: skip
-    """A case of Nq queries of Lq tokens and Nd documents of Ld tokens."""
-    dims = dict(zip(("Nq", "Lq", "Nd", "Ld"), sizes, strict=True)) | {"D": 128}
-    return spec.BenchCase(name, device, dtype, dims, variant, quick)
-
-
-CASES = (
-    _case("rerank-32x1000x300", (1, 32, 1000, 300), "rerank", quick=True),
-    _case("rerank-32x10000x300", (1, 32, 10000, 300), "rerank", quick=True),
-    _case("rerank-24x10000x1030", (1, 24, 10000, 1030), "rerank"),
-    _case("rerank-1024x1000x1024", (1, 1024, 1000, 1024), "rerank"),
-    _case("packed-32x10000x300", (1, 32, 10000, 300), "packed"),
-    _case("in-batch-128x32-128x300", (128, 32, 128, 300), "in-batch", dtype="bfloat16", quick=True),
-    _case("in-batch-64x32-64x1030", (64, 32, 64, 1030), "in-batch", dtype="bfloat16"),
-    _case("in-batch-64x1024-64x1024", (64, 1024, 64, 1024), "in-batch", dtype="bfloat16"),
-    _case("cpu-rerank-32x500x300", (1, 32, 500, 300), "rerank", "cpu", "float32", quick=True),
-    _case("cpu-packed-32x500x300", (1, 32, 500, 300), "packed", "cpu", "float32"),
-    _case("cpu-in-batch-16x32-16x300", (16, 32, 16, 300), "in-batch", "cpu", "float32", quick=True),
-)
-
 PROBE = {"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16}  # too small to matter
-SPEC = spec.BenchSpec("maxsim", CASES, IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)
+SPEC = spec.BenchSpec("maxsim", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -40,15 +42,6 @@ class BenchCase:
     dims: Mapping[str, int]  # of the operator, for instance {"B": 32, "S": 512, "D": 768, "V": 30522}
     variant: str = "dense"  # what the numbers look like
     quick: bool = False  # whether --quick keeps the case
-
-
-def shaped(
-    dims: Mapping[str, int], variant: str, device: str, quick: bool, name: str = "", dtype: str = ""
-) -> BenchCase:
-    """A case named by its dimensions and variant, on a GPU in bf16, on a CPU in fp32, unless it is told otherwise."""
-    name = name or f"{'x'.join(map(str, dims.values()))}-{variant}"
-    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
-    return BenchCase(f"cpu-{name}" if device == "cpu" else name, device, dtype, dims, variant, quick)
 
 
 @dataclass(frozen=True)
@@ -310,7 +303,6 @@ class BenchSpec:
     """Everything the runner needs to know about one operator."""
 
     op: str
-    cases: Sequence[BenchCase]
     implementations: Sequence[Implementation]  # in the order of the table
     baseline: str  # the implementation that ratios are taken against
     make_inputs: Callable[[BenchCase, torch.device, int], Inputs]  # from a seed
@@ -318,6 +310,12 @@ class BenchSpec:
     probe_dims: Mapping[str, int]  # too small to matter: they load libraries and thread pools before memory is read
     work: Callable[[BenchCase, Inputs, Phase], Work]  # the least of that phase
     needs_bytes: Callable[[BenchCase, str], int]  # a low estimate of an implementation's, to skip what cannot fit
+
+    @functools.cached_property
+    def cases(self) -> Sequence[BenchCase]:
+        """The shapes of the operator, of ``cases.json``."""
+        rows = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
+        return [BenchCase(**row) for row in rows[self.op]]
 
     def case(self, name: str) -> BenchCase:
         """The case called ``name``; ``ValueError`` with the known names otherwise."""
