@@ -242,7 +242,12 @@ def test_a_mini_batch_has_the_same_dropout_both_times(model: SparseEncoder) -> N
     packed = fused_copy(model)
     loss, seen = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=3), []
     stock = loss.embed_minibatch
-    loss.embed_minibatch = lambda *args, **more: seen.append(stock(*args, **more)) or seen[-1]
+
+    def embedded(*args: Any, **more: Any) -> Any:
+        seen.append(stock(*args, **more))
+        return seen[-1]
+
+    loss.embed_minibatch = embedded
     for _ in range(2):
         gradients_of(packed, loss, joined(packed, [list(PAIRS["anchor"]), list(PAIRS["positive"])]))
     vectors = [vector for vector, _ in seen]

@@ -80,7 +80,7 @@ class Verdict:
 
 
 def measured_by(device: str) -> dict[str, dict[str, set[str]]]:
-    """What a run on ``"cuda"`` or ``"cpu"`` measures of each operator: cases, and the implementations of each."""
+    """Cases that a run on ``"cuda"`` or ``"cpu"`` measures of each operator, and the implementations of each."""
     found: dict[str, dict[str, set[str]]] = {}
     for claim in CLAIMS:
         if claim.side == "impl" and (claim.device == "cpu") == (device == "cpu"):
