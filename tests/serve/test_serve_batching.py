@@ -214,11 +214,12 @@ def test_texts_of_one_turn_of_the_loop_are_counted_by_one_call_and_fail_alone(
     sparse: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts, whole, counted = ["cats", "dogs bark", "b" * 20, "bad"], TextTokens.lengths, list[int]()
+    failing: BaseException = ServeError("Tokenizer", "Tokenization error: Panic")
 
     def spied(self: TextTokens, given: list[str], *rest: Any) -> list[int]:
         counted.append(len(given))
         if "bad" in given:
-            raise ServeError("Tokenizer", "Tokenization error: Panic")
+            raise failing
         return whole(self, given, *rest)
 
     async def main(wanted: list[str]) -> list[Any]:
@@ -232,10 +233,13 @@ def test_texts_of_one_turn_of_the_loop_are_counted_by_one_call_and_fail_alone(
     try:
         together, (*others, failed) = asyncio.run(main(texts[:3])), asyncio.run(main(texts))
         alone = [asyncio.run(main([text]))[0].tokens for text in texts[:3]]
+        failing = Panic()
+        after_panic = asyncio.run(main(texts))
     finally:
         asked.close()
     assert counted[:2] == [3, 4] and isinstance(failed, ServeError)
     assert [each.tokens for each in together] == [each.tokens for each in others] == alone
+    assert isinstance(after_panic.pop(), Panic) and [each.tokens for each in after_panic] == alone
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:

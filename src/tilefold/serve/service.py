@@ -344,7 +344,7 @@ class Service:
             del self._uncounted[key]
             try:
                 found: Sequence[int | None] = lengths([text for text, _ in asked])
-            except ServeError:  # of one of them
+            except BaseException:  # of one of them, a panic of the tokenizer too: each is counted by itself
                 found = [None] * len(asked)
             for (_, future), length in zip(asked, found, strict=True):
                 if not future.done():
