@@ -101,10 +101,11 @@ def curve(folder: Path) -> list[dict[str, float]]:
 
 
 def assert_near(one: Path, other: Path) -> None:
-    """The same weights, but for sums in another order and what Adam makes of them."""
+    """The same weights, but for sums in another order: where a gradient is rounding, Adam makes whole steps of it."""
     left, right = (load_file(folder / "model.safetensors") for folder in (one, other))
-    for name, value in left.items():
-        torch.testing.assert_close(right[name], value, rtol=0, atol=SMALL["learning_rate"] / 20, msg=name)
+    assert left.keys() == right.keys()
+    apart = torch.cat([(right[name] - value).abs().flatten() for name, value in left.items()]) / SMALL["learning_rate"]
+    assert (apart > 1 / 20).float().mean() < 0.01 and apart.max() < 2 * 8  # eight steps, there and back
 
 
 @pytest.mark.parametrize("kind", ["splade", "grouped", "colbert", "deepct", "splade-doc", "prosper"])
