@@ -33,6 +33,7 @@ def run_trainer(
     **settings: object,
 ) -> TrainResult:
     """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
+    from accelerate import DistributedDataParallelKwargs
     from datasets import Dataset
     from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerState
 
@@ -61,8 +62,8 @@ def run_trainer(
     trainer._load_best_model = functools.partial(_load, trainer, job.run)  # the stock one only logs that it failed
     trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, read)
     if world.size > 1:  # the same parameters get gradients in every step: nothing need look for those that do not
-        how: Any = trainer.accelerator.ddp_handler
-        how.find_unused_parameters, how.static_graph, how.gradient_as_bucket_view = False, True, True
+        # the trainer of transformers 5.0 to 5.2 sets its own, which looks for them
+        trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(static_graph=True, gradient_as_bucket_view=True)
     collate_ahead(trainer, graphs=recipe.graphs)
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)

@@ -26,6 +26,8 @@ class World:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo")
+            with self.telling():  # or a rank that fails at once closes what another still connects to
+                dist.barrier(self._group)
 
     def close(self) -> None:
         if self._group is not None:

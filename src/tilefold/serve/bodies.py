@@ -20,10 +20,10 @@ Vector = npt.NDArray[np.float32]
 
 
 class Row(NamedTuple):
-    """A sparse vector."""
+    """A sparse vector of n entries."""
 
-    indices: npt.NDArray[np.int32]
-    weights: Vector
+    indices: npt.NDArray[np.int32]  # [n], rising
+    weights: Vector  # [n]
     written: bytes = b""  # the answer of ``/embed_sparse`` that no option changes, if it was made with the vector
 
 

@@ -24,7 +24,7 @@ _UNWATCHED_SECONDS = 0.05  # of work, after which it is looked whether the clien
 class _Ending:
     """Within it, :meth:`end` cancels the task, which raises `error` then: no task of its own for every request.
 
-    `later` is called after `seconds` within it, by default :meth:`end`.
+    `later` is called `seconds` after it was made, if it has not ended by then; by default :meth:`end`.
     """
 
     __slots__ = ("_ended", "_error", "_task", "_timer")
