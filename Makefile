@@ -40,8 +40,9 @@ setup: $(STAMP) ## Create the virtual environment and install everything
 demo: $(STAMP) ## Train, index, search and evaluate a sparse retriever on this machine (2 cores are enough)
 	$(BIN)/tilefold demo
 
-test: $(STAMP) ## Run the tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile
+test: $(STAMP) ## Run the tests that need no GPU; one that stands still is ended after 20 minutes, and says where
+	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile \
+		-o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
 test-portable: $(STAMP) ## Run the numerics tests with other CPUs' instruction sets: AVX-512, AVX2, AMD, neither (5 to 7 minutes each)
 	$(BIN)/python tests/matrix.py cpus

@@ -248,6 +248,12 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     assert contents(tmp_path / "v") == contents(whole)
 
 
+def test_a_rank_whose_folder_is_just_being_removed_has_left(tmp_path: Path) -> None:
+    hold_folder(tmp_path / "home", again=False).release()
+    with mock.patch.object(_meeting, "hold_folder", side_effect=FileNotFoundError):
+        assert _meeting._has_left(tmp_path / "home")
+
+
 def test_of_several_errors_the_first_ends_the_work_of_all(tmp_path: Path) -> None:
     homes = [tmp_path / "first", tmp_path / "second"]
     locks = [hold_folder(home) for home in homes]

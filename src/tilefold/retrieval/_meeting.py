@@ -97,11 +97,13 @@ def _ended(rank: int) -> RankError:
 
 
 def _has_left(home: Path) -> bool:
-    if (home / LOCK).exists():
-        try:
+    try:
+        if (home / LOCK).exists():
             hold_folder(home, again=False).release()
-        except InUseError:
-            return False
+    except InUseError:
+        return False
+    except FileNotFoundError:  # it is being removed
+        pass
     return True
 
 
