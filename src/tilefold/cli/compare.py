@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +58,10 @@ def compare(
     if as_json:
         rows = [each.to_dict() | {"worst": queries} for each, queries in zip(found, lost, strict=True)]
         known = {"collection": collection.name, "split": split, "queries": len(collection.qrels[split]), "alpha": alpha}
-        _common.print_json(known | {"runs": _facts(split, scores), "comparisons": rows})
+        runs = {}
+        for name, told in ((name, _scores.facts(collection, each)) for name, each in scores.items()):
+            runs[name] = {"measures": told["errors"][split], "conventions": told["conventions"][split]}
+        _common.print_json(known | {"runs": runs, "comparisons": rows})
         return
     _print(collection, split, scores, found)
     typer.echo(f"* different at {alpha:g}: paired randomisation ({resamples:,} sign flips), Holm over {len(found)}")
@@ -124,15 +126,6 @@ def _print_worst(found: Difference, queries: Sequence[Values]) -> None:
     title = f"{found.measure}: where {found.run} loses most to {found.over}"
     columns = ("query", "text", f"{found.over}>", f"{found.run}>", "difference>")
     _common.print_table(columns, rows, title, fold=("query", "text"))
-
-
-def _facts(split: str, scores: Mapping[str, _scores.Scores]) -> Values:
-    """Run -> its measures and the conventions that they depend on."""
-    found: Values = {}
-    for name, each in scores.items():
-        measures = {measure: asdict(mean) for measure, mean in each.means()[split].items()}
-        found[name] = {"measures": measures, "conventions": each.conventions[split]}
-    return found
 
 
 def _draw(found: Sequence[Difference], tables: Mapping[str, Table], path: Path) -> None:

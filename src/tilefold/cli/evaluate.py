@@ -177,7 +177,6 @@ def fuse(
 def _tuned(
     runs: list[Run], judged: Mapping[str, Mapping[str, int]], measure: str, normalization: Normalization, k: int
 ) -> list[float]:
-    """The weights that --tune chooses."""
     from tilefold.retrieval.evaluation import choose_weights
 
     try:

@@ -156,7 +156,6 @@ def _vectors(vectors: Path | None, data: str | None, backend: str, options: Valu
 
 
 def _read(vectors: Path | None, backend: str) -> Any:
-    """The encoded documents that --vectors names."""
     if vectors is None:
         raise UsageError(f"--backend {backend} indexes encoded documents: give them with --vectors.")
     return _retrievers.read_documents(vectors)
@@ -190,7 +189,6 @@ def _late(tokens: Path | None, data: str | None, output: Path, options: Values) 
 
 
 def _build_qdrant(read: Any, options: Values) -> Any:
-    """A Qdrant index of vectors."""
     done = 0
     _common.kept.append(lambda: done > 0)
     options_of = _options.as_options("url", "weights", name="--collection")

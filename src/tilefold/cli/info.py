@@ -233,7 +233,6 @@ def texts_per_second(shape: Shape, length: int) -> float:
 
 
 def _plan(model: str, asked: Asked, as_json: bool) -> None:
-    """Print what a model needs for training and encoding."""
     shape = _shape_of(model)
     found: Values = {"shape": asdict(shape), "parameters": shape.parameters, **asked}
     lengths = [asked[name] for name in ("length", "query_length", "gpu_memory", "mini_batch_size")]

@@ -162,6 +162,8 @@ def _demo_paths(folder: Path) -> Values:
 
 def _print(query: str, hits: list[Values]) -> None:
     late, passages = "first" in hits[0], [hit.get("passage") for hit in hits]
+    terms = [hit["terms"][:SHOWN_TERMS] for hit in hits]
+    said = [[f"{'+' * each.get('feedback', False)}{each['term']} {each['share']:.0%}" for each in row] for row in terms]
     columns = {
         "#>": [str(hit["rank"]) for hit in hits],
         "id": [hit["id"] for hit in hits],
@@ -172,14 +174,8 @@ def _print(query: str, hits: list[Values]) -> None:
         ],
         "score>": [f"{hit['score']:.2f}" for hit in hits],
         "before: #, score>": [f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else "" for hit in hits],
-        "matched terms, share of the score" + " before" * late: [_said_of_terms(hit["terms"]) for hit in hits],
+        "matched terms, share of the score" + " before" * late: ["  ".join(row) for row in said],
     }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     rows = zip(*shown.values(), strict=True)
     _common.print_table(shown, rows, query, ("id", "document", "passage"), title_justify="left")
-
-
-def _said_of_terms(terms: list[Values]) -> str:
-    return "  ".join(
-        f"{'+' * term.get('feedback', False)}{term['term']} {term['share']:.0%}" for term in terms[:SHOWN_TERMS]
-    )

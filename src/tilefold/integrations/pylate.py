@@ -193,8 +193,6 @@ def _side(name: str, embeddings: object, mask: object, dims: int) -> tuple[Tenso
 
 def _rows(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:
     """Padded embeddings, or packed ones with their offsets."""
-    if not isinstance(embeddings, (list, tuple)):
+    if not isinstance(embeddings, (list, tuple)) or not embeddings:  # an empty list is refused there
         return as_tokens(f"{name}_embeddings", embeddings, 3), None
-    if not embeddings:
-        raise ValueError(f"{name}_embeddings must hold at least one sequence, got an empty list; skip the call.")
     return pack(token_vectors(f"{name}_embeddings", embeddings))

@@ -237,7 +237,9 @@ def _quiet(name: str | None) -> Iterator[None]:
 
 def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | None) -> dict[str, float]:
     """Encode random texts by both, and refuse a graph that computes something else."""
-    texts = _random_texts(stock.tokenizer)
+    drawn, special = random.Random(0), set(stock.tokenizer.all_special_ids)  # noqa: S311 - no secret
+    ids = [id_ for id_ in range(len(stock.tokenizer)) if id_ not in special]
+    texts = [stock.tokenizer.decode(drawn.choices(ids, k=length)) for length in LENGTHS]
     try:
         rounded, exact = _encoded(stock, texts), _encoded(stock.double(), texts)
     except Exception as error:
@@ -263,9 +265,3 @@ def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | 
         expected = f"scores of the model within {allowed:.3g} on random texts"
         raise ValueError(f"model: expected {expected}, got a difference of {difference:.3g}. Leave it as it is.")
     return {"budget_used": round(difference / allowed, 4)}
-
-
-def _random_texts(tokenizer: Any) -> list[str]:
-    drawn, special = random.Random(0), set(tokenizer.all_special_ids)  # noqa: S311 - no secret
-    ids = [id_ for id_ in range(len(tokenizer)) if id_ not in special]
-    return [tokenizer.decode(drawn.choices(ids, k=length)) for length in LENGTHS]

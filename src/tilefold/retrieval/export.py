@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -330,13 +330,10 @@ def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> lis
     return names
 
 
-@contextmanager
-def _export_folder(output: Path) -> Iterator[Path]:
+def _export_folder(output: Path) -> AbstractContextManager[Path]:
     """An empty folder that replaces `output`, which may be new, empty or an earlier export."""
     files = (read_json(output / RECORD) or {}).get("files")
-    own = list(files) if isinstance(files, dict) else []
-    with atomic_directory(output, own_names=[RECORD, *own]) as folder:
-        yield folder
+    return atomic_directory(output, own_names=[RECORD, *(files if isinstance(files, dict) else ())])
 
 
 def _origin(documents: _Documents, tokens: Sequence[str] | None) -> Json:

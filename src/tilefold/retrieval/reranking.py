@@ -225,17 +225,14 @@ class Reranker:
             return None
         best = {query: _ordered(scores)[:depth] for query, scores in run.items()}
         if self.tokens is None:
-            given = passages or {}
-            return {
-                query: {name: [given.get(query, {}).get(name) or self._whole(name)] for name in names}
-                for query, names in best.items()
-            }
+            found: dict[str, dict[str, list[str]]] = {}
+            for query, names in best.items():
+                given = (passages or {}).get(query, {})  # and of documents that were found as a whole, all as a passage
+                whole = {n: Passage(n, 1, 0, len(self._document(n).text)).id for n in names if not given.get(n)}
+                found[query] = {name: [given.get(name) or whole[name]] for name in names}
+            return found
         held = self.tokens.passages
         return {query: {name: held.get(name, [name]) for name in names} for query, names in best.items()}
-
-    def _whole(self, name: str) -> str:
-        """Id of a document's text as one passage, for one that was found as a whole."""
-        return Passage(name, 1, 0, len(self._document(name).text)).id
 
 
 def _ordered(scores: Mapping[str, float]) -> list[str]:

@@ -87,7 +87,9 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
     chance = np.random.default_rng(seed)
     options = {"n_resamples": resamples, "confidence_level": CONFIDENCE, "method": "percentile", "vectorized": True}
     low, high = stats.bootstrap((found,), np.mean, batch=batch, rng=chance, **options).confidence_interval
-    return Mean(fmean(found.tolist()), _error(found), float(low), float(high))
+    # equal values, whose mean may be rounded to another number, have no error
+    error = 0.0 if (found == found[0]).all() else float(found.std(ddof=1) / math.sqrt(found.size))
+    return Mean(fmean(found.tolist()), error, float(low), float(high))
 
 
 def compare(
@@ -186,11 +188,6 @@ def _tests(values: _Floats, resamples: int, seed: int) -> tuple[float, float]:
         warnings.simplefilter("ignore", RuntimeWarning)  # equal differences: their p-value is 0
         p_t = float(stats.ttest_1samp(values, 0.0).pvalue)
     return float(flipped.pvalue), p_t
-
-
-def _error(values: _Floats) -> float:
-    """Standard error of a mean; equal values, whose mean may be rounded to another number, have none."""
-    return 0.0 if (values == values[0]).all() else float(values.std(ddof=1) / math.sqrt(values.size))
 
 
 def _stats() -> Any:

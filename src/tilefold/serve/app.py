@@ -270,7 +270,6 @@ def _field(name: str, field: Mapping[str, Any]) -> str:
 
 
 def _kind(field: Mapping[str, Any]) -> str:
-    """Type of a field in words."""
     several = field.get("anyOf") or field.get("oneOf")
     if several:
         return " | ".join(map(_kind, several))

@@ -357,15 +357,11 @@ def cosines(rows: Sequence[Any], kind: str) -> list[float]:
     """Cosine similarity of the first row, ``"sparse"`` or not, with each of the others; that of an empty one is 0."""
     first, *others = rows
     if kind == "sparse":
-        dots = [_sparse_dot(first, other) for other in others]
-        lengths = [float(np.linalg.norm(row[1].astype(np.float64))) for row in rows]
+        both = [(other, *np.intersect1d(first[0], other[0], True, True)[1:]) for other in others]
+        dots = [float(first[1][mine].astype(np.float64) @ other[1][its]) for other, mine, its in both]
+        rows = [row[1] for row in rows]
     else:
         dots = (np.stack(others).astype(np.float64) @ first).tolist()
-        lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in rows]
+    lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in rows]
     scales = [lengths[0] * length for length in lengths[1:]]
     return [dot / scale if scale > 0 else 0.0 for dot, scale in zip(dots, scales, strict=True)]
-
-
-def _sparse_dot(one: Row, other: Row) -> float:
-    _, mine, its = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
-    return float(one[1][mine].astype(np.float64) @ other[1][its])

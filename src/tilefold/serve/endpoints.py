@@ -52,9 +52,14 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client leaves; the body must have been read."""
     watch: asyncio.Task[None] | None = None
 
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        ending.end()
+
     def look() -> None:
         nonlocal watch
-        watch = asyncio.get_running_loop().create_task(_left(request, ending.end))
+        watch = asyncio.get_running_loop().create_task(left())
 
     ending = _Ending(ClientGoneError, _UNWATCHED_SECONDS, look)
     with ending:
@@ -63,12 +68,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         finally:
             if watch is not None:
                 watch.cancel()
-
-
-async def _left(request: Request, end: Callable[[], None]) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    end()
 
 
 def add_route(
@@ -120,7 +119,10 @@ def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
 async def read(request: Request, model: type[B], limits: Limits) -> B:
     """The body of a request."""
     headers = dict(reversed(request.scope["headers"]))  # of two with one name the first one counts
-    _check_type(headers)
+    if not _is_json(headers.get(b"content-type", b"")):
+        raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
     raw = await _read(request, headers, limits)
     try:
         return model.model_validate_json(raw)
@@ -141,13 +143,6 @@ def explained(error: ValidationError, place: str = "") -> str:
 
 def _first(error: ValidationError) -> Any:
     return error.errors(include_url=False, include_context=False, include_input=False)[0]
-
-
-def _check_type(headers: Mapping[bytes, bytes]) -> None:
-    if not _is_json(headers.get(b"content-type", b"")):
-        raise ServeError("Validation", "expected a body of Content-Type: application/json in UTF-8", status=415)
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
 
 
 @lru_cache(256)

@@ -246,7 +246,7 @@ class Routes:
                 found = model.text.tokenize(texts, body.add_special_tokens, prompt, in_bytes=body.offsets == "bytes")
                 return list(map(bodies.plain, found))
 
-            found = await self.service.in_portions(texts, write, self.service.in_tokenizer)
+            found = await self.service.in_portions(texts, write, tokenizes=True)
         return Response(bodies.listed(found), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
@@ -257,7 +257,7 @@ class Routes:
             def write(ids: list[list[int]]) -> list[bytes]:
                 return [bodies.plain(model.text.decode(each, body.skip_special_tokens)) for each in ids]
 
-            found = await service.in_portions(body.ids, write, service.in_tokenizer)
+            found = await service.in_portions(body.ids, write, tokenizes=True)
         return Response(bodies.listed(found), media_type=JSON)
 
     async def info(self, request: Request) -> Response:
@@ -293,13 +293,10 @@ def _late_scores(query: torch.Tensor, documents: Sequence[torch.Tensor], raw: bo
     """MaxSim of a query ``[Lq, D]`` with documents ``[Ld, D]``: the sum over query tokens if `raw`, else their mean."""
     distinct = {id(row): row for row in documents}  # of texts that are equal: where a row stands may change its sum
     lengths = torch.tensor([0, *(row.size(0) for row in distinct.values())], dtype=torch.int32)
+    offsets = lengths.cumsum(0, dtype=torch.int32)
     with torch.no_grad():
-        scores = maxsim(
-            query[None],
-            torch.cat(list(distinct.values())),
-            cu_seqlens_d=lengths.cumsum(0, dtype=torch.int32),
-            reduction="sum" if raw else "mean",
-        )
+        rows = torch.cat(list(distinct.values()))
+        scores = maxsim(query[None], rows, cu_seqlens_d=offsets, reduction="sum" if raw else "mean")
     by_row = dict(zip(distinct, scores[0].tolist(), strict=True))
     return [by_row[id(row)] for row in documents]
 

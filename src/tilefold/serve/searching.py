@@ -222,9 +222,7 @@ class _SearchRoutes:
             return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
         except MissingDocumentError:
             raise
-        except (
-            ValueError
-        ) as error:  # a filter of other fields; too large weights for these vectors, or terms of dense ones
+        except ValueError as error:  # a filter of other fields; too large weights, or terms of dense vectors
             raise invalid(str(error) if str(error).startswith("where") else f"`prf`: {error}") from error
 
     async def _asked(self, work: Callable[..., T], *args: Any) -> T:
@@ -252,7 +250,8 @@ class _SearchRoutes:
         """The ranking with its best candidates in the order of MaxSim, or of both scores."""
         service, found = self.service, self.searchable
         asked = await service.encode("multi-vector", [text], Asked("query"))
-        query, candidates = _packed([QUERY], asked.rows), None
+        size, candidates = asked.rows[0].size(1), None
+        query = TokenVectors.pack([QUERY], asked.rows, size, "fp32")
         if found.store is None:
             if min(len(ranking.run[QUERY]), reranking.depth or RERANK_DEPTH) > self._encodable:
                 raise invalid(f"`rerank.depth` expected at most {self._encodable}, got {reranking.depth}")
@@ -260,7 +259,7 @@ class _SearchRoutes:
             names, texts = list(wanted), [text or " " for text in wanted.values()]
             with service.permits.take(len(texts)):
                 encoded = await service.encode("multi-vector", texts, Asked("document", truncate=True))
-            candidates = _packed(names, encoded.rows)
+            candidates = TokenVectors.pack(names, encoded.rows, size, "fp32")
         work = functools.partial(found.searcher.rerank, {QUERY: text}, ranking, reranking, query, candidates)
         return await service.on_device(service.model("multi-vector"), work)
 
@@ -305,7 +304,6 @@ class _SearchRoutes:
         return plain(answer)
 
     def _column(self, scores: dict[str, float], hits: int, by: str) -> list[dict[str, Any]]:
-        """The best of one stage."""
         best, documents = list(scores.items())[:hits], self.searchable.documents
         owner = document_of if by == "passage" else str
         named = [(owner(name), score, documents.get(owner(name))) for name, score in best]
@@ -316,7 +314,6 @@ class _SearchRoutes:
 
 
 def _filter(body: SearchBody) -> Filter | None:
-    """The filter of a request."""
     if body.where is None and body.where_not is None:
         return None
     try:
@@ -340,9 +337,3 @@ def _record(kind: Callable[..., T], default: Callable[[], Body], given: Body | b
         return kind(**(default() if given is True else given).model_dump())
     except ValueError as error:
         raise invalid(f"`{name}`: {error}") from error
-
-
-def _packed(names: list[str], rows: list[torch.Tensor]) -> TokenVectors:
-    """Token vectors of some texts in one tensor."""
-    lengths = torch.tensor([0, *(row.size(0) for row in rows)], dtype=torch.int64)
-    return TokenVectors(names, lengths.cumsum(0), torch.cat(rows))

@@ -175,23 +175,24 @@ class Service:
             raise wrong_model("this server has an index of words, and no model: start it with one as --model")
         return next(iter(self.models.values()))
 
-    async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
-        """Run something short in a helper thread."""
-        return await self._in(self._pool, work, *args)
-
-    async def in_tokenizer(self, work: Callable[..., T], *args: Any) -> T:
-        """Run what ``/tokenize`` and ``/decode`` do, in a thread for them, so that other routes have the helpers."""
-        return await self._in(self._tokenizers, work, *args)
+    async def off_loop(self, work: Callable[..., T], *args: Any, tokenizes: bool = False) -> T:
+        """Run something short in a helper thread; ``/tokenize`` and ``/decode`` have threads of their own."""
+        pool = self._tokenizers if tokenizes else self._pool
+        if pool is None or self.closing:
+            raise ServeError("Unhealthy", "the service is closing")
+        return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(work, *args))
 
     async def in_portions(
         self,
         items: Sequence[T],
         work: Callable[[list[T]], list[R]],
-        run: Callable[..., Awaitable[list[R]]],
         size: Callable[[Any], int] = len,
+        *,
+        tokenizes: bool = False,
     ) -> list[R]:
         """Results of `work` for items, portion by portion: other requests have their turn between two of them."""
-        return [made for portion in portions(items, size) for made in await run(work, portion)]
+        parts = portions(items, size)
+        return [made for part in parts for made in await self.off_loop(work, part, tokenizes=tokenizes)]
 
     async def helped(
         self, items: Sequence[T], work: Callable[[list[T]], list[R]], size: Callable[[Any], int] = len
@@ -199,7 +200,7 @@ class Service:
         """Results of `work` by helper threads, or at once where the items are little: to wake one would take longer."""
         if sum(map(size, items)) <= _LITTLE:
             return work(list(items))
-        return await self.in_portions(items, work, self.off_loop, size)
+        return await self.in_portions(items, work, size)
 
     async def in_search(self, work: Callable[..., T], *args: Any) -> T:
         """Run a search in a daemon thread: an index on a server may take long, and must hold up nothing else."""
@@ -223,11 +224,6 @@ class Service:
         self._searching.add(thread)
         thread.start()
         return await asyncio.wrap_future(found)
-
-    async def _in(self, pool: ThreadPoolExecutor | None, work: Callable[..., T], *args: Any) -> T:
-        if pool is None or self.closing:
-            raise ServeError("Unhealthy", "the service is closing")
-        return await asyncio.get_running_loop().run_in_executor(pool, functools.partial(work, *args))
 
     async def on_device(self, model: Served, work: Callable[[], T]) -> T:
         """Run something on the device of a model, in its turn."""

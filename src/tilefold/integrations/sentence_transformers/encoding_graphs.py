@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,12 @@ from tilefold._typing import Model
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._captured_state import State, may_be_captured
 from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards, sparse_scores
-from tilefold.integrations.sentence_transformers.graphs import LONGEST, autocast_dtype
+from tilefold.integrations.sentence_transformers.graphs import (
+    LONGEST,
+    autocast_dtype,
+    uncached_autocast,
+    warn_slower,
+)
 from tilefold.integrations.sentence_transformers.packed_inputs import EXPANDED, PACKED, packed_inputs, texts_to
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off, tf32_allowed
@@ -141,8 +145,7 @@ class EncodingGraphs(Replacement):
     with sharded or offloaded parameters, for more texts or tokens than there are graphs for, for networks that run
     padded (but for ColBERT's expanded queries), once a row had more than 16,384 entries, and where a capture failed,
     which is told once. Graphs are captured when they are first needed, and anew after the model has changed. A call
-    holds the model's lock; models do not wait
-    for one another. `capture` makes a graph of a function.
+    holds the model's lock; models do not wait for one another. `capture` makes a graph of a function.
     """
 
     def __init__(self, owner: Model, capture: Callable[..., Any] = Captured) -> None:
@@ -341,13 +344,8 @@ class EncodingGraphs(Replacement):
         except Exception as error:  # out of memory, or an operation that cannot be captured
             self._forget()
             self.failed = True
-            lines = " ".join([line for line in str(error).splitlines() if line.strip()][:2])
-            warnings.warn(
-                f"{type(model).__name__} encodes few texts without CUDA graphs, which could not be captured: "
-                f"{type(error).__name__}: {lines}. Single texts take longer; nothing else changes.",
-                UserWarning,
-                stacklevel=2,
-            )
+            said = "encodes few texts without CUDA graphs, which could not be captured"
+            warn_slower(model, said, error, "Single texts")
             return None
         self.device = device
         if self._state is None:
@@ -355,11 +353,7 @@ class EncodingGraphs(Replacement):
         return inputs, graph
 
     def _forward(self, features: Features, task: str | None) -> Features:
-        device = features["input_ids"].device.type
-        dtype = autocast_dtype(device)
-        # what autocast keeps of weights would be older than the next replay
-        scope = torch.autocast(device, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
-        with scope, _Compared():
+        with uncached_autocast(features["input_ids"].device.type), _Compared():
             found: Features = self.owner(features, **({} if task is None else {"task": task}))
         return found
 

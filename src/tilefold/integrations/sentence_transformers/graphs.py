@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,19 @@ Run = Callable[[Features], Tensor]
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast, None where it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def uncached_autocast(device: str) -> AbstractContextManager[object]:
+    """Autocast as it is, but for the copies of weights that it keeps: they would be older than the next replay."""
+    dtype = autocast_dtype(device)
+    return torch.autocast(device, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+
+
+def warn_slower(module: object, what: str, error: Exception, slower: str) -> None:
+    """Say once what a module does without, why, and what takes longer for it."""
+    why = " ".join([line for line in str(error).splitlines() if line.strip()][:2])
+    said = f"{type(module).__name__} {what}: {type(error).__name__}: {why}. {slower} take longer; nothing else changes."
+    warnings.warn(said, UserWarning, stacklevel=3)
 
 
 class Sizes(NamedTuple):
@@ -293,34 +307,24 @@ class StepGraphs:
                     return self._graph(inputs)
             except RuntimeError as error:  # no compiler, or code that it does not take
                 self.compiled = False
-                self._warn("captures its layers as they are, without torch.compile", error)
+                said = "captures its layers as they are, without torch.compile"
+                warn_slower(self.transformer.model, said, error, "Steps")
         try:
             return self._graph(inputs)
         except RuntimeError as error:  # out of memory, or an operation that cannot be captured
             self._forget()
             self.failed = True
-            self._warn("trains without CUDA graphs, which could not be captured", error)
+            said = "trains without CUDA graphs, which could not be captured"
+            warn_slower(self.transformer.model, said, error, "Steps")
             return None
 
     def _graph(self, inputs: StaticInputs) -> Any:
         with fresh_leaves(self.transformer.model, self.parameters) as leaves:
             return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
 
-    def _warn(self, what: str, error: RuntimeError) -> None:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        warnings.warn(
-            f"{type(self.transformer.model).__name__} {what}: {type(error).__name__}: {' '.join(lines[:2])}. Steps "
-            "take longer; nothing else changes.",
-            UserWarning,
-            stacklevel=2,
-        )
-
     def _run(self, features: Features) -> Tensor:
-        transformer, device = self.transformer, features["input_ids"].device.type
-        dtype = autocast_dtype(device)
-        # what autocast keeps of weights would be older than the next replay
-        scope = torch.autocast(device, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
-        with scope:
+        transformer = self.transformer
+        with uncached_autocast(features["input_ids"].device.type):
             output: Tensor = type(transformer).forward(transformer, features)[transformer.module_output_name]
         return output
 

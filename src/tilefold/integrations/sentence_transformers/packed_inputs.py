@@ -113,7 +113,9 @@ class PackedInputs(Replacement):
             return lambda: features
         expansion = getattr(self.owner, "query_expansion", None) if kwargs.get("task") == "query" else None  # ColBERT's
         if kwargs.keys() <= _PLANNED and all(type(text) is str for text in inputs):
-            with self._locked():
+            if self._process != os.getpid():  # a forked process may have a copy of a lock that nobody will open
+                self._forget()
+            with self._lock:
                 plan = self._plan(prompt, kwargs, expansion)
                 if plan is not None:
                     encodings = [self._encodings(inputs, prompt, plan)]
@@ -131,11 +133,6 @@ class PackedInputs(Replacement):
         transformer = self.owner
         found: Features = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
         return found
-
-    def _locked(self) -> threading.Lock:
-        if self._process != os.getpid():  # a forked process may have a copy of a lock that nobody will open
-            self._forget()
-        return self._lock
 
     def _plan(
         self, prompt: str | None, kwargs: dict[str, object], expansion: dict[str, Any] | None = None

@@ -71,7 +71,10 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = attention.D
         _forget_alpha(module)
         setattr(module, attention.ALPHA, alpha)
         setattr(module.config, attention.ALPHA, attention.LEARNED)
-    _let_reload(model)
+    for part in model.modules():  # those of sentence-transformers that hold the model are to load its alphas, too
+        kind = type(part)
+        if kind.__name__ == "Transformer" and kind.__module__.startswith("sentence_transformers."):
+            part.__class__ = entmax_transformer()
     return made
 
 
@@ -246,14 +249,6 @@ class AlphaSchedule(TrainerCallback):
 def _forget_alpha(module: nn.Module) -> None:
     if attention.ALPHA in vars(module) or attention.ALPHA in module._modules:
         delattr(module, attention.ALPHA)
-
-
-def _let_reload(model: nn.Module) -> None:
-    """Make the modules of sentence-transformers that hold a transformers model able to load learned alphas."""
-    for part in model.modules():
-        kind = type(part)
-        if kind.__name__ == "Transformer" and kind.__module__.startswith("sentence_transformers."):
-            part.__class__ = entmax_transformer()
 
 
 @functools.cache
