@@ -175,8 +175,7 @@ def test_what_is_not_supported_is_said() -> None:
         made(input_ids=tokens, attention_mask=torch.ones(3, 1, 20, 20))
     decoder = model("gpt2")
     cache = transformers.StaticCache(config=decoder.config, max_cache_len=16)
-    with pytest.raises(ValueError, match="use a dynamic cache"):
-        decoder(input_ids=tokens[:, :4], past_key_values=cache)
+    refused(ValueError, "use a dynamic cache", decoder, input_ids=tokens[:, :4], past_key_values=cache)
     packs = torch.cat([torch.arange(12), torch.arange(8)])[None].expand(3, -1)
     with pytest.raises(ValueError, match="pass cu_seq_lens_q and cu_seq_lens_k for packed sequences"):
         decoder(input_ids=tokens, position_ids=packs, use_cache=False)

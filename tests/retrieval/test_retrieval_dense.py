@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.recipes.small import small_collection
+from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.errors import DataError
@@ -78,21 +79,17 @@ def test_a_folder_gives_the_models_own_scores_in_every_storage_and_is_found_dama
     with pytest.raises(DataError, match="model: this is not the model that made the index"):
         r.Searcher(index, load_dense_minilm().half())
     for read in (r.read_vectors, r.open_tokens):
-        with pytest.raises(DataError, match="got dense vectors"):
-            read(tmp_path / "int8")
-    with pytest.raises(DataError, match=r"Use DenseIndex\.load"):
-        r.load_index(tmp_path / "index")
+        refused(DataError, "got dense vectors", read, tmp_path / "int8")
+    refused(DataError, r"Use DenseIndex\.load", r.load_index, tmp_path / "index")
     file = tmp_path / "index" / "vectors.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
-    with pytest.raises(DataError, match="damaged"):
-        r.DenseIndex.load(tmp_path / "index")
+    refused(DataError, "damaged", r.DenseIndex.load, tmp_path / "index")
 
 
 def test_what_is_no_dense_vector_is_refused(model: Any, splade: Any, late: Any, tmp_path: Path) -> None:
     index = held(torch.eye(4))
     for queries in (torch.ones(1, 3), torch.full((1, 4), torch.nan), torch.ones(4)):
-        with pytest.raises(ValueError, match=r"queries: expected finite vectors \[Q, 4\]"):
-            index.search(queries, 1)
+        refused(ValueError, r"queries: expected finite vectors \[Q, 4\]", index.search, queries, 1)
     assert [hit.id for hit in index.search(torch.tensor([[0.0, 0, 1, 0, 9]]), 1)[0]] == ["d2"], "longer ones are cut"
     texts = {"a": "text", "b": "more"}
     for other in (splade, late):

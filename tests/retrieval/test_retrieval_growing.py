@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.refusals import refused
 from tilefold import _files
 from tilefold import retrieval as r
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
@@ -107,8 +108,7 @@ def test_all_passages_of_a_document_go_with_it(tmp_path: Path) -> None:
     more = replace(more, vocab_size=vectors.vocab_size, provenance=vectors.provenance)
     assert r.update_index(tmp_path / "index", more, ["c"])["deleted"] == 2
     assert {name.partition("#")[0] for name in open_index(tmp_path / "index").ids} == {"a", "b", "d"}
-    with pytest.raises(DataError, match="expected passages"):
-        made.updated({"e": "whole"})
+    refused(DataError, "expected passages", made.updated, {"e": "whole"})
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -163,20 +163,18 @@ def test_vectors_that_do_not_belong_to_an_index_leave_it_as_it_was(make_vectors:
     place, old = tmp_path / "index", replace(make_vectors(20), provenance=Provenance("a" * 64, "b" * 64))
     r.build_index(old).save(place)
     other = replace(make_vectors(5, prefix="n"), provenance=Provenance("c" * 64))
-    refused: list[tuple[type[Exception], str, Any]] = [
+    strange: list[tuple[type[Exception], str, Any]] = [
         (DataError, "another model", other),
         (VocabularyMismatchError, "vocabulary", make_vectors(5, vocab_size=400)),
         (DataError, "backend exact", dense_folder(tmp_path / "dense", ["x"], 0)),
     ]
-    for error, said, vectors in refused:
-        with pytest.raises(error, match=said):
-            r.update_index(place, vectors, ["d1"])
+    for error, said, vectors in strange:
+        refused(error, said, r.update_index, place, vectors, ["d1"])
         assert open_index(place).n_documents == 20
     r.update_index(place, replace(other, provenance=old.provenance))
     assert open_index(place).provenance == Provenance("a" * 64), "of other texts, by the same model"
     (place / "segments" / "00001" / "documents.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"documents\.npy"):
-        open_index(place)
+    refused(FileNotFoundError, r"documents\.npy", open_index, place)
 
 
 def test_merged_folders_are_one_folder_and_what_differs_is_refused(make_vectors: Make, tmp_path: Path) -> None:
@@ -195,7 +193,5 @@ def test_merged_folders_are_one_folder_and_what_differs_is_refused(make_vectors:
         (["a", "d"], "expected sparse vectors"),
         (["a", "out"], "'d0' is in"),
     ):
-        with pytest.raises(ValueError, match=said):
-            r.merge_vectors([tmp_path / name for name in folders], tmp_path / "never")
-    with pytest.raises(DataError, match="output_dir"):
-        r.merge_vectors([tmp_path / "a", tmp_path / "b"], tmp_path / "a")
+        refused(ValueError, said, r.merge_vectors, [tmp_path / name for name in folders], tmp_path / "never")
+    refused(DataError, "output_dir", r.merge_vectors, [tmp_path / "a", tmp_path / "b"], tmp_path / "a")

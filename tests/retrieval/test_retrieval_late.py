@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from tests.refusals import refused
 from tilefold import _files
 from tilefold import retrieval as r
 from tilefold.ops import maxsim
@@ -251,14 +252,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         index.search(made(["q"], dimension=8), 3)
     wrong = made(["q"])
     wrong.values[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="with NaN or infinity"):
-        index.search(wrong, 3)
-    with pytest.raises(ValueError, match="k: expected"):
-        index.search(made(["q"]), 0)
-    with pytest.raises(DataError, match=r"expected \(dimension, similarity\)"):
-        r.update_index(place, made(["x"], dimension=8))
-    with pytest.raises(DataError, match=r"LateIndex\.load"):
-        r.load_index(place)
+    refused(ValueError, "with NaN or infinity", index.search, wrong, 3)
+    refused(ValueError, "k: expected", index.search, made(["q"]), 0)
+    refused(DataError, r"expected \(dimension, similarity\)", r.update_index, place, made(["x"], dimension=8))
+    refused(DataError, r"LateIndex\.load", r.load_index, place)
     assert not (tmp_path / "other").exists()
 
 
@@ -281,13 +278,11 @@ def test_vectors_made_elsewhere(tmp_path: Path) -> None:
         assert torch.equal(found.values, documents.values)
     padded[1, 0, 0] = torch.nan
     np.savez(tmp_path / "nan.npz", embeddings=padded.numpy(), ids=ids)
-    with pytest.raises(DataError, match="nan for 'b'"):
-        read_token_file(tmp_path / "nan.npz")
+    refused(DataError, "nan for 'b'", read_token_file, tmp_path / "nan.npz")
     np.savez(tmp_path / "flat.npz", a=np.zeros(3))
     (tmp_path / "text.npz").write_text("no archive")
     for name, said in (("flat.npz", "Expected one array"), ("text.npz", "safetensors or npz")):
-        with pytest.raises(DataError, match=said):
-            read_token_file(tmp_path / name)
+        refused(DataError, said, read_token_file, tmp_path / name)
 
 
 def test_integers_on_a_cpu_give_the_scores_of_the_specification() -> None:

@@ -257,8 +257,7 @@ def test_pipelines_of_haystack_find_and_survive_a_file(client: Client, sparse: A
     assert again.run({"text": {"text": "csv files"}})["text"]["sparse_embedding"].indices == query.indices
     here = TilefoldSparseTextEmbedder(sparse)
     assert as_dict(here.run("csv files")["sparse_embedding"]) == pytest.approx(as_dict(query), rel=2e-2)
-    with pytest.raises(ValueError, match="expected a folder or a name to store the pipeline"):
-        here.to_dict()
+    refused(ValueError, "expected a folder or a name to store the pipeline", here.to_dict)
 
 
 def test_haystack_s_own_components_for_tei_run_against_our_server_unchanged(two_sided: Any, late: Any) -> None:
