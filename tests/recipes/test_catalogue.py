@@ -319,17 +319,17 @@ def test_negatives_are_drawn_for_each_pass_and_never_relevant(collection: Collec
         allowed = {"q0": {"d1", "d15"}, "q1": {"d2"}}[query]
         assert row[1] == contents["d" + query[1:]]
         assert set(row[2:]) == {contents[name] for name in allowed}  # a single one is repeated
-    assert make_examples(recipe, collection, mined).columns == made.columns
-    assert make_examples(replace(recipe, seed=5), collection, mined).columns != made.columns
+    assert make_examples(recipe, collection, mined).digest() == made.digest()
+    assert make_examples(replace(recipe, seed=5), collection, mined).digest() != made.digest()
 
 
 def test_labels_are_the_teachers_scores_of_the_positive_and_the_negatives(collection: Any, tmp_path: Path) -> None:
     rows = [("q0", "d0", 1, 30.0, True), ("q0", "d1", 2, 12.0, False), ("q0", "d15", 3, 0.0, False)]
     scored = write_rows(tmp_path / "scored.parquet", rows, teacher=[5.0, 2.0, 0.0])
     columns = make_examples(LsrRecipe(loss={"kl": 1.0}, negatives=2, epochs=1), collection, scored).columns
-    assert columns["query"] == [collection.queries["q0"]]
+    assert columns["query"][:] == [collection.queries["q0"]]
     score_of = {collection.documents[name].contents: score for name, score in (("d1", 12.0), ("d15", 0.0))}
-    assert columns["label"] == [[30.0, score_of[columns["negative_1"][0]], score_of[columns["negative_2"][0]]]]
+    assert columns["label"].tolist() == [[30.0, score_of[columns["negative_1"][0]], score_of[columns["negative_2"][0]]]]
 
 
 def test_missing_data_are_named_with_their_commands(collection: Collection, mined: Path, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import pytest
 from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold.retrieval import datasets as stored
+from tilefold.retrieval import datasets as named
+from tilefold.retrieval import stored
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.text_ranges import StoredTexts
@@ -343,32 +344,46 @@ STORED = [
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(stored, "SMALLEST", 0)
+    monkeypatch.setattr(named, "SMALLEST", 0)
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
-    file = tmp_path / "corpus.jsonl"
-    file.write_text("\ufeff" + "\r\n".join(STORED), encoding="utf-8", newline="")
+    return write_corpus(tmp_path, "jsonl")
+
+
+def write_corpus(folder: Path, suffix: str) -> Path:
+    file = folder / f"corpus.{suffix}"
+    lines = STORED if suffix == "jsonl" else ["d0\tCats\tsleep", "", "7\t\u732b und Hunde", "\u3000", "ü\ttrees"]
+    file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
     return file
 
 
 def opened(path: Path) -> tuple[object, dict[str, object], str]:
-    collection, digest = stored.open_documents(path, path.parent / "cache")
+    collection, digest = named.open_documents(path, path.parent / "cache")
     return type(collection.documents), dict(collection.documents), digest
 
 
-def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path) -> None:
+@pytest.mark.parametrize("suffix", ["jsonl", "tsv"])
+def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path, suffix: str) -> None:
+    corpus = write_corpus(corpus.parent, suffix)
     whole = r.load_documents(corpus)
-    digest = texts_digest({name: document.contents for name, document in whole.items()})
-    assert opened(corpus) == (dict, whole, digest)
-    assert opened(corpus) == (stored.StoredDocuments, whole, digest)
-    documents = stored.open_documents(corpus, corpus.parent / "cache")[0].documents
-    assert list(documents) == list(whole) == ["d0", "7", "ü"] and len(documents) == 3
-    assert "7" in documents and "8" not in documents and documents.get("8") is None
+    contents = {name: document.contents for name, document in whole.items()}
+    for _ in range(2):  # the second time from the cache
+        assert opened(corpus) == (stored.StoredDocuments, whole, texts_digest(contents))
+    collection = named.open_documents(corpus, corpus.parent / "cache")[0]
+    documents, texts = collection.documents, collection.contents()
+    assert list(documents) == list(whole) == ["d0", "7", "ü"] and len(documents) == len(texts) == 3
+    assert list(documents.values()) == list(whole.values()) and list(texts.values()) == list(contents.values())
+    assert "7" in documents and "8" not in texts and documents.get("8") is None and texts["7"] == contents["7"]
+    by_place = texts.by_place  # type: ignore[attr-defined]
+    assert [*by_place] == by_place[:] == [*contents.values()] and by_place[-1] == contents["ü"]
+    assert collection.places(["ü", "8", "d0"]).tolist() == [2, -1, 0]
+    assert r.Collection("c", whole, {}, {}).places(["ü", "8", "d0"]).tolist() == [2, -1, 0]
 
 
 def test_ids_with_one_key_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "id_key", lambda name: 3)
     assert opened(corpus)[1] == opened(corpus)[1] == r.load_documents(corpus)
-    assert "unknown" not in stored.open_documents(corpus, corpus.parent / "cache")[0].documents
+    documents = named.open_documents(corpus, corpus.parent / "cache")[0].documents
+    assert "unknown" not in documents and documents["ü"].text == "trees"
 
 
 def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
@@ -377,26 +392,26 @@ def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
     corpus.write_bytes(corpus.read_bytes().replace(b"trees", b"trams"))
     os.utime(corpus, ns=(found.st_atime_ns, found.st_mtime_ns))
     kind, documents, digest = opened(corpus)
-    assert kind is dict and digest != before and documents == r.load_documents(corpus)
+    assert kind is stored.StoredDocuments and digest != before and documents == r.load_documents(corpus)
     assert opened(corpus) == (stored.StoredDocuments, documents, digest)
-    reading = stored.open_documents(corpus, corpus.parent / "cache")[0].documents
+    reading = named.open_documents(corpus, corpus.parent / "cache")[0].documents
     corpus.write_bytes(b" " * 30 + corpus.read_bytes())
     refused(DataError, "has changed since it was opened", lambda: reading["7"])
 
 
 def test_a_file_of_this_moment_and_a_small_one_are_not_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 60.0)
-    assert opened(corpus)[0] is opened(corpus)[0] is dict
+    assert opened(corpus) == opened(corpus) and not (corpus.parent / "cache").exists()
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
-    monkeypatch.setattr(stored, "SMALLEST", 1 << 20)
+    monkeypatch.setattr(named, "SMALLEST", 1 << 20)
     assert opened(corpus)[0] is opened(corpus)[0] is dict
 
 
-@pytest.mark.parametrize("damage", ["facts.json", "keys.npy", "offsets.npy", "unwritable"])
+@pytest.mark.parametrize("damage", ["facts.json", "keys.npy", "order.npy", "starts.npy", "unwritable"])
 def test_a_damaged_or_unwritable_cache_costs_only_time(corpus: Path, damage: str) -> None:
     whole = opened(corpus)
     if damage == "unwritable":
-        assert dict(stored.open_documents(corpus, "/proc/nowhere")[0].documents) == whole[1]
+        assert dict(named.open_documents(corpus, "/proc/nowhere")[0].documents) == whole[1]
         return
     (file,) = (corpus.parent / "cache").rglob(damage)
     file.write_bytes(file.read_bytes()[:50])
@@ -409,8 +424,8 @@ def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Pa
     small_collection().save_beir(folder)
     cache = corpus.parent / "cache"
     for _ in range(2):
-        collection, _ = stored.open_documents(folder, cache)
+        collection, _ = named.open_documents(folder, cache)
         assert (collection.name, dict(collection.documents)) == ("beir", r.load_beir(folder).documents)
     assert isinstance(collection.documents, stored.StoredDocuments) and not collection.queries
     corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
-    refused(DataError, "'text' must be a string", stored.open_documents, corpus, cache)
+    refused(DataError, "'text' must be a string", named.open_documents, corpus, cache)

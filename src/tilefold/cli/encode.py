@@ -189,7 +189,7 @@ def _encoding(made: str, asked: Asked) -> Encoding:
 
 def _texts(
     collection: Collection, data: str, queries: bool, split: str | None, cuts: Passages | None
-) -> dict[str, str]:
+) -> Mapping[str, str]:
     """Id -> text of the documents or of their passages, or of the queries."""
     if not queries:
         return collection.contents() if cuts is None else cuts.of(collection.documents)

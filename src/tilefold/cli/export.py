@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str
     return [token or "" for token in tokens]
 
 
-def _texts(data: str | None, vectors: Path) -> dict[str, str] | None:
+def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
     """The documents of --data, which must be those that were encoded."""
     if data is None:
         return None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.passages import Passages
 
 _OWN = "by default the recipe's"
+STORED = 1 << 27  # bytes of documents that stay in their file
 _FIELDS = (  # of every recipe, called like the parameter
     "epochs batch_size mini_batch_size learning_rate max_length train_max_length attention alpha anneal_alpha "
     "bf16 fused save_steps save_minutes evaluate_steps evaluate_split evaluate_documents patience seed"
@@ -43,7 +44,9 @@ def train(
     output: Path = required("Folder for the trained model."),
     recipe: str = preset("splade", "A name of tilefold recipes; colbert for one vector per token."),
     data: str = preset("pydocs", _common.DATA_HELP),
-    negatives: Place = option("Mined negatives or teacher scores: Parquet of tilefold mine or score."),
+    negatives: Place = option(
+        "Mined negatives or teacher scores: Parquet of tilefold mine or score, or MS MARCO's triples or JSON."
+    ),
     model: Text = option("minilm (the usual default), a folder, or a Hugging Face name of a fitting model."),
     steps: Count = option("Training steps; by default --epochs decides, 0 saves the model as it starts."),
     epochs: Number = option(f"Passes over the training pairs; {_OWN}."),
@@ -141,7 +144,7 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
     output = asked["output"]
     splits = ["train"] if config.evaluate_steps is None else ["train", config.evaluate_split or "dev"]
     with first_rank_first():  # what it fetches, the others find
-        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=splits)
+        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=splits, stored=STORED)
     if cuts is not None:
         whole = len(collection.documents)
         collection = cuts.training(collection)

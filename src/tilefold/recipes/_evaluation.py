@@ -26,12 +26,13 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
     from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
     from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
-    names = list(dict.fromkeys(name for judged in collection.qrels[split].values() for name in judged))
-    rest = sorted(collection.documents.keys() - set(names))
-    count = min(len(rest), max(0, (recipe.evaluate_documents or 10_000) - len(names)))
-    names += random.Random(recipe.seed).sample(rest, count)  # noqa: S311 - reproducible, no secret
+    judged = dict.fromkeys(name for grades in collection.qrels[split].values() for name in grades)
+    contents, chance = collection.contents(), random.Random(recipe.seed)  # noqa: S311 - reproducible, no secret
+    count = max(0, (recipe.evaluate_documents or 10_000) - len(judged))
+    drawn = set(chance.sample(range(len(contents)), min(len(contents), count + len(judged))))
+    rest = [pair for place, pair in enumerate(contents.items()) if place in drawn and pair[0] not in judged]
     queries = {query: collection.queries[query] for query in relevant}
-    documents = {name: collection.documents[name].contents for name in names}
+    documents = {name: contents[name] for name in judged} | dict(chance.sample(rest, min(len(rest), count)))
     evaluator = (MultiVectorInformationRetrievalEvaluator if recipe.late else SparseInformationRetrievalEvaluator)(
         *(queries, documents, relevant),
         corpus_chunk_size=max(1, min(1000, 2**26 // len(queries))),  # of the scores in memory at a time

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tilefold._files import read_json
 from tilefold._ranks import several
 from tilefold._typing import Module
+from tilefold.recipes._rows import Column, reader
 from tilefold.recipes._run import NDCG, WHOLE, TrainingRun
 from tilefold.recipes._training import TrainingJob, TrainResult
-from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -50,11 +50,13 @@ def run_trainer(
     annealed = [AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha))] if recipe.anneal_alpha else []
     patient = [EarlyStoppingCallback(recipe.patience)] if recipe.patience else []
     metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10" if job.evaluator else ""
-    columns = {name: values if name == "label" else cut_texts(job.model, values) for name, values in read.items()}
+    places = {name: column.places if isinstance(column, Column) else column for name, column in read.items()}
+    dataset = Dataset.from_dict(places)
+    dataset.set_transform(reader(read, job.model))
     trainer = trainer_class(
         model=job.model,
         args=one_gpu(arguments_class)(**_settings(job) | settings, metric_for_best_model=metric or None),
-        train_dataset=Dataset.from_dict(columns),
+        train_dataset=dataset,
         evaluator=job.evaluator,
         loss=loss,
         callbacks=[*callbacks, *annealed, *patient, watcher],
@@ -112,9 +114,9 @@ def _load(trainer: Trainer, run: TrainingRun) -> None:
 
 
 class _Rows:
-    """Rows of columns of Python's objects; each takes 25 microseconds in a table of Arrow."""
+    """Rows of texts; each takes 25 microseconds in a table of Arrow."""
 
-    def __init__(self, columns: dict[str, list[Any]]) -> None:
+    def __init__(self, columns: dict[str, Any]) -> None:
         self._columns = {name: values for name, values in columns.items() if name != "label"}
 
     def __len__(self) -> int:
@@ -124,7 +126,7 @@ class _Rows:
         return {name: values[row] for name, values in self._columns.items()}
 
 
-def _batches_by_epoch(make: Callable[[], Any], columns: dict[str, list[Any]]) -> Any:
+def _batches_by_epoch(make: Callable[[], Any], columns: dict[str, Any]) -> Any:
     """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
     loader = make()
     inner: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)

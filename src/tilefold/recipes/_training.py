@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +16,7 @@ from tilefold._typing import Model
 from tilefold.recipes import _run
 from tilefold.recipes._card import describe
 from tilefold.recipes._evaluation import choose
+from tilefold.recipes._rows import Examples, document_texts, pair_examples
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._world import World
 from tilefold.recipes.loading import quiet_libraries, supports_bf16
@@ -60,16 +62,6 @@ class TrainResult:
         if self.ranking_loss is None or self.first_ranking_loss is None:
             return False
         return self.ranking_loss > EXPLODED * max(self.first_ranking_loss, 1.0)
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Rows that a trainer reads."""
-
-    columns: dict[str, list[Any]]  # in the order that the loss reads them: texts, and teacher scores as "label"
-    pairs: int  # of one epoch; there may be several rows, with other negatives, for each
-    note: str = ""  # what the user should know of them
-    documents: str = ""  # digest of the collection's documents, for a model that is fitted on them
 
 
 @dataclass(frozen=True)
@@ -119,13 +111,13 @@ class Recipe(TrainingSettings):
         """Documents that a step compares each query with, beside its own."""
         return self.batch_size - 1
 
-    def start(self, texts: list[str]) -> Model:
+    def start(self, texts: Sequence[str]) -> Model:
         """The untrained model; `texts` are the documents of the collection."""
         raise NotImplementedError
 
     def examples(self, collection: Collection, negatives: str | Path | None) -> Examples:
         """The rows that training reads."""
-        return pair_examples(collection)
+        return pair_examples(collection, "document")
 
     def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place; its result with losses and warnings."""
@@ -208,8 +200,7 @@ def _train(
     if not untrained:
         _check_share(recipe, made, world.size)
     evaluator, evaluated, texts = choose(recipe, collection)
-    read = _run.digest(zip(*made.columns.values(), strict=True)) + made.documents + texts
-    data = texts_digest(collection.contents()) if untrained else read
+    data = texts_digest(collection.contents()) if untrained else made.digest() + texts
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(output_dir, recipe.to_dict() | {"bf16": bf16}, data)
     if any(settings != run.settings for settings in world.all(run.settings)):
@@ -229,7 +220,7 @@ def _train(
         register()  # of entmax attention
         try:
             with first_rank_first(), each_for_itself():  # what it fetches, the others find
-                model = recipe.start(list(collection.contents().values()))
+                model = recipe.start(document_texts(collection))
             _use_attention(model, recipe)
         except Exception:
             if world.rank == 0:
@@ -288,25 +279,6 @@ def _lowered(recipe: TrainingSettings, model: Model) -> str:
     if not isinstance(limit, int) or limit >= recipe.max_length:
         return ""
     return f"the model reads at most {limit} tokens of a text, fewer than max_length ({recipe.max_length})."
-
-
-def training_pairs(collection: Collection) -> list[tuple[str, str]]:
-    """Texts of the (query, relevant document) pairs of the ``"train"`` split."""
-    named = collection.pairs("train") if "train" in collection.qrels else []
-    if not named:
-        got = f"(splits: {sorted(collection.qrels) or 'none'})"
-        remedy = "add qrels/train.tsv with at least one positive judgement."
-        raise ValueError(f"collection {collection.name!r} has no pairs in its 'train' split {got}; {remedy}")
-    if len(named) < 2:
-        why = "which no other document is a negative for; give at least 2 positive judgements."
-        raise ValueError(f"collection {collection.name!r} has a single pair in its 'train' split, {why}")
-    return [(collection.queries[query], collection.documents[doc].contents) for query, doc in named]
-
-
-def pair_examples(collection: Collection, document: str = "document") -> Examples:
-    """The columns ``"query"`` and `document` of the pairs."""
-    queries, documents = zip(*training_pairs(collection), strict=True)
-    return Examples({"query": list(queries), document: list(documents)}, len(queries))
 
 
 def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:

@@ -115,9 +115,8 @@ def minilm_splade(
         model = _masked_lm(path)
         if layers is not None:
             keep_lowest_layers(model, layers)
-        sample = list(sample_texts)
-        if len(sample) > PROBE_TEXTS:
-            sample = random.Random(seed).sample(sample, PROBE_TEXTS)  # noqa: S311 - a reproducible sample, no secret
+        sample = list(sample_texts) if len(sample_texts) <= PROBE_TEXTS else []
+        sample = sample or random.Random(seed).sample(sample_texts, PROBE_TEXTS)  # noqa: S311 - reproducible, no secret
         states = _scaled_states(model, tokenizer, sample, max_length)
         states = [state[:1] for state in states] if first_token else states
         _set_bias(model, states, percentile, deviations)

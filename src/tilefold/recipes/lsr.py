@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold._typing import Model, Module
 from tilefold.recipes import _settings as rules
+from tilefold.recipes._rows import Examples, Mined, examples_of, pair_examples, training_pairs
 from tilefold.recipes._settings import REGULARIZERS, EncoderSpec, RegularizerSpec, Settings
 from tilefold.recipes._trainer import run_trainer
-from tilefold.recipes._training import Examples, Recipe, TrainingJob, TrainResult, pair_examples, train, training_pairs
+from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.encoders import Base, build_encoder
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.training_rows import read_training_rows
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
@@ -30,7 +31,7 @@ __all__ = [
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
 MASKED_LM, FLOPS = EncoderSpec(), RegularizerSpec()
-MAX_TEXTS = 1 << 20  # of the documents in a dataset that holds several draws of negatives
+MAX_TEXTS = 1 << 24  # of the documents of all rows, where there are several draws of negatives
 POOL = 8  # batches whose texts are sorted by length together
 
 
@@ -136,7 +137,7 @@ class LsrRecipe(SparseRecipe):
         ]
         return commands[: len(self.needs)] if self.negatives else []
 
-    def start(self, texts: list[str]) -> SparseEncoder:
+    def start(self, texts: Sequence[str]) -> SparseEncoder:
         """The untrained model; `texts` are the documents of the collection."""
         start = self.start_percentile, self.start_deviations
         base = Base(self.base_model, self.max_length, texts, self.seed, *start)
@@ -144,9 +145,7 @@ class LsrRecipe(SparseRecipe):
 
     def examples(self, collection: Collection, negatives: str | Path | None) -> Examples:
         """The rows that training reads."""
-        made = make_examples(self, collection, negatives)
-        counted = [spec for spec in (self.query, self.document) if spec and spec.kind == "idf" and spec.idf is None]
-        return replace(made, documents=texts_digest(collection.contents())) if counted else made
+        return make_examples(self, collection, negatives)
 
     def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place."""
@@ -266,13 +265,6 @@ def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
     return ours.PositionSum(penalty, positions) if spec.per_position else penalty
 
 
-class _Judged(NamedTuple):
-    """The rows of one training query: negatives by rank, and what the teachers say of every document."""
-
-    negatives: list[str]
-    target: dict[str, float]
-
-
 def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | None) -> Examples:
     """The columns ``query``, ``positive``, ``negative_1`` to ``negative_n``, and ``label``: the teachers' scores.
 
@@ -284,22 +276,24 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
             remedy = "leave the file out, or set negatives to at least 1."
             raise ValueError(f"negatives: {recipe.name!r} takes none from a file (its negatives are 0); {remedy}")
         return pair_examples(collection, "positive")
-    pairs_in_all = len(training_pairs(collection))
+    pairs, count = training_pairs(collection), recipe.negatives
     if file is None:
         raise ValueError(_how_to_make(recipe, collection))
-    judged = _read(recipe, collection, Path(file))
-    pairs = [
-        (query, document)
-        for query, document in collection.pairs("train")
-        if query in judged and (not recipe.needs_scores or document in judged[query].target)
-    ]
+    rows = read_training_rows(file)
+    rows.check_collection(collection)
+    if recipe.needs_scores and not rows.scored:
+        raise ValueError(f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}")
+    mined = Mined(collection, pairs, rows, scored=recipe.needs_scores)
     what = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
-    if not pairs:
+    kept, in_all = len(mined.pairs.names), len(pairs.names)
+    if not kept:
         of = f"the training queries of {collection.name!r}"
         raise ValueError(f"negatives: {file} has no {what} of {of}; {_how_to_make(recipe, collection)}")
-    left_out = pairs_in_all - len(pairs)
-    note = f"{left_out} of {pairs_in_all} training pairs were left out: {file} has no {what} for them."
-    return Examples(_draw(recipe, collection, pairs, judged), len(pairs), note if left_out else "")
+    note = f"{in_all - kept} of {in_all} training pairs were left out: {file} has no {what} for them."
+    passes = recipe.epochs if recipe.max_steps is None else recipe.max_steps * recipe.batch_size / kept
+    draws = max(1, min(math.ceil(passes), MAX_TEXTS // (kept * (1 + count))))
+    columns = mined.columns(count, draws, recipe.seed)
+    return examples_of(collection, kept, columns, note if kept < in_all else "")
 
 
 def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
@@ -310,54 +304,6 @@ def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:
         f"the recipe {recipe.name!r} needs {what}: make them with {commands}, and give it the file: "
         f"--negatives {made}, in Python negatives={made}"
     )
-
-
-def _read(recipe: LsrRecipe, collection: Collection, file: Path) -> dict[str, _Judged]:
-    """Query id -> its rows, for the training queries with negatives."""
-    from tilefold.retrieval.training_rows import read_training_rows
-
-    rows = read_training_rows(file)
-    rows.check_collection(collection)
-    if recipe.needs_scores and not rows.scored:
-        raise ValueError(f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}")
-    judged = collection.qrels["train"]
-    found = {}
-    for group in rows.groups():
-        if group.query not in judged:
-            continue
-        relevant = {name for name, grade in judged[group.query].items() if grade > 0}
-        marked = zip(group.documents, group.relevant.tolist(), strict=True)
-        pool = [name for name, is_relevant in marked if not is_relevant and name not in relevant]
-        target = () if group.target is None else zip(group.documents, group.target.tolist(), strict=True)
-        if pool:
-            found[group.query] = _Judged(pool, dict(target))
-    return found
-
-
-def _draw(
-    recipe: LsrRecipe, collection: Collection, pairs: list[tuple[str, str]], judged: dict[str, _Judged]
-) -> dict[str, list[Any]]:
-    """Rows of every pair, with new negatives in each pass."""
-    chance = random.Random(recipe.seed)  # noqa: S311 - a reproducible draw, no secret
-    count, steps = recipe.negatives, recipe.max_steps
-    passes = recipe.epochs if steps is None else steps * recipe.batch_size / len(pairs)
-    draws = max(1, min(math.ceil(passes), MAX_TEXTS // (len(pairs) * (1 + count))))
-    names = ["query", "positive", *(f"negative_{place}" for place in range(1, count + 1))]
-    rows: list[list[str]] = []
-    labels: list[list[float]] = []
-    for query, document in pairs * draws:
-        drawn = [document, *_some(judged[query].negatives, count, chance)]
-        rows.append([collection.queries[query], *(collection.documents[name].contents for name in drawn)])
-        if recipe.needs_scores:
-            labels.append([judged[query].target[name] for name in drawn])
-    columns: dict[str, list[Any]] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    return columns | ({"label": labels} if recipe.needs_scores else {})
-
-
-def _some(pool: list[str], count: int, chance: random.Random) -> list[str]:
-    if len(pool) >= count:
-        return chance.sample(pool, count)
-    return pool + chance.choices(pool, k=count - len(pool))
 
 
 def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> Any:

@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ class SpladeRecipe(SparseRecipe):
         )
         return LsrRecipe("splade", query_regularizer=query, document_regularizer=document, **common)
 
-    def start(self, texts: list[str]) -> SparseEncoder:
+    def start(self, texts: Sequence[str]) -> SparseEncoder:
         """The stock SparseEncoder that training starts from; `texts` are the documents of the collection."""
         if self.base_model == "minilm":
             return minilm_splade(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from tilefold._files import atomic_directory
 from tilefold.retrieval._checks import check_choice
@@ -86,9 +89,18 @@ class Collection:
             for grades in judged.values():
                 check_text_ids("qrels", grades)
 
-    def contents(self) -> dict[str, str]:
+    def contents(self) -> Mapping[str, str]:
         """Document id -> contents, in corpus order."""
-        return {document.id: document.contents for document in self.documents.values()}
+        stored: Callable[[], Mapping[str, str]] | None = getattr(self.documents, "contents", None)
+        return stored() if stored else {document.id: document.contents for document in self.documents.values()}
+
+    def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
+        """The place of each of n `names` among the documents, -1 for an unknown one, int64 ``[n]``."""
+        stored: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(self.documents, "places", None)
+        if stored:
+            return stored(names)
+        place_of = {name: place for place, name in enumerate(self.documents)}
+        return np.fromiter((place_of.get(name, -1) for name in names), np.int64)
 
     def metadata(self) -> dict[str, Mapping[str, object]]:
         """Document id -> fields, of the documents that have any."""
@@ -146,6 +158,7 @@ def load_beir(
     *,
     documents_only: bool = False,
     splits: Sequence[str] | None = None,
+    documents: Mapping[str, Document] | None = None,
 ) -> Collection:
     """Read a BEIR folder, or the documents alone: a file or a saved dataset; queries and judgements may be missing.
 
@@ -153,7 +166,7 @@ def load_beir(
     ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in ``queries.tsv`` (id, tab, text) or
     ``queries.trec`` (TREC topics). Judgements are in ``qrels/<split>.tsv`` (three columns, or the four of TREC),
     ``.jsonl`` or ``.parquet``. MS MARCO's own files are read as they are: ``collection.tsv``, ``queries.<split>.tsv``
-    and ``qrels.<split>.tsv``; all documents are held in memory.
+    and ``qrels.<split>.tsv``; all documents are held in memory, but for `documents` that were read before.
 
     `unknown` is ``"error"``, or ``"drop"`` to leave out judgements of what the collection, such as a sample, lacks;
     `documents_only` leaves queries and judgements unread, and `splits` those of other splits. Malformed rows, missing,
@@ -165,7 +178,7 @@ def load_beir(
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
     corpus, name = documents_table(folder), folder.resolve().name
     alone = corpus == folder
-    collection = Collection(name.partition(".")[0] if alone else name, load_documents(corpus), {}, {})
+    collection = Collection(name.partition(".")[0] if alone else name, documents or load_documents(corpus), {}, {})
     if alone or documents_only:
         return collection
     queries = find_table(folder, "queries", (*ROWS, ".tsv", TOPICS))

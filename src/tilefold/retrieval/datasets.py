@@ -1,11 +1,10 @@
-"""Collections by name; documents of JSON lines, read one by one where they lie, where only a few are shown."""
+"""Collections by name, and the one that is made of Python's own documentation."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import inspect
-import json
 import logging
 import os
 import platform
@@ -13,31 +12,24 @@ import re
 import sys
 import sysconfig
 import textwrap
-import time
 import types
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from tilefold._files import InUseError, atomic_directory, read_json, write_json
-from tilefold.retrieval._tables import ROWS, find_table, is_saved_dataset
-from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, Document, document_of_row, load_beir, load_documents
+from tilefold._files import InUseError
+from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, Document, documents_table, load_beir
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.stored import stored_documents
 
-__all__ = ["BUILDER_VERSION", "StoredDocuments", "build_pydocs", "cache_key", "default_cache_dir", "load_collection"]
-__all__ += ["open_documents"]
+__all__ = ["BUILDER_VERSION", "build_pydocs", "cache_key", "default_cache_dir", "load_collection", "open_documents"]
 
 SMALLEST = 1 << 20  # bytes of a file that is worth a place in the cache
-SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within the resolution of its times
-_KEYS, _OFFSETS, _FACTS = "keys.npy", "offsets.npy", "facts.json"
 
 BUILDER_VERSION = 1
 MIN_WORDS = 8
@@ -79,26 +71,38 @@ def load_collection(
     unknown: Literal["error", "drop"] = "error",
     documents_only: bool = False,
     splits: Sequence[str] | None = None,
+    stored: int | None = None,
 ) -> Collection:
     """The built-in collection ``"pydocs"``, or what :func:`tilefold.retrieval.load_beir` reads at a path.
 
     ``pydocs`` is built once for each Python installation and kept as a BEIR folder under `cache_dir`
     (:func:`default_cache_dir` when None). A damaged or unwritable cache costs only the time to build again.
+
+    Documents in a file of at least `stored` bytes, of JSON lines or lines of an id, a tab and a text, stay there and
+    are read one by one: ``documents`` is a mapping that cannot be changed, and raises a ``DataError`` once the file
+    has changed. Where their lines begin is kept in the cache.
     """
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+
+    def load(path: Path) -> Collection:
+        file, documents = documents_table(path), None
+        if stored is not None and file.is_file() and file.stat().st_size >= stored:
+            documents = stored_documents(file, cache)
+        return load_beir(path, unknown, documents_only=documents_only, splits=splits, documents=documents)
+
     if str(name_or_path) == "pydocs":
-        return _cached_pydocs(default_cache_dir() if cache_dir is None else Path(cache_dir))
+        return _cached_pydocs(cache / "pydocs" / cache_key(), load)
     path = Path(name_or_path)
     if not path.exists():
         wanted = "expected 'pydocs', or the path of a BEIR folder or of documents"
         raise FileNotFoundError(f"{name_or_path}: no such file or folder, {wanted}. {BEIR_LAYOUT}")
-    return load_beir(path, unknown, documents_only=documents_only, splits=splits)
+    return load(path)
 
 
-def _cached_pydocs(cache_dir: Path) -> Collection:
-    folder = cache_dir / "pydocs" / cache_key()
+def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collection:
     if folder.is_dir():
         try:
-            return replace(load_beir(folder), name="pydocs")
+            return replace(load(folder), name="pydocs")
         except (DataError, OSError) as error:
             _logger.warning("cached pydocs is damaged and is built again: %s", error)
     collection = build_pydocs()
@@ -109,126 +113,13 @@ def _cached_pydocs(cache_dir: Path) -> Collection:
     return collection
 
 
-class StoredDocuments(Mapping[str, Document]):
-    """Document id -> :class:`Document`, read from its line when asked for; ``DataError`` once the file has changed."""
-
-    def __init__(
-        self, file: Path, state: list[int], keys: npt.NDArray[np.uint64], offsets: npt.NDArray[np.int64]
-    ) -> None:
-        self._path, self._state, self._keys, self._offsets = file, state, keys, offsets
-
-    def __getitem__(self, name: str) -> Document:
-        if not isinstance(name, str):
-            raise KeyError(name)
-        key = np.uint64(id_key(name))
-        at = int(np.searchsorted(self._keys, key))
-        with self._open() as stream:
-            while at < len(self._keys) and self._keys[at] == key:
-                document = _read(stream, int(self._offsets[at]))
-                if document.id == name:
-                    return document
-                at += 1
-        raise KeyError(name)
-
-    def _open(self) -> BinaryIO:
-        if _state(self._path) != self._state:
-            raise DataError(f"{self._path}: has changed since it was opened. Start the command again.")
-        return self._path.open("rb")
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[str]:
-        with self._open() as stream:
-            for offset in sorted(self._offsets.tolist()):
-                yield _read(stream, offset).id
-
-
-def _read(stream: BinaryIO, offset: int) -> Document:
-    stream.seek(offset)
-    row = json.loads(stream.readline().decode("utf-8-sig" if offset == 0 else "utf-8"))
-    return document_of_row(row, stream.name, ())
-
-
 def open_documents(name_or_path: str | Path, cache_dir: str | Path | None = None) -> tuple[Collection, str]:
     """The documents of a collection, and the :func:`texts_digest` of their contents; no queries, no judgements.
 
-    Arguments and errors are those of :func:`load_collection`. What reading JSON lines finds out (the digest, and where
-    each line begins) is kept in the cache with the size, times and inode of the file, and is used until one of those
-    changes. Other kinds of files are read whole.
+    Arguments and errors are those of :func:`load_collection`; the documents are `stored` ones where they can be.
     """
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    file = _lines_of(name_or_path, cache)
-    if file is None or file.stat().st_size < SMALLEST:
-        collection = load_collection(name_or_path, cache, documents_only=True)
-        return collection, texts_digest(collection.contents())
-    name = str(name_or_path) if str(name_or_path) == "pydocs" else Path(name_or_path).resolve().name
-    if file == Path(name_or_path):
-        name = name.partition(".")[0]
-    state = _state(file)
-    folder = cache / "documents" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
-    found = _cached(folder, file, state)
-    if found is None:
-        documents = load_documents(file)
-        digest = texts_digest({document.id: document.contents for document in documents.values()})
-        _keep(folder, file, state, documents, digest)
-        return Collection(name, documents, {}, {}), digest
-    return Collection(name, found[0], {}, {}), found[1]
-
-
-def _lines_of(name_or_path: str | Path, cache: Path) -> Path | None:
-    """The JSON-lines file of the documents, None where they are in another kind of file, or not there."""
-    path = Path(name_or_path)
-    if str(name_or_path) == "pydocs":
-        path = cache / "pydocs" / cache_key()
-    if path.is_dir() and not is_saved_dataset(path):
-        path = find_table(path, "corpus", ROWS) or path
-    return path if path.is_file() and path.name.endswith(".jsonl") else None
-
-
-def _state(file: Path) -> list[int]:
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _cached(folder: Path, file: Path, state: list[int]) -> tuple[StoredDocuments, str] | None:
-    facts = read_json(folder / _FACTS) or {}
-    if facts.get("state") != state or not isinstance(facts.get("texts_sha256"), str):
-        return None
-    try:
-        arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in (_KEYS, _OFFSETS)]
-    except (OSError, ValueError, EOFError):
-        return None
-    if any(array.shape != (facts.get("documents"),) for array in arrays):
-        return None
-    return StoredDocuments(file, state, *arrays), facts["texts_sha256"]
-
-
-def _keep(folder: Path, file: Path, state: list[int], documents: Mapping[str, Document], digest: str) -> None:
-    """Note where the documents lie, unless the file has changed meanwhile, or may change unnoticed."""
-    offsets, start = [], 0
-    with file.open("rb") as stream:
-        for line in stream:
-            if line.decode("utf-8-sig", "replace").strip():
-                offsets.append(start)
-            start += len(line)
-    written = max(state[1], state[2]) / 1e9
-    if len(offsets) != len(documents) or _state(file) != state or time.time() - written < SETTLED_SECONDS:
-        return
-    keys = np.array([id_key(name) for name in documents], np.uint64)
-    order = np.argsort(keys, kind="stable")
-    try:
-        with atomic_directory(folder, own_names=(_KEYS, _OFFSETS, _FACTS)) as made:
-            np.save(made / _KEYS, keys[order], allow_pickle=False)
-            np.save(made / _OFFSETS, np.array(offsets, np.int64)[order], allow_pickle=False)
-            write_json(made / _FACTS, {"state": state, "documents": len(keys), "texts_sha256": digest})
-    except (OSError, InUseError) as error:
-        _logger.warning("where the documents of %s lie could not be kept: %s", file, error)
-
-
-def id_key(name: str) -> int:
-    """64 bits of an id, which another one shares once in 2^64."""
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    collection = load_collection(name_or_path, cache_dir, documents_only=True, stored=SMALLEST)
+    return collection, texts_digest(collection.contents())
 
 
 def cache_key() -> str:

@@ -14,9 +14,9 @@ import numpy as np
 
 from tilefold.retrieval._tables import table_files, table_rows
 from tilefold.retrieval.collection import document_of_row
-from tilefold.retrieval.datasets import id_key
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import TextsDigest, texts_digest
+from tilefold.retrieval.stored import id_key
 
 __all__ = ["HeldTexts", "Range", "Rows", "StoredTexts", "Survey", "Texts"]
 

@@ -20,6 +20,7 @@ there are teachers).
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ __all__ = ["QueryRows", "TrainingRows", "read_training_rows", "write_training_ro
 TEACHER = "score:"
 METADATA = b"tilefold"
 SCHEMA_VERSION = 1
+PUBLISHED = (".tsv", ".tsv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")  # ends of the names of MS MARCO's files
 _ROWS_PER_GROUP = 1 << 20
 _COLUMNS = ("document", "relevant", "rank", "retrieved")  # of every table, beside its scores
 _REMEDY = "Make it again: tilefold mine, then tilefold score."
@@ -114,11 +116,16 @@ class TrainingRows:
         return self.teachers if self.target is None else {**self.teachers, "target": self.target}
 
     def _check_once(self) -> None:
-        keys = self.query_of_row() * max(1, len(self.documents)) + self.document
-        order = np.argsort(keys, kind="stable")
-        twice = np.flatnonzero(np.diff(keys[order]) == 0)
-        if twice.size:
-            raise DataError(f"rows: {self._row(int(order[twice[0] + 1]))} is given twice. Keep one row of it.")
+        bounds = np.searchsorted(self.offsets, np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP))
+        for first, last in itertools.pairwise(np.minimum(bounds, len(self.queries)).tolist()):
+            low, counts = int(self.offsets[first]), np.diff(self.offsets[first : last + 1])
+            keys = np.repeat(np.arange(len(counts)) * max(1, len(self.documents)), counts)
+            keys += self.document[low : low + len(keys)]
+            order = np.argsort(keys, kind="stable")
+            twice = np.flatnonzero(np.diff(keys[order]) == 0)
+            if twice.size:
+                row = self._row(low + int(order[twice[0] + 1]))
+                raise DataError(f"rows: {row} is given twice. Keep one row of it.")
 
     def _row(self, at: int) -> str:
         query = int(np.searchsorted(self.offsets, at, side="right")) - 1
@@ -162,11 +169,11 @@ class TrainingRows:
 
     def check_collection(self, collection: Collection) -> None:
         """Raise ``DataError`` unless the rows are of the texts of `collection`, by ids and by known fingerprints."""
-        for names, known, what in (
-            (self.queries, collection.queries, "query"),
-            (self.documents, collection.documents, "document"),
+        unknown = np.flatnonzero(collection.places(self.documents) < 0)
+        for what, stray in (
+            ("query", next((name for name in self.queries if name not in collection.queries), None)),
+            ("document", self.documents[unknown[0]] if unknown.size else None),
         ):
-            stray = next((name for name in names if name not in known), None)
             if stray is not None:
                 said = f"is not in {collection.name}; they were made from another collection. Give that one"
                 raise DataError(f"training rows: {what} {stray!r} {said}. {_REMEDY}")
@@ -212,79 +219,95 @@ def write_training_rows(rows: TrainingRows, path: str | Path) -> None:
 
 
 def read_training_rows(path: str | Path) -> TrainingRows:
-    """Read what :func:`write_training_rows`, or another program, wrote.
+    """Read what :func:`write_training_rows`, or another program, wrote; or one of the files that MS MARCO comes with.
+
+    Those are lines of three ids with tabs (query, relevant, negative), or of JSON: ``[query, relevant, negative, ..]``;
+    ``[query, [document, score], ..]``, the relevant one first; ``{"qid": .., "pos": [..], "neg": {name: [..]}}``.
 
     ``DataError`` says what is no Parquet, column, type, value or finite score, and which document comes twice.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file of training rows. Make one with: tilefold mine")
+    if file.name.endswith(PUBLISHED):
+        from tilefold.retrieval._published import read_published
+
+        return read_published(file)
     pa, pq = arrow("Storing training rows")
     try:
-        table = pq.read_table(file, read_dictionary=["query_id", "document_id"])
+        with pq.ParquetFile(file, read_dictionary=["query_id", "document_id"]) as table:
+            return _from_table(pa, table)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}") from error
-    try:
-        return _from_table(pa, table)
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
 
 
 def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
-    names = [name for name in table.column_names if name.startswith(TEACHER)]
+    known = table.schema_arrow.names
+    names = [name for name in known if name.startswith(TEACHER)]
     needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
-    if missing := [name for name in needed if name not in table.column_names]:
-        got = f"{table.column_names!r:.80} without {missing[0]!r}"
+    if missing := [name for name in needed if name not in known]:
+        got = f"{known!r:.80} without {missing[0]!r}"
         raise DataError(f"expected the columns {', '.join(needed)}, got {got}. {_REMEDY}")
     queries, query = _ids(pa, table, "query_id")
     documents, document = _ids(pa, table, "document_id")
-    flags = table.column("relevant")
+    flags = table.read(["relevant"]).column(0)
     if not pa.types.is_boolean(flags.type) or flags.null_count:
         raise DataError(f"relevant: expected true or false in every row, got {flags.type} with nulls or numbers.")
-    order = np.argsort(query, kind="stable")  # rows of a query together, in their order
-    retriever = "retriever_score" if names else "score"
-    rank = _numbers(pa, table, "rank", 0.0) if "rank" in table.column_names else np.zeros(len(query), np.float32)
-    found = _numbers(pa, table, retriever, np.nan) if retriever in table.column_names else np.full(len(query), np.nan)
+    order: Any = slice(None)
+    if bool((np.diff(query) < 0).any()):
+        order = np.argsort(query, kind="stable")  # rows of a query together, in their order
+
+    def numbers(name: str, null: float | None, wanted: type) -> Any:
+        if name not in known:
+            return np.full(len(query), null, wanted)
+        return _numbers(pa, table, name, null)[order].astype(wanted, copy=False)
+
     return TrainingRows(
         queries,
         documents,
         offsets_of(np.bincount(query, minlength=len(queries))),
-        document[order].astype(np.int32),
+        document[order],
         np.asarray(flags.to_numpy(), bool)[order],
-        rank[order].astype(np.int32),
-        found[order].astype(np.float32),
-        {name.removeprefix(TEACHER): _numbers(pa, table, name, None)[order] for name in names},
-        _numbers(pa, table, "score", None)[order] if names else None,
-        _made_by(table),
+        numbers("rank", 0.0, np.int32),
+        numbers("retriever_score" if names else "score", np.nan, np.float32),
+        {name.removeprefix(TEACHER): numbers(name, None, np.float32) for name in names},
+        numbers("score", None, np.float32) if names else None,
+        _made_by(table.schema_arrow),
     )
 
 
-def _ids(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int64]]:
+def _ids(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int32]]:
     """Distinct ids in the order of their first row, and the position of each row's."""
-    column = table.column(name)
+    whole = table.read([name])
+    column = whole.column(0)
     if not pa.types.is_dictionary(column.type) or not pa.types.is_string(column.type.value_type):
         raise DataError(f"{name}: expected strings, got {column.type}.")
     if column.null_count:
         raise DataError(f"{name}: expected an id in every row, got {column.null_count} null(s).")
-    encoded = column.cast(pa.string()).dictionary_encode().combine_chunks()
-    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
+    encoded = whole.unify_dictionaries().column(0).combine_chunks()
+    highest = np.maximum.accumulate(np.append(np.int32(-1), encoded.indices.to_numpy()))
+    if highest[-1] != len(encoded.dictionary) - 1 or bool((np.diff(highest) > 1).any()):
+        encoded = column.cast(pa.string()).dictionary_encode().combine_chunks()  # sorted, or of rows that are gone
+    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int32, copy=False)
 
 
 def _numbers(pa: ModuleType, table: Any, name: str, null: float | None) -> Floats:
     """A column as float32; nulls become `null`, and are an error where that is None."""
-    column = table.column(name)
+    column = table.read([name]).column(0)
     if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
         raise DataError(f"{name}: expected numbers, got {column.type}.")
     if column.null_count and null is None:
         raise DataError(f"{name}: expected a number in every row, got {column.null_count} null(s).")
-    numbers = column.cast(pa.float64(), safe=False)
+    numbers = column if pa.types.is_float32(column.type) else column.cast(pa.float64(), safe=False)
     filled = numbers if null is None else numbers.fill_null(null)
-    values: Floats = filled.to_numpy().astype(np.float32)
+    values: Floats = filled.to_numpy().astype(np.float32, copy=False)
     return values
 
 
-def _made_by(table: Any) -> Json:
-    text = (table.schema.metadata or {}).get(METADATA)
+def _made_by(schema: Any) -> Json:
+    text = (schema.metadata or {}).get(METADATA)
     if text is None:
         return {}
     try:

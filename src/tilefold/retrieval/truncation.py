@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,8 +10,8 @@ from contextlib import contextmanager
 from tilefold._typing import Model, Tokenizer
 from tilefold.pipeline.truncated import Call, Tally, Truncation, tallied, tell, unwatched, watching
 
-__all__ = ["Call", "Tally", "cut_texts", "limit_length", "limited", "tallied", "tell_truncated", "token_counts"]
-__all__ += ["watching"]
+__all__ = ["Call", "Tally", "cut_texts", "limit_length", "limited", "tallied", "tell_truncated", "text_cutter"]
+__all__ += ["token_counts", "watching"]
 
 _CHARACTERS_PER_TOKEN = 16  # of the first attempt at white space; shorter texts than twice that are left alone
 _BEGINNINGS = (8, 32, 128, 512)  # characters per token of the attempts anywhere
@@ -28,19 +29,31 @@ def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
     special tokens in the text), it is cut at white space, where tokenizers begin a new word, if there is some. Texts of
     models that truncate on the left or not at all are left whole.
     """
+    return text_cutter(model)(texts)
+
+
+def text_cutter(model: Model) -> Callable[[Sequence[str]], list[str]]:
+    """:func:`cut_texts` of `model` as it is now, for many calls."""
     limit = _limit(model)
     tokenizer = getattr(model, "tokenizer", None)
     if limit is None or not callable(tokenizer) or getattr(tokenizer, "truncation_side", None) != "right":
-        return list(texts)
-    longest = 2 * _CHARACTERS_PER_TOKEN * limit
-    if all(len(text) <= longest for text in texts):
-        return list(texts)
-    fast = getattr(tokenizer, "backend_tokenizer", None) is not None
-    beginnings = Beginnings(tokenizer) if fast else None
+        return list
+    longest, most = 2 * _CHARACTERS_PER_TOKEN * limit, limit + 1  # so that the tokenizer sees that there is more
     prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
-    most = limit + 1  # so that the tokenizer sees that there is more
-    with unwatched():
-        return [text if len(text) <= longest else _cut(tokenizer, beginnings, prompts, text, most) for text in texts]
+
+    @functools.cache
+    def beginnings() -> Beginnings | None:
+        return None if getattr(tokenizer, "backend_tokenizer", None) is None else Beginnings(tokenizer)
+
+    def cut(texts: Sequence[str]) -> list[str]:
+        if all(len(text) <= longest for text in texts):
+            return list(texts)
+        with unwatched():
+            return [
+                text if len(text) <= longest else _cut(tokenizer, beginnings(), prompts, text, most) for text in texts
+            ]
+
+    return cut
 
 
 def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:

@@ -1,0 +1,192 @@
+"""Rows of a training: places of texts in the collection, which are read where they lie when a batch needs them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold._typing import Model
+from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.truncation import text_cutter
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.collection import Collection
+    from tilefold.retrieval.training_rows import TrainingRows
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Column(Sequence[str]):
+    """The texts of n rows, by their places ``[n]`` among all queries or documents."""
+
+    texts: Sequence[str]
+    places: Places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self.texts[place] for place in self.places[row].tolist()]
+        return self.texts[int(self.places[row])]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rows that a trainer reads."""
+
+    columns: dict[str, Any]  # in the order that the loss reads them: texts, and teacher scores as "label", float32
+    pairs: int  # of one epoch; there may be several rows, with other negatives, for each
+    note: str = ""  # what the user should know of them
+    texts: str = ""  # digest of all queries and documents
+
+    def digest(self) -> str:
+        """SHA-256 of the rows and of all texts."""
+        sha = hashlib.sha256(self.texts.encode())
+        for name, column in self.columns.items():
+            sha.update(name.encode())
+            sha.update((column.places.astype("<i8") if isinstance(column, Column) else column).tobytes())
+        return sha.hexdigest()
+
+
+class Pairs(NamedTuple):
+    """P pairs of a query and a relevant document: ids of the queries, and the places ``[P]`` of both."""
+
+    names: list[str]
+    queries: Places
+    documents: Places
+
+
+def training_pairs(collection: Collection) -> Pairs:
+    """The (query, relevant document) pairs of the ``"train"`` split."""
+    named = collection.pairs("train") if "train" in collection.qrels else []
+    if not named:
+        got = f"(splits: {sorted(collection.qrels) or 'none'})"
+        remedy = "add qrels/train.tsv with at least one positive judgement."
+        raise ValueError(f"collection {collection.name!r} has no pairs in its 'train' split {got}; {remedy}")
+    if len(named) < 2:
+        why = "which no other document is a negative for; give at least 2 positive judgements."
+        raise ValueError(f"collection {collection.name!r} has a single pair in its 'train' split, {why}")
+    names = [query for query, _ in named]
+    place_of = {name: place for place, name in enumerate(collection.queries)}
+    queries = np.array([place_of.get(name, -1) for name in names], np.int64)
+    documents = collection.places([document for _, document in named])
+    for place, (query, document) in zip(np.minimum(queries, documents).tolist(), named, strict=True):
+        if place < 0:
+            lacks = f"query {query!r} and document {document!r}, of which it lacks one"
+            raise ValueError(f"collection {collection.name!r} judges {lacks}; load it with unknown='drop'.")
+    return Pairs(names, queries, documents)
+
+
+def document_texts(collection: Collection) -> Sequence[str]:
+    """The contents of all documents, in their order."""
+    contents = collection.contents()
+    stored: Sequence[str] | None = getattr(contents, "by_place", None)
+    return list(contents.values()) if stored is None else stored
+
+
+def pair_examples(collection: Collection, document: str) -> Examples:
+    """The columns ``"query"`` and `document` of the pairs."""
+    pairs = training_pairs(collection)
+    return examples_of(collection, len(pairs.names), {"query": pairs.queries, document: pairs.documents})
+
+
+def examples_of(collection: Collection, pairs: int, columns: dict[str, Any], note: str = "") -> Examples:
+    """Examples with texts for places: those of queries in the column ``"query"``, else those of documents."""
+    queries, documents = list(collection.queries.values()), document_texts(collection)
+    read = {
+        name: places if name == "label" else Column(queries if name == "query" else documents, places)
+        for name, places in columns.items()
+    }
+    return Examples(read, pairs, note, texts_digest(collection.queries) + texts_digest(collection.contents()))
+
+
+class Mined:
+    """The pairs that have negatives in mined rows, and, if `scored`, a teacher's score of their own."""
+
+    def __init__(self, collection: Collection, pairs: Pairs, rows: TrainingRows, *, scored: bool) -> None:
+        place_of = {query: place for place, query in enumerate(rows.queries)}
+        group = np.array([place_of.get(query, -1) for query in pairs.names], np.int64)  # of each pair
+        self._places = collection.places(rows.documents)
+        positive = _rows_of(rows, group, self._places, pairs.documents)
+        negative = ~rows.relevant
+        negative[positive[positive >= 0]] = False
+        before = offsets_of(negative)[rows.offsets]  # negatives before each query's
+        count = np.append(np.diff(before), 0)[group]
+        keep = np.flatnonzero((count > 0) & ((positive >= 0) | (not scored)))
+        self.pairs = Pairs([pairs.names[i] for i in keep], pairs.queries[keep], pairs.documents[keep])
+        self._first, self._count = before[group[keep]], count[keep]
+        self._positive, self._negatives = positive[keep], np.flatnonzero(negative)
+        self._document, self._target = rows.document, rows.target if scored else None
+
+    def columns(self, count: int, draws: int, seed: int) -> dict[str, Any]:
+        """The pairs so many times, with `count` negatives of new draws, by their places, and ``"label"``, the scores.
+
+        No negative comes twice in a row where there are enough of them.
+        """
+        pairs = np.tile(np.arange(len(self.pairs.queries)), draws)
+        drawn = self._negatives[self._first[pairs, None] + _draw(self._count[pairs], count, seed)]
+        columns: dict[str, Any] = {"query": self.pairs.queries[pairs], "positive": self.pairs.documents[pairs]}
+        for number in range(count):
+            columns[f"negative_{number + 1}"] = self._places[self._document[drawn[:, number]]]
+        if self._target is not None:
+            columns["label"] = self._target[np.column_stack([self._positive[pairs], drawn])]
+        return columns
+
+
+def _rows_of(rows: TrainingRows, group: Places, places: Places, wanted: Places) -> Places:
+    """The row of each of P pairs, -1 where there is none: of the `wanted` document among the rows of its query.
+
+    `group` ``[P]`` are the queries, -1 for none, and `places` ``[D]`` those of the documents of `rows`.
+    """
+    found = np.full(len(group), -1, np.int64)
+    at, ends, live = rows.offsets[group], rows.offsets[group + 1], np.flatnonzero(group >= 0)
+    while (live := live[at[live] < ends[live]]).size:
+        hit = places[rows.document[at[live]]] == wanted[live]
+        found[live[hit]] = at[live[hit]]
+        live = live[~hit]
+        at[live] += 1
+    return found
+
+
+def _draw(sizes: Places, count: int, seed: int) -> Places:
+    """`count` of the numbers below each of the n `sizes`, ``[n, count]``; again and again only where they run out."""
+    chance = np.random.default_rng(seed)
+    drawn = np.empty((len(sizes), 0), np.int64)
+    for number in range(count):
+        left = sizes - number
+        new = chance.integers(0, np.where(left > 0, left, sizes))
+        for taken in np.sort(drawn, axis=1).T:  # numbers that are left, counted from 0
+            new += (left > 0) & (new >= taken)
+        drawn = np.column_stack([drawn, new])
+    return drawn
+
+
+def reader(columns: dict[str, Any], model: Model) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    """What turns places in a batch into texts, without ends that `model` would not read."""
+    texts = {name: column.texts for name, column in columns.items() if isinstance(column, Column)}
+    cut, ends = text_cutter(model), dict[tuple[str, int], int]()
+
+    def text_of(name: str, place: int) -> str:
+        text = texts[name][place]
+        if (end := ends.get((name, place))) is None:
+            (short,) = cut([text])
+            if len(short) < len(text):
+                ends[name, place] = len(short)
+            return short
+        return text[:end]
+
+    def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {
+            name: [text_of(name, place) for place in values] if name in texts else values
+            for name, values in batch.items()
+        }
+
+    return read

@@ -1,0 +1,95 @@
+"""The rows of a training: negatives of every kind of file, their draws, and documents that stay in their file."""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tilefold.retrieval as r
+from tests.recipes.small import small_collection, tiny_masked_lm
+from tests.refusals import refused
+from tilefold.recipes import LsrRecipe, train
+from tilefold.recipes._rows import _draw
+from tilefold.recipes.lsr import make_examples
+from tilefold.retrieval import stored
+from tilefold.retrieval.datasets import load_collection
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.training_rows import read_training_rows
+
+PUBLISHED = {
+    "triples.tsv": "q0\td0\td2\nq1\td1\td3\n\nq0\td0\td4\nq0\td0\td2\n",
+    "triples.json": '["q0", "d0", "d2", "d4"]\n["q1", "d1", "d3"]\n',
+    "hard.jsonl.gz": '{"qid": "q0", "pos": ["d0"], "neg": {"bm25": ["d2"], "dense": ["d4", "d2"]}}\n'
+    '{"qid": "q1", "pos": ["d1"], "neg": ["d3"]}\n',
+    "scores.json": '["q0", ["d0", 2.5], ["d2", 1], ["d4", -1]]\n["q1", ["d1", 3], ["d3", 0.5]]\n',
+}
+
+
+def put(path: Path, text: str) -> Path:
+    path.write_bytes(gzip.compress(text.encode()) if path.name.endswith("gz") else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_negatives_are_read_as_they_are(tmp_path: Path, name: str) -> None:
+    rows = read_training_rows(put(tmp_path / name, PUBLISHED[name]))
+    found = {group.query: dict(zip(group.documents, group.relevant.tolist(), strict=True)) for group in rows.groups()}
+    assert found == {"q0": {"d0": True, "d2": False, "d4": False}, "q1": {"d1": True, "d3": False}}
+    assert rows.scored == (name == "scores.json")
+    recipe = LsrRecipe(negatives=1, epochs=1, **({"loss": {"margin_mse": 1.0}} if rows.scored else {}))
+    made = make_examples(recipe, small_collection(), tmp_path / name)
+    contents = small_collection().contents()
+    assert made.pairs == 2 and made.columns["positive"][:] == [contents["d0"], contents["d1"]]
+    assert made.columns["negative_1"][1] == contents["d3"]
+    if rows.scored:
+        assert made.columns["label"][1].tolist() == [3.0, 0.5] and made.columns["label"][0, 0] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.tsv", "q0\td0\n", r"a\.tsv:1: expected a line of three ids .*got q0\td0 \(fewer than two documents\)"),
+        ("a.json", '["q0", "d0", "d1"]\n["q1", 2.5, "d3"]\n', r"a\.json:2: .*no id: 2\.5"),
+        ("a.jsonl", '{"qid": 1, "pos": [2]}\n', r"a\.jsonl:1: .*'neg'"),
+        ("a.json", '["q0", ["d0", 1], "d1"]\n', "expected a score for every document, or none, got 1 for 2"),
+        ("a.json", '["q0", ["d0", NaN], ["d1", 1]]\n', "document 'd0' of query 'q0' has no finite score"),
+        ("a.json", "", "got 0 for 0"),
+    ],
+)
+def test_published_negatives_that_are_none_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    refused(DataError, message, read_training_rows, put(tmp_path / name, text))
+
+
+def test_draws_have_every_negative_equally_often_and_none_twice_while_there_are_others() -> None:
+    drawn = _draw(np.full(6000, 5), 3, 0)
+    assert all(len(set(row)) == 3 for row in drawn.tolist())
+    counts = Counter(map(tuple, drawn.tolist()))  # of 60 equally likely ones: 100 each, give or take 10
+    assert len(counts) == 60 and all(50 < count < 150 for count in counts.values())
+    few = _draw(np.full(50, 2), 5, 0)
+    assert all(set(row[:2]) == {0, 1} and set(row) == {0, 1} for row in few.tolist())
+
+
+def test_documents_that_stay_in_their_file_train_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    small_collection().save_beir(tmp_path / "data")
+    put(tmp_path / "triples.tsv", "".join(f"q{i}\td{i}\td{(i + 3) % 12}\n" for i in range(12)))
+    base = str(tiny_masked_lm(tmp_path / "base", small_collection(), layers=1, bias=0.1))
+    recipe = LsrRecipe(base_model=base, negatives=1, max_steps=3, batch_size=4, max_length=8, bf16=False, epochs=1)
+    runs: list[Any] = []
+    for part in (None, 0):
+        collection = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
+        assert isinstance(collection.documents, stored.StoredDocuments) == (part == 0)
+        made = train(recipe, collection, tmp_path / str(part), negatives=tmp_path / "triples.tsv")
+        runs.append([(Path(made.model_dir) / "model.safetensors").read_bytes(), made.truncated, made.loss])
+    assert runs[0] == runs[1]
+    again = r.load_beir(tmp_path / "data")
+    again.qrels["train"]["q3"]["d99"] = 1
+    text = "judges query 'q3' and document 'd99', of which it lacks one"
+    refused(ValueError, text, train, recipe, again, tmp_path / "other", negatives=tmp_path / "triples.tsv")
