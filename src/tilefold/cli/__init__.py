@@ -37,8 +37,12 @@ def _run(args: list[str], debug: bool) -> int:
     _common.kept.clear()
     _options.arguments[:] = [*args, *(["--debug"] if debug else [])]
     try:
-        with _common.saying_cuts():
+        from tilefold.retrieval.truncation import tallied
+
+        with tallied() as cuts:
             outcome = typer.main.get_command(_app())(args, prog_name="tilefold", standalone_mode=False)
+        for line in cuts.lines():
+            _common.note(line)
         code = outcome if isinstance(outcome, int) else 0
     except typer.Exit as leave:
         code = leave.exit_code

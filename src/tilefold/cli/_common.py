@@ -113,14 +113,14 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
     console, begun = stderr(), resumes is None
     update: Callable[..., None] = _line_per_minute(text)
 
-    def updated(done: int, total: int, remark: str = "") -> None:
+    def updated(done: int, total: int, remark: object = None) -> None:
         nonlocal begun
         if done and not begun:
             how = "resumes: " if done < total else "has nothing left to do: "
             line = f"{text} {how}{done:,} of {total:,} were done before{f' ({resumes})' if resumes else ''}"
             console.print(line, markup=False, highlight=False)
         begun = True
-        update(done, total, remark)
+        update(done, total, "" if remark is None else str(remark))
 
     if not console.is_terminal:
         yield updated
@@ -176,17 +176,6 @@ def heartbeat(text: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-@contextmanager
-def saying_cuts() -> Iterator[None]:
-    """Say at the end of a command which texts were cut at what its models read of a text."""
-    from tilefold.retrieval.truncation import tallied
-
-    with tallied() as tally:
-        yield
-    for line in tally.lines():
-        note(line)
 
 
 # how to find out, after Ctrl-C, whether there is work that the same command would go on from

@@ -20,8 +20,7 @@ from tilefold.retrieval.provenance import texts_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tilefold.recipes import Losses
-    from tilefold.recipes.splade import SpladeRecipe, TrainResult
+    from tilefold.recipes.splade import SpladeRecipe
     from tilefold.retrieval.fusion import Run
     from tilefold.retrieval.index import SparseIndex
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
@@ -96,7 +95,7 @@ def _rank(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-Tick = Callable[[int, int, str], None]
+Tick = Callable[[int, int], None]
 
 DEPTH = 100
 # Heaviest terms kept per text: a third of the postings, for less than .01 nDCG@10 on held-out queries.
@@ -127,16 +126,6 @@ def make_recipe(size: Size, seed: int) -> SpladeRecipe:
         group_by_length=not size.published,
         seed=seed,
     )
-
-
-def train_model(folder: Path, size: Size, seed: int, collection: Collection, tick: Tick) -> TrainResult:
-    """The trained model in ``<folder>/model``."""
-    from tilefold.recipes.splade import train
-
-    def progress(step: int, steps: int, losses: Losses | None) -> None:
-        tick(step, steps, "" if losses is None else str(losses))
-
-    return train(make_recipe(size, seed), collection, folder / "model", progress=progress)
 
 
 def encode_documents(folder: Path, encoder: Model, collection: Collection, tick: Tick) -> tuple[SparseVectors, bool]:
@@ -223,13 +212,13 @@ def _encode_documents_once(model: Model, collection: Collection, folder: Path, t
     manifest.settings["texts_sha256"] = texts_digest(texts)
     writer = retrieval.TokenVectorWriter(folder / "tokens", manifest, resume=False)
     dense: list[Tensor] = []
-    tick(0, len(texts), "")
+    tick(0, len(texts))
     for number, start in enumerate(range(0, len(texts), TOKEN_SHARD)):
         ids = list(texts)[start : start + TOKEN_SHARD]
         vectors, tokens = _encode_once(model, {name: texts[name] for name in ids}, "document", "int8")
         dense.append(vectors)
         writer.write_shard(number, tokens)
-        tick(start + len(ids), len(texts), "")
+        tick(start + len(ids), len(texts))
     writer.finish()
     return torch.cat(dense), retrieval.open_tokens(folder / "tokens")
 

@@ -207,7 +207,7 @@ def ranked(
                 found = searcher.rerank(chunk, found, request.reranking)
             yield from ((query, dict(list(scores.items())[: request.k])) for query, scores in found.run.items())
             done += len(chunk)
-            update(done, len(queries), "")
+            update(done, len(queries))
 
 
 def read_documents(path: Path) -> Any:

@@ -109,6 +109,8 @@ def _answers(system: str, collection: Collection, run: Run) -> None:
 
 def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[Values, Path]:
     """All stages; the results, and the folder of this demo."""
+    from tilefold.recipes.splade import train
+
     _common.kept.append(lambda: any(output.glob("*/data")))
     with stages.step("collection", "collection: the documentation of this Python") as done:
         everything = _common.load_data("pydocs", output / "data")
@@ -131,7 +133,7 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> tuple[Values, P
     _answers("dense", part, first.run)
     title = f"training SPLADE with the fused head: {size.steps} steps of {size.batch_size} pairs"
     with stages.step("training", title) as done, _common.progress_bar("  training") as tick:
-        trained = _demo_steps.train_model(folder, size, seed, part, tick)
+        trained = train(_demo_steps.make_recipe(size, seed), part, folder / "model", progress=tick)
         resumed = f", from step {trained.resumed_from}" if trained.resumed_from and not trained.reused else ""
         done(f"{trained.steps} steps, {'bf16' if trained.bf16 else 'fp32'}{resumed}", trained.reused)
     found, results = _splade(folder, part, queries, stages)

@@ -157,8 +157,8 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
 
         def progress(step: int, steps: int, losses: Losses | None) -> None:
             if before:
-                update(before.pop(), steps, "")
-            update(step, steps, "" if losses is None else str(losses))
+                update(before.pop(), steps)
+            update(step, steps, losses)
 
         options = {name: asked[name] for name in ("negatives", "resume", "overwrite", "verbose", "hours", "report_to")}
         options["command"] = shlex.join(["tilefold", *_options.arguments])
@@ -187,8 +187,10 @@ def _configure(name: str, asked: Asked) -> Any:
 def _changed(recipe: Values, own: Asked, fields: list[str]) -> Values:
     for name, value in own.items():
         if name == "regularizer":
-            put = [_put_weight(recipe, side, value) for side in ("query_regularizer", "document_regularizer")]
-            if not any(put):
+            sides = {side: recipe[side] for side in ("query_regularizer", "document_regularizer")}
+            put = {side: old for side, old in sides.items() if not isinstance(old, dict) or old["kind"] != "none"}
+            recipe |= {side: old | {"weight": value} if isinstance(old, dict) else value for side, old in put.items()}
+            if not put:
                 raise UsageError("--regularizer does nothing for this recipe, which has no penalty: leave it out.")
         elif name == "keep_punctuation":
             recipe["skip_punctuation"] = False
@@ -203,17 +205,6 @@ def _changed(recipe: Values, own: Asked, fields: list[str]) -> Values:
     for text in fields:
         _set(recipe, text)
     return recipe
-
-
-def _put_weight(recipe: Values, side: str, weight: float) -> bool:
-    """Whether the side has a penalty that now has this weight."""
-    if not isinstance(recipe[side], dict):
-        recipe[side] = weight
-    elif recipe[side]["kind"] != "none":
-        recipe[side]["weight"] = weight
-    else:
-        return False
-    return True
 
 
 def _set(recipe: Values, text: str) -> None:

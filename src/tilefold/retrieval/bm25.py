@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -108,22 +107,16 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
     return frozenset(getattr(lists, "STOPWORDS_EN" if full == "english" else f"STOPWORDS_{full.upper()}")), stem
 
 
-@contextmanager
-def _without_jax() -> Iterator[None]:
-    """Import as if JAX were absent, which bm25s starts if it is installed, and which takes 75% of a GPU's memory."""
+def _package() -> ModuleType:
+    """As if JAX were absent, which bm25s starts if it is installed, and which takes 75% of a GPU's memory."""
     hide = "jax" not in sys.modules
     if hide:
         sys.modules["jax"] = None  # type: ignore[assignment]
     try:
-        yield
+        return require("bm25s", "bm25s", "BM25")
     finally:
         if hide:
             del sys.modules["jax"]
-
-
-def _package() -> ModuleType:
-    with _without_jax():
-        return require("bm25s", "bm25s", "BM25")
 
 
 class BM25Index(FolderIndex):

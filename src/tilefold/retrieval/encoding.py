@@ -200,7 +200,10 @@ def model_fingerprint(model: Model) -> str:
     """
     settings = model_settings(model)
     if (graph := next((each for each in model.modules() if hasattr(each, "made_of")), None)) is not None:
-        return _graph_fingerprint(graph, settings)
+        made_of: dict[str, Any] = graph.made_of  # the model's own, while settings and vectors are
+        if made_of["settings"] == settings and made_of["quantize"] is None:
+            return str(made_of["model"])
+        return hashlib.sha256(f"{made_of['model']} {graph.sha256} {settings}".encode()).hexdigest()
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
@@ -216,14 +219,6 @@ def model_settings(model: Model) -> str:
     """The prompts and limits of a model, as :func:`model_fingerprint` reads them."""
     names = ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims")
     return "".join(f"{name}={getattr(model, name, None)!r}\n" for name in names)
-
-
-def _graph_fingerprint(graph: Any, settings: str) -> str:
-    """That of the model which an ONNX graph was made of, while settings and vectors are the model's."""
-    made_of: dict[str, Any] = graph.made_of
-    if made_of["settings"] == settings and made_of["quantize"] is None:
-        return str(made_of["model"])
-    return hashlib.sha256(f"{made_of['model']} {graph.sha256} {settings}".encode()).hexdigest()
 
 
 def _vocab_size(model: Model, kind: Kind) -> int:

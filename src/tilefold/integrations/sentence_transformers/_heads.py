@@ -160,7 +160,9 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
     while type(layer).forward is not nn.Linear.forward:
         yield layer
         if _is_peft(layer, "ModulesToSaveWrapper"):
-            layer = _saved_module(layer)
+            active, saved = layer.active_adapters, layer.modules_to_save
+            stock = layer.disable_adapters or not active or active[0] not in saved
+            layer = layer.original_module if stock else saved[active[0]]
         elif _is_peft(layer, "Linear"):
             variants = [name for name in layer.active_adapters if name in getattr(layer, "lora_variant", {})]
             if variants or layer.fan_in_fan_out:
@@ -194,14 +196,6 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
     if len(columns) == 1:
         return base
     return Head(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
-
-
-def _saved_module(wrapper: Any) -> nn.Module:
-    """The module that PEFT's ``ModulesToSaveWrapper`` currently runs."""
-    active = wrapper.active_adapters
-    stock = wrapper.disable_adapters or not active or active[0] not in wrapper.modules_to_save
-    module: nn.Module = wrapper.original_module if stock else wrapper.modules_to_save[active[0]]
-    return module
 
 
 def _is_peft(layer: nn.Module, name: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -332,8 +332,9 @@ class EncodingGraphs(Replacement):
             return None
         if any(module.training for module in model.modules()) or not may_be_captured(model):
             return None
+        there: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         try:
-            with _capturing, torch.inference_mode(), _on(device):
+            with _capturing, torch.inference_mode(), there:
                 if self._pool is None and self._capture is Captured:
                     self._pool = torch.cuda.graph_pool_handle()
                     self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -382,12 +383,6 @@ class _Compared(TorchFunctionMode):
         if func is torch.isin and not kwargs and all(isinstance(each, Tensor) for each in args):
             return (args[0][..., None] == args[1].flatten()).any(-1)
         return func(*args, **kwargs or {})
-
-
-@contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
 
 
 def _sizes_of(features: Features, texts: int, padded: bool) -> tuple[int, int] | None:

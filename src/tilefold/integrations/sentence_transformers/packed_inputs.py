@@ -262,14 +262,11 @@ def pack_features(features: Features, padding: int | None) -> Features:
     tokens, most, parts, marked = torch.stack(facts).tolist() if facts else (0, 0, 0, 0)
     if parts > 1:
         return features
-    at = _places(keep, lengths, tokens) if tokens else lengths[:0]
+    at = lengths[:0]
+    if tokens:  # ``nonzero`` would wait for the GPU to know how many they are
+        sequence, place = places_of_tokens(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), tokens)
+        at = sequence * keep.size(1) + keep.long().argmax(1)[sequence] + place
     found = packed_features(ids.long().flatten()[at], lengths, padding, most)
     if types is not None and marked:  # models take zeros where none are given
         found["token_type_ids"] = types.flatten()[at][None]
     return found | {key: value for key, value in features.items() if key not in tensors}
-
-
-def _places(keep: Tensor, lengths: Tensor, tokens: int) -> Tensor:
-    """Places of the tokens of rows without holes; ``nonzero`` would wait for the GPU to know how many they are."""
-    sequence, place = places_of_tokens(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), tokens)
-    return sequence * keep.size(1) + keep.long().argmax(1)[sequence] + place

@@ -31,6 +31,7 @@ from tilefold.integrations.sentence_transformers.packed_inputs import (
 )
 from tilefold.integrations.transformers.packed import in_eval_mode, packed_arguments
 from tilefold.modules.fused_pooling import Features, SparseOptions
+from tilefold.modules.window import keep_heaviest
 from tilefold.ops import quantize_tokens
 from tilefold.ops.cpu_linear import fast_linear
 from tilefold.ops.lsr_head import CapacityRows
@@ -116,9 +117,8 @@ def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
 def _pruned(rows: Tensor, options: SparseOptions) -> Tensor:
     """Dense ``[B, V]`` to CSR, under the same options."""
     kept = rows.where(rows > options.min_weight, 0)
-    if options.top_k is not None and options.top_k < rows.size(1):
-        best = kept.topk(options.top_k, dim=1)
-        kept = torch.zeros_like(kept).scatter_(1, best.indices, best.values)
+    if options.top_k is not None:
+        kept = keep_heaviest(kept, options.top_k)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         return kept.to_sparse_csr()
@@ -176,7 +176,10 @@ class TextStream(ABC):
             usual = GPU_TOKENS if memory >= SMALL_GPU else SMALL_GPU_TOKENS
         self.batch_tokens, self.batch_size = batch_tokens or usual, batch_size
         self._lock = threading.Lock()  # held while texts are tokenised, which changes settings of the tokenizer
-        self.packed, self.others = self._probed()
+        with unwatched():
+            features = _or_none(model.preprocess, ["a"], prompt=prompt, **self.task) or {}
+        self.others = {key: value for key, value in features.items() if not isinstance(value, Tensor)}
+        self.packed = features.keys() - self.others.keys() == PACKED  # packed tokens and nothing else
         if batch_tokens is not None and not self.packed:
             say_unused_batch_tokens()
         self._tokenised: Any = (texts_to(model) if self.packed else None) or model.preprocess
@@ -193,13 +196,6 @@ class TextStream(ABC):
         with self.tokenised(windows) as works:
             yield Begun()
             yield from self._run(works)
-
-    def _probed(self) -> tuple[bool, Features]:
-        """Whether ``preprocess`` gives packed tokens and nothing else, and the features that are no tensors."""
-        with unwatched():
-            features = _or_none(self.model.preprocess, ["a"], prompt=self.prompt, **self.task) or {}
-        others = {key: value for key, value in features.items() if not isinstance(value, Tensor)}
-        return features.keys() - others.keys() == PACKED, others
 
     def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[object]:
         waiting: deque[tuple[Work | WindowEnd, Any]] = deque()
