@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import operator
+from tests.ops.base import fallback, operator
 from tests.ops.quick_interpreter import quicken
+from tests.ops.samples import forget
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,36 @@ def kernels(target: Target) -> Target:
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host looks at no value on the CPU either, as on a GPU, where that would cost a synchronisation."""
     monkeypatch.setattr(operator, "host_may_read", lambda device, impl: False)
+
+
+@pytest.fixture
+def nothing_remembered() -> Iterator[None]:
+    """Operators know no call of an earlier test, and leave none to a later one."""
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def nothing_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel counts as one that can be built."""
+    monkeypatch.setattr(fallback, "GIVEN_UP", {})
+
+
+@pytest.fixture
+def unbound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were launched with their arguments bound anew."""
+    from tests.ops.launching import launch  # needs triton
+
+    names: list[str] = []
+    honest = launch.Step.by_triton
+
+    def seen(self: launch.Step, build: launch.Build) -> Any:
+        names.append(build.kernel.__name__)
+        return honest(self, build)
+
+    monkeypatch.setattr(launch.Step, "by_triton", seen)
+    return names
 
 
 @pytest.fixture

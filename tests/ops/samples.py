@@ -12,15 +12,37 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tilefold.ops import entmax, entmax_attention, lsr_head, maxsim, quantize_tokens, quantize_weight, token_scatter
+from tilefold.ops.entmax.api import ENTMAX
+from tilefold.ops.entmax_attention.api import ATTENTION
+from tilefold.ops.lsr_head.api import HEAD
+from tilefold.ops.maxsim.api import MAXSIM
+from tilefold.ops.maxsim.xtr import XTR
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
+from tilefold.ops.sparse_search.api import SEARCH
+from tilefold.ops.token_scatter.api import SCATTER
 from tilefold.testing.maxsim import maxsim_inputs
 
+ROOMS: dict[str, Any] = {room.name: room for room in (ENTMAX, ATTENTION, HEAD, MAXSIM, XTR, SEARCH, SCATTER)}
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 Shape = tuple[int, ...]
 FP32 = torch.float32
 OFFSETS = [0, 11, 11, 32]  # three sequences, one of them empty
 MASK = (torch.arange(42).view(2, 21) % 3 * torch.tensor([[1], [0]])).tolist()  # holes, and a sequence without a token
+LAYOUTS: list[tuple[Shape, dict[str, Any]]] = [
+    ((), {}), ((2, 21, 16), {"attention_mask": MASK}), ((32, 16), {"cu_seqlens": OFFSETS}),
+]  # fmt: skip
 IDS = (torch.arange(42).view(2, 21) * 7 % 38).tolist()  # some of them more than once in a sequence
+
+
+def forget() -> None:
+    """Let no operator remember a call, or the gradients of one."""
+    for room in ROOMS.values():
+        room.calls.clear()
+
+
+def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    """What a plan looks at of a tensor."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from tests.ops.base import (
     chosen_impl,
     contiguous,
 )
+from tests.ops.samples import ROOMS
 
 BLOCK = 32
 HALVES = "toy of halves"
@@ -203,3 +204,4 @@ TOY = Operator(
     reads=reads,
     choose=choose,
 )
+ROOMS[TOY.name] = TOY

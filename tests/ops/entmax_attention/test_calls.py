@@ -5,7 +5,6 @@ What holds for the repeated launches of every operator is in ``tests/ops/shared/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,19 +17,12 @@ from tests.ops.matching import assert_entmax_attention_matches
 from tests.ops.samples import same
 from tests.refusals import refused
 from tilefold.ops import entmax_attention
-from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.testing.entmax_attention import EntmaxAttentionInputs, entmax_attention_inputs, entmax_attention_results
 
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 INTERPRETED = triton_interpreted()
 SHORT = 10
 no_interpreter = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter, or what it cannot do")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    ATTENTION.calls.clear()
-    yield
-    ATTENTION.calls.clear()
 
 
 def problem(target: Target, n: int = SHORT, seed: int = 0, **options: Any) -> EntmaxAttentionInputs:

@@ -8,7 +8,6 @@ test would take one way only: some tests force each in turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.ops.matching import assert_entmax_attention_matches
 from tests.ops.samples import same
 from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import configs
-from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.testing.entmax_attention import entmax_attention_inputs, entmax_attention_results
 from tilefold.testing.padding import LAYOUTS
 
@@ -48,15 +46,12 @@ here_only = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def way(request: pytest.FixtureRequest, target: Target, monkeypatch: Any, nothing_remembered: None) -> None:
     """The way that rows take, where the test names one."""
     if request.param in WAYS:
         if target.impl != "triton":
             pytest.skip("only the kernels have ways")
         monkeypatch.setattr(configs, "TABLE", (*configs.TABLE, Row({}, WAYS[request.param], "forced")))
-    ATTENTION.calls.clear()
-    yield
-    ATTENTION.calls.clear()
 
 
 def ways(*lengths: int) -> pytest.MarkDecorator:

@@ -22,16 +22,10 @@ from tilefold.ops.lsr_head.api import HEAD
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_inputs, lsr_head_results, with_one_answer
 
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 gpu = pytest.mark.gpu
 SHAPE = (3, 21, 16, 40)
 DTYPE = F32 if INTERPRETED else BF16
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
-    HEAD.calls.clear()
-    yield
-    HEAD.calls.clear()
 
 
 def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) -> None:

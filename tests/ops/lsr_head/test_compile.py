@@ -13,6 +13,7 @@ from tests.kernels import triton_interpreted
 from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep, why_no_warp_roles
 from tests.ops.base import head_problem as _problem
 from tests.ops.cross_compile import CAPABILITIES, NAMES, check, compile_kernel
+from tests.ops.samples import meta
 from tilefold.ops.lsr_head import configs, plans
 
 pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interpreted in this run, not compiled")
@@ -30,10 +31,6 @@ PRODUCTS = (
 )
 EVERYTHING = (True, True, True)
 Names = dict[str, torch.dtype | None]
-
-
-def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def check_head(

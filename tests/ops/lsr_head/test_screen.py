@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.base import Launch, Setting, head_problem, why_no_warp_roles
+from tests.ops.samples import meta
 from tests.refusals import refused
 from tilefold.ops import lsr_head
-from tilefold.ops.lsr_head import api
 
 SIZES = B, S, D, V = 48, 512, 768, 30522  # enough work for the screen: see the test of plans
 FORCED = {"LEAST_WORK": 0.0, "MOST_SAMPLED": 2.0, "MOST_KEPT": 64.0}
@@ -91,16 +89,13 @@ def test_screened_scores_and_gradients_have_the_bits_of_plain_ones(kind: str, la
 
 
 @pytest.fixture
-def always_screened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def always_screened(nothing_remembered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the work is, and however much stays."""
     pytest.importorskip("triton", reason="configurations of kernels")
     from tilefold.ops._shared.tuning import Row
     from tilefold.ops.lsr_head import configs
 
     monkeypatch.setattr(configs, "WHEN_SCREENED", (*configs.WHEN_SCREENED, Row({}, FORCED, "forced")))
-    api.HEAD.calls.clear()
-    yield
-    api.HEAD.calls.clear()
 
 
 @pytest.mark.gpu
@@ -128,13 +123,11 @@ def test_these_cases_are_large_enough_for_the_screen(layout: str) -> None:
         pytest.skip("the screen's kernels cannot be built")
     from tilefold.ops.lsr_head import plans
 
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    hidden = meta(B * S - 400, D) if layout == "packed" else meta(B, S, D)
+    hidden = meta(*((B * S - 400, D) if layout == "packed" else (B, S, D)), dtype=torch.bfloat16)
     mask = meta(B, S, dtype=torch.bool) if layout == "masked" else None
     offsets = meta(2 * B + 1, dtype=torch.int32) if layout == "packed" else None
-    tensors = head_problem.HeadTensors(hidden, mask, offsets, meta(V, D), None, meta(V))
+    weight, bias = meta(V, D, dtype=torch.bfloat16), meta(V, dtype=torch.bfloat16)
+    tensors = head_problem.HeadTensors(hidden, mask, offsets, weight, None, bias)
     setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
     for screen in (False, True):
         options = head_problem.HeadOptions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.ops.base import (
     MaxSimOptions,
     MaxSimTensors,
     Setting,
-    fallback,
 )
 from tests.ops.conftest import Target
 from tests.ops.launching import combine_kernel, owner_kernel
@@ -35,17 +33,10 @@ from tilefold.ops.maxsim.api import MAXSIM
 from tilefold.testing import assert_within_budget, nan_poisoned_empty
 from tilefold.testing.maxsim import MaxSimInputs, maxsim_inputs
 
+pytestmark = pytest.mark.usefixtures("nothing_given_up", "nothing_remembered")
 DTYPE = torch.float16
 DEVICE = "cpu" if triton_interpreted() else "cuda"
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fallback, "GIVEN_UP", {})
-    MAXSIM.calls.clear()
-    yield
-    MAXSIM.calls.clear()
 
 
 def given(*shape: int, **layout: Any) -> MaxSimInputs:
@@ -61,23 +52,15 @@ ONE_LAUNCH: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
 
 @kernels
 @pytest.mark.parametrize("case", ONE_LAUNCH)
-def test_inference_is_one_launch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inference_is_one_launch(case: str, unbound: list[str]) -> None:
     shape, layout, options = ONE_LAUNCH[case]
     inputs = given(*shape, **layout)
     if inputs.cu_seqlens_q is not None:
         inputs.cu_seqlens_q[1] = 0  # queries without a token at either end
         inputs.cu_seqlens_q[3:] = inputs.cu_seqlens_q[-1].clone()
-    launched: list[str] = []
-    honest = shared_launch.Step.by_triton
-
-    def counted(self: Any, build: shared_launch.Build) -> Any:
-        launched.append(build.kernel.__name__)
-        return honest(self, build)
-
-    monkeypatch.setattr(shared_launch.Step, "by_triton", counted)
     with nan_poisoned_empty():
         found = maxsim(inputs.queries, inputs.documents, **inputs.layout, **options, impl="triton")
-    assert len(launched) == 1
+    assert len(unbound) == 1
     wide = inputs.cast(torch.float64)
     truth = maxsim(wide.queries, wide.documents, **wide.layout, **options, impl="reference")
     assert_within_budget(found, truth)

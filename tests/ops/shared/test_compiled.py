@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels import triton_interpreted
 from tests.ops.samples import (
+    LAYOUTS,
     MASK,
     OFFSETS,
     Sample,
@@ -38,9 +39,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 POOLINGS = ("max", "sum", "mean", "cls", "last")
-LAYOUTS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    ((), {}), ((2, 21, 16), {"attention_mask": MASK}), ((32, 16), {"cu_seqlens": OFFSETS}),
-]  # fmt: skip
 SCATTERS = [scatter(reduce=reduce, ignore_ids=(2,), **layout) for reduce in ("max", "sum") for _, layout in LAYOUTS]
 HEADS = [head(pooling, *shape, **layout) for pooling in POOLINGS for shape, layout in LAYOUTS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

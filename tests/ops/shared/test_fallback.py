@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,16 +28,10 @@ from tests.ops.base import impl as shared_impl
 from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import configs, plans
 
-pytestmark = pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing")
-
-
-@pytest.fixture(autouse=True)
-def nothing_given_up() -> Iterator[None]:
-    before = dict(fallback.GIVEN_UP)
-    fallback.GIVEN_UP.clear()
-    yield
-    fallback.GIVEN_UP.clear()
-    fallback.GIVEN_UP.update(before)
+pytestmark = [
+    pytest.mark.skipif(triton_interpreted(), reason="the interpreter builds nothing"),
+    pytest.mark.usefixtures("nothing_given_up"),
+]
 
 
 def seeded(*shape: int) -> torch.Tensor:

@@ -12,19 +12,16 @@ from torch import Tensor
 
 from tests.kernels import triton_interpreted
 from tests.ops.conftest import Target
-from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, paired, scatter
+from tests.ops.samples import LAYOUTS, MASK, OFFSETS, Sample, attention, dout, head, paired, scatter
 from tilefold.testing import nan_poisoned_empty
 from tilefold.testing.maxsim import PAIRINGS
 
 INTERPRETED = triton_interpreted()
 STYLES = ("transposed", "sliced", "offset", "expanded")
-PLACES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    ((), {}), ((2, 21, 16), {"attention_mask": MASK}), ((32, 16), {"cu_seqlens": OFFSETS}),
-]  # fmt: skip
 SAMPLES = {f"lsr_head {pooling} {[*place]}": head(pooling, *shape, **place)
-           for pooling, (shape, place) in itertools.product(("max", "sum", "cls", "last"), PLACES)}  # fmt: skip
+           for pooling, (shape, place) in itertools.product(("max", "sum", "cls", "last"), LAYOUTS)}  # fmt: skip
 SAMPLES |= {f"token_scatter {reduce} {[*place]}": scatter(reduce=reduce, ignore_ids=(0,), **place)
-            for reduce, (_, place) in itertools.product(("max", "sum"), PLACES)}  # fmt: skip
+            for reduce, (_, place) in itertools.product(("max", "sum"), LAYOUTS)}  # fmt: skip
 SAMPLES |= {f"maxsim {pairing}": paired(pairing, "holes", 3, 2, 5, 21, 24) for pairing in PAIRINGS}
 TOLERANCE = {"lsr_head": 1e-6, "maxsim": 1e-5, "token_scatter": 0.0}  # sums in another order
 

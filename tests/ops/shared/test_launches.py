@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +21,14 @@ from tests.kernels import triton_interpreted
 from tests.ops import samples
 from tests.ops.base import operator as shared_operator
 from tests.ops.launching import launch
-from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, head, late, rows, scatter, unaligned
-from tests.ops.toy import TOY, toy
+from tests.ops.samples import MASK, OFFSETS, Sample, attention, dout, forget, head, late, rows, scatter, unaligned
+from tests.ops.toy import toy
 from tests.refusals import refused
-from tilefold.ops.entmax.api import ENTMAX
-from tilefold.ops.entmax_attention.api import ATTENTION
-from tilefold.ops.lsr_head.api import HEAD
-from tilefold.ops.maxsim.api import MAXSIM
-from tilefold.ops.token_scatter.api import SCATTER
 from tilefold.testing import nan_poisoned_empty
 
 gpu = pytest.mark.gpu
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else gpu
-ROOMS: Any = {room.name: room for room in (ENTMAX, ATTENTION, HEAD, MAXSIM, SCATTER, TOY)}
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class Operator:
     @property
     def passes(self) -> dict[Any, Any]:
         """What is remembered of calls and of their gradients."""
-        found: dict[Any, Any] = ROOMS[self.sample.name].calls
+        found: dict[Any, Any] = samples.ROOMS[self.sample.name].calls
         return found
 
     def counts(self, launched: int) -> bool:
@@ -148,32 +142,6 @@ every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPE
 SAMPLE = ("maxsim aligned", "lsr_head", "lsr_head last, packed", "entmax_attention packed", "the toy, two launches")
 sample = {name: OPERATORS[name] for name in (SAMPLE if triton_interpreted() else OPERATORS)}
 an_operator = pytest.mark.parametrize("operator", sample.values(), ids=sample)
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    for operator in OPERATORS.values():
-        operator.passes.clear()
-
-
-@pytest.fixture
-def unbound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were launched with their arguments bound anew."""
-    names: list[str] = []
-    honest = launch.Step.by_triton
-
-    def seen(self: launch.Step, build: launch.Build) -> Any:
-        names.append(build.kernel.__name__)
-        return honest(self, build)
-
-    monkeypatch.setattr(launch.Step, "by_triton", seen)
-    return names
 
 
 def equal(found: list[Tensor], expected: list[Tensor]) -> bool:

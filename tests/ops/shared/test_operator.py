@@ -7,7 +7,6 @@ Repeated launches, hooks, graphs, threads and streams are in ``test_launches.py`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,16 +24,9 @@ from tests.ops.toy import TOY, TWO_LAUNCHES, ToyOptions, ToySaved, ToyTensors, t
 from tests.refusals import refused
 
 SETTING = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "nothing_remembered")
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
 DEVICE = "cpu" if triton_interpreted() else "cuda"
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
-    torch._dynamo.reset()
-    TOY.calls.clear()
-    yield
-    TOY.calls.clear()
 
 
 def leaves(device: str, rows: int = 5) -> tuple[Tensor, Tensor]:

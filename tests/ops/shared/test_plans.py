@@ -25,6 +25,7 @@ from tests.ops.base import (
     TorchStep,
     releases,
 )
+from tests.ops.samples import meta
 from tilefold.ops.entmax_attention import plans
 from tilefold.ops.entmax_attention.api import live_shape, outputs
 from tilefold.ops.token_scatter import plans as scatter_plans
@@ -113,10 +114,6 @@ def test_what_the_assembler_is_told_reaches_the_launches_of_releases_that_need_i
         steps = launches(plans.forward(*problem(keys), True, HOPPER))
         assert [steps[name].constants.get("ptx_options") for name in WALKED] == [option, option]
         assert [steps[name].constants["maxnreg"] for name in WALKED] == [128, 168]
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def scattered(*shape: int, cu_seqlens: Tensor | None = None, training: bool = True, **options: Any) -> Plan:

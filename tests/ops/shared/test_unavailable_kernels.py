@@ -39,17 +39,11 @@ from tests.ops.samples import (
     searched,
     unaligned,
 )
-from tests.ops.toy import TOY, TWO_LAUNCHES, toy
+from tests.ops.samples import forget as forget_calls
+from tests.ops.toy import TWO_LAUNCHES, toy
 from tests.refusals import refused
 from tilefold.ops import lsr_head, maxsim, quantize_tokens, xtr_scores
-from tilefold.ops.entmax.api import ENTMAX
-from tilefold.ops.entmax_attention.api import ATTENTION
 from tilefold.ops.lsr_head import lsr_head_rows
-from tilefold.ops.lsr_head.api import HEAD
-from tilefold.ops.maxsim.api import MAXSIM
-from tilefold.ops.maxsim.xtr import XTR
-from tilefold.ops.sparse_search.api import SEARCH
-from tilefold.ops.token_scatter.api import SCATTER
 
 OPS = Path(impl.__file__).resolve().parents[1]
 INTERPRETED = triton_interpreted()
@@ -156,7 +150,6 @@ HOPPER = ("lsr_head/max_forward_hopper.max_forward_hopper_kernel", "maxsim/share
 ONLY_ON = dict.fromkeys((*HOPPER, *(name for name, case in CASES.items() if case is SCREENED)), (9, 0))
 every_kernel = pytest.mark.parametrize("name", CASES)
 COMPILED = [name for name, case in CASES.items() if case.function not in (capacity, quantized_head, searched)]
-CACHES = [room.calls for room in (ATTENTION, HEAD, MAXSIM, XTR, SCATTER, ENTMAX, SEARCH, TOY)]
 
 
 def test_every_kernel_that_is_launched_has_its_case() -> None:
@@ -188,12 +181,11 @@ def forget() -> None:
 
 def forget_plans() -> None:
     launch.BUILT.clear()
-    for cache in CACHES:
-        cache.clear()
+    forget_calls()
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+def broken(monkeypatch: pytest.MonkeyPatch, nothing_given_up: None) -> Iterator[set[str]]:
     """The kernels that cannot be built; those that were asked for are put in beside them with a dash in front."""
     names: set[str] = set()
 
@@ -203,8 +195,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             names.add(f"-{name}")
         return name in names
 
-    given_up = dict(fallback.GIVEN_UP)
-    forget()
+    forget_plans()
     if INTERPRETED:
         monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
         honest = launch.Step.by_triton
@@ -226,8 +217,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
             monkeypatch.setattr(JITFunction, method, run)
     yield names
-    forget()
-    fallback.GIVEN_UP.update(given_up)
+    forget_plans()
 
 
 def case_of(name: str) -> Sample:
