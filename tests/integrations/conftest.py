@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
 
+from tests.integrations.multi_vector_models import build_colbert
 from tests.integrations.splade_models import build_tiny_splade, without_dropout
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder
 
@@ -30,6 +32,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path
     folder = tmp_path_factory.mktemp("tiny-splade")
     build_tiny_splade("bert", tokenizer_folder).save_pretrained(str(folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def colbert() -> Any:
+    return build_colbert()
 
 
 @pytest.fixture

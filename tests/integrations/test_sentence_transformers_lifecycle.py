@@ -46,15 +46,10 @@ from tilefold.modules import StaticQuery
 from tilefold.ops._shared import impl
 
 
-@pytest.fixture(scope="module")
-def late_model() -> Any:
-    return build_colbert()
-
-
 @pytest.fixture(params=["sparse", pytest.param("late", marks=needs_stock)])
 def either(request: pytest.FixtureRequest) -> Any:
     """A model of each kind."""
-    return copy.deepcopy(request.getfixturevalue({"sparse": "model", "late": "late_model"}[request.param]))
+    return copy.deepcopy(request.getfixturevalue({"sparse": "model", "late": "colbert"}[request.param]))
 
 
 def encode(model: Any) -> torch.Tensor:

@@ -15,7 +15,6 @@ from tests.integrations.multi_vector_models import (
     NEGATIVES,
     POSITIVES,
     QUERIES,
-    build_colbert,
     needs_stock,
     problem,
     results_of,
@@ -43,11 +42,6 @@ LOSSES: list[tuple[str, str, dict[str, Any], Tensor | None]] = [
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*documents without any scoreable token.*")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return build_colbert()
 
 
 @needs_stock
@@ -119,8 +113,8 @@ def test_documents_without_any_place_for_a_token_score_as_empty(name: str) -> No
 
 
 @needs_stock
-def test_lists_of_encoded_texts_and_arrays_are_taken(model: Any) -> None:
-    queries, documents = model.encode_query(QUERIES), model.encode_document(POSITIVES)
+def test_lists_of_encoded_texts_and_arrays_are_taken(colbert: Any) -> None:
+    queries, documents = colbert.encode_query(QUERIES), colbert.encode_document(POSITIVES)
     for name in ("colbert_scores_pairwise", "mean_colbert_scores_pairwise"):
         expected = getattr(scoring, name)(queries, documents)
         torch.testing.assert_close(getattr(multi_vector, name)(queries, documents), expected)
@@ -167,9 +161,9 @@ def loss_and_gradients(
 @pytest.mark.parametrize(
     ("kind", "name", "options", "labels"), LOSSES, ids=[f"{kind}-{name}" for kind, name, *_ in LOSSES]
 )
-def test_losses_equal_stock(model: Any, kind: str, name: str, options: dict[str, Any], labels: Tensor | None) -> None:
-    expected, expected_gradients = loss_and_gradients(model, kind, getattr(scoring, name), options, labels)
-    found, gradients = loss_and_gradients(model, kind, getattr(multi_vector, name), options, labels)
+def test_losses_equal_stock(colbert: Any, kind: str, name: str, options: dict[str, Any], labels: Tensor | None) -> None:
+    expected, expected_gradients = loss_and_gradients(colbert, kind, getattr(scoring, name), options, labels)
+    found, gradients = loss_and_gradients(colbert, kind, getattr(multi_vector, name), options, labels)
     torch.testing.assert_close(found, expected)
     assert gradients.keys() == expected_gradients.keys()
     # some gradients vanish in exact arithmetic (a key bias before a softmax): a rounding of the largest one is let pass
@@ -182,7 +176,7 @@ def test_losses_equal_stock(model: Any, kind: str, name: str, options: dict[str,
 
 
 @needs_stock
-def test_functions_with_options_of_their_own_are_named_in_a_loss_configuration_and_score_as_stock(model: Any) -> None:
+def test_functions_with_options_of_their_own_are_named_in_a_loss_configuration_and_score_as_stock(colbert: Any) -> None:
     from sentence_transformers.multi_vector_encoder import losses
 
     function = functools.partial(multi_vector.colbert_scores, length_normalize=True)
@@ -193,11 +187,11 @@ def test_functions_with_options_of_their_own_are_named_in_a_loss_configuration_a
         ("MultiVectorDistillKLDivLoss", "XTRKDScores", TEACHER),
     ):
         both = [getattr(module, name)(top_k=8) for module in (scoring, multi_vector)]
-        found = [loss_and_gradients(model, kind, function, {}, labels) for function in both]
+        found = [loss_and_gradients(colbert, kind, function, {}, labels) for function in both]
         torch.testing.assert_close(found[1][0], found[0][0])
         weight = "1.linear.weight"
         assert_close(found[1][1][weight], found[0][1][weight], FP32_BUDGET, "gradient of the projection")
-        configs = [getattr(losses, kind)(model, similarity_fct=f).get_config_dict()["similarity_fct"] for f in both]
+        configs = [getattr(losses, kind)(colbert, similarity_fct=f).get_config_dict()["similarity_fct"] for f in both]
         assert configs[0] == configs[1]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, build_colbert, needs_stock
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, needs_stock
 from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, is_accelerated, multi_vector, restore
@@ -21,21 +21,16 @@ NAMES = [name for name in multi_vector.__all__ if "maxsim" in name]
 pytestmark = pytest.mark.filterwarnings("ignore:.*documents without any scoreable token.*")
 
 
-@pytest.fixture(scope="module")
-def shared_model() -> Any:
-    return build_colbert()
-
-
 @pytest.fixture
-def model(shared_model: Any) -> Any:
-    yield shared_model
-    restore(shared_model)
-    shared_model.similarity_fn_name = "maxsim"
+def model(colbert: Any) -> Any:
+    yield colbert
+    restore(colbert)
+    colbert.similarity_fn_name = "maxsim"
 
 
 @pytest.fixture(scope="module")
-def encoded(shared_model: Any) -> tuple[list[Tensor], list[Tensor]]:
-    return shared_model.encode_query(QUERIES), shared_model.encode_document(POSITIVES)
+def encoded(colbert: Any) -> tuple[list[Tensor], list[Tensor]]:
+    return colbert.encode_query(QUERIES), colbert.encode_document(POSITIVES)
 
 
 def ragged(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
@@ -170,10 +165,10 @@ def test_an_accelerated_model_scores_as_before(model: Any, encoded: Any, similar
 
 
 @needs_stock
-def test_evaluators_of_an_accelerated_model_report_the_same(shared_model: Any) -> None:
+def test_evaluators_of_an_accelerated_model_report_the_same(colbert: Any) -> None:
     from sentence_transformers.multi_vector_encoder import evaluation
 
-    model = copy.deepcopy(shared_model)  # evaluators leave themselves on its model card
+    model = copy.deepcopy(colbert)  # evaluators leave themselves on its model card
     samples = [
         {"query": q, "positive": [p], "negative": [n, *POSITIVES[:1]]}
         for q, p, n in zip(QUERIES[1:], POSITIVES[1:], NEGATIVES[1:], strict=True)

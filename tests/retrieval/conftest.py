@@ -59,25 +59,14 @@ def make_vectors() -> Callable[..., SparseVectors]:
 @pytest.fixture(scope="session")
 def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A SPLADE model of random weights, 32 wide, with words of a real tokenizer and prompts for both sides."""
-    import torch
-    import transformers
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    from tests.recipes.small import VOCABULARY, make_tokenizer_folder
+    from tests.recipes.small import VOCABULARY, make_tokenizer_folder, tiny_network
 
     folder = make_tokenizer_folder(tmp_path_factory.mktemp("splade"), VOCABULARY)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    transformers.BertForMaskedLM(config).save_pretrained(str(folder))
+    tiny_network("bert", num_hidden_layers=1, bias=0.0).save_pretrained(str(folder))
     return SparseEncoder(
         modules=[Transformer(str(folder), transformer_task="fill-mask"), SpladePooling()],
         prompts={"query": "find: ", "document": ""},

@@ -18,6 +18,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
+from tests.recipes.small import byte_pairs
 from tests.retrieval.test_retrieval_interruptions import stop_at
 from tests.retrieval.test_retrieval_teachers import reranker
 from tilefold.integrations.sentence_transformers import accelerate
@@ -201,21 +202,16 @@ def test_a_prompt_before_the_text_is_part_of_what_is_shown(splade: Any, monkeypa
 
 def fast_tokenizer(kind: str) -> Any:
     """A Unigram tokenizer as SentencePiece makes them, or a byte-level BPE, trained on texts without white space."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    trainer: Any
-    if kind == "unigram":
-        made = Tokenizer(models.Unigram())
-        made.normalizer = normalizers.NFKC()
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=300, **UNKNOWN, special_tokens=["<unk>"])
-    else:
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     parts = [JAPANESE[i : i + 50] for i in range(0, 3000, 37)] + [BASE64[i : i + 50] for i in range(0, 3000, 37)]
+    if kind == "bpe":
+        return byte_pairs(parts)
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, **UNKNOWN, special_tokens=["<unk>"])
     made.train_from_iterator(parts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, **UNKNOWN)
 

@@ -16,6 +16,7 @@ import transformers
 
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collection, small_masked_lm
 from tests.refusals import refused
+from tests.retrieval.test_retrieval_interruptions import stop_at
 from tilefold import retrieval as r
 from tilefold.recipes.loading import load_saved, saved_kind
 from tilefold.retrieval import teachers
@@ -61,13 +62,7 @@ def pairs(rows: TrainingRows) -> list[tuple[str, str]]:
 def test_a_cross_encoder_gives_its_logits(rows: Any, cross_encoder: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(teachers, "SHARD", 20)
     teacher = Teacher("small", "cross-encoder", cross_encoder)
-
-    def stop(done: int, total: int) -> None:
-        if done == 40:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score_rows(teacher, rows, COLLECTION, tmp_path, progress=stop)
+    refused(KeyboardInterrupt, "^$", score_rows, teacher, rows, COLLECTION, tmp_path, progress=stop_at(40))
     kept = sorted(tmp_path.iterdir())
     assert len(kept) == 2
     np.save(kept[0], np.full(20, 7, np.float32))  # so that it shows that this shard is not scored again
