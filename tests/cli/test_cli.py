@@ -105,15 +105,16 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
 
 
 def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.retrieval import datasets
+    from tilefold.retrieval import collection, datasets, stored
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
     monkeypatch.setattr(datasets, "SMALLEST", 0)
-    monkeypatch.setattr(datasets, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
     assert call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code == 0
     search = ("search", "csv files", "--index", work / "words", "--data", work / "data", "--json")
     first = done(call(*search))
-    monkeypatch.setattr(datasets, "load_documents", lambda file: pytest.fail("the whole file was read"))
+    for module in (collection, stored):
+        monkeypatch.setattr(module, "load_documents", lambda file: pytest.fail("the whole file was read"))
     again = call(*search)
     assert (again.code, again.out) == (0, first.out)
 

@@ -108,7 +108,7 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
 
 
 def _package() -> ModuleType:
-    """As if JAX were absent, which bm25s starts if it is installed, and which takes 75% of a GPU's memory."""
+    """The package, without JAX, which it starts where that is installed, and which takes 75% of a GPU's memory."""
     hide = "jax" not in sys.modules
     if hide:
         sys.modules["jax"] = None  # type: ignore[assignment]
