@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._typing import Model
-from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import text_cutter
 
@@ -109,16 +108,18 @@ def examples_of(collection: Collection, pairs: int, columns: dict[str, Any], not
 
 
 class Mined:
-    """The pairs that have negatives in mined rows, and, if `scored`, a teacher's score of their own."""
+    """The pairs that have negatives in mined rows, and, if `scored`, a teacher's score of their own.
 
-    def __init__(self, collection: Collection, pairs: Pairs, rows: TrainingRows, *, scored: bool) -> None:
+    `places` ``[D]`` are those of the documents of `rows` in the collection.
+    """
+
+    def __init__(self, pairs: Pairs, rows: TrainingRows, places: Places, *, scored: bool) -> None:
         place_of = {query: place for place, query in enumerate(rows.queries)}
         group = np.array([place_of.get(query, -1) for query in pairs.names], np.int64)  # of each pair
-        self._places = collection.places(rows.documents)
-        positive = _rows_of(rows, group, self._places, pairs.documents)
+        self._places, positive = places, _rows_of(rows, group, places, pairs.documents)
         negative = ~rows.relevant
         negative[positive[positive >= 0]] = False
-        before = offsets_of(negative)[rows.offsets]  # negatives before each query's
+        before = np.append(0, np.cumsum(negative))[rows.offsets]  # negatives before each query's
         count = np.append(np.diff(before), 0)[group]
         keep = np.flatnonzero((count > 0) & ((positive >= 0) | (not scored)))
         self.pairs = Pairs([pairs.names[i] for i in keep], pairs.queries[keep], pairs.documents[keep])
@@ -169,24 +170,30 @@ def _draw(sizes: Places, count: int, seed: int) -> Places:
     return drawn
 
 
-def reader(columns: dict[str, Any], model: Model) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    """What turns places in a batch into texts, without ends that `model` would not read."""
-    texts = {name: column.texts for name, column in columns.items() if isinstance(column, Column)}
-    cut, ends = text_cutter(model), dict[tuple[str, int], int]()
+class Reader:
+    """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells readers apart."""
 
-    def text_of(name: str, place: int) -> str:
-        text = texts[name][place]
-        if (end := ends.get((name, place))) is None:
-            (short,) = cut([text])
-            if len(short) < len(text):
-                ends[name, place] = len(short)
-            return short
-        return text[:end]
+    def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
+        self._texts = {name: column.texts for name, column in columns.items() if isinstance(column, Column)}
+        self._cut, self._ends, self._digest = text_cutter(model), dict[tuple[str, int], int](), digest
 
-    def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {
-            name: [text_of(name, place) for place in values] if name in texts else values
+            name: [self._text(name, place) for place in values] if name in self._texts else values
             for name, values in batch.items()
         }
 
-    return read
+    def _text(self, name: str, place: int) -> str:
+        text = self._texts[name][place]
+        if (end := self._ends.get((name, place))) is None:
+            (short,) = self._cut([text])
+            if len(short) < len(text):
+                self._ends[name, place] = len(short)
+            return short
+        return text[:end]
+
+    def __deepcopy__(self, memo: object) -> Reader:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:  # datasets takes a fingerprint of what it pickles
+        return str, (self._digest,)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tilefold._files import read_json
 from tilefold._ranks import several
 from tilefold._typing import Module
-from tilefold.recipes._rows import Column, reader
+from tilefold.recipes._rows import Column, Reader
 from tilefold.recipes._run import NDCG, WHOLE, TrainingRun
 from tilefold.recipes._training import TrainingJob, TrainResult
 
@@ -52,7 +52,7 @@ def run_trainer(
     metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10" if job.evaluator else ""
     places = {name: column.places if isinstance(column, Column) else column for name, column in read.items()}
     dataset = Dataset.from_dict(places)
-    dataset.set_transform(reader(read, job.model))
+    dataset.set_transform(Reader(read, job.model, job.examples.digest()))
     trainer = trainer_class(
         model=job.model,
         args=one_gpu(arguments_class)(**_settings(job) | settings, metric_for_best_model=metric or None),

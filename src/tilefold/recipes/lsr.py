@@ -280,10 +280,10 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
     if file is None:
         raise ValueError(_how_to_make(recipe, collection))
     rows = read_training_rows(file)
-    rows.check_collection(collection)
+    places = rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
         raise ValueError(f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}")
-    mined = Mined(collection, pairs, rows, scored=recipe.needs_scores)
+    mined = Mined(pairs, rows, places, scored=recipe.needs_scores)
     what = "negatives and scored relevant documents" if recipe.needs_scores else "negatives"
     kept, in_all = len(mined.pairs.names), len(pairs.names)
     if not kept:

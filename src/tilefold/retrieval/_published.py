@@ -13,7 +13,6 @@ import numpy as np
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._tables import numbered_lines
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.training_rows import TrainingRows
 
 TEACHER = "published"
 _Row = tuple[str, bool, float | None]  # document, whether it is relevant, score
@@ -23,8 +22,11 @@ _KINDS = (
 )
 
 
-def read_published(path: Path) -> TrainingRows:
-    """The rows of a file, those of a query together; a document that comes several times is relevant if it once was."""
+def read_published(path: Path) -> dict[str, Any]:
+    """The fields of :class:`tilefold.retrieval.TrainingRows`, but for one that says what made the rows.
+
+    The rows of a query stand together; a document that comes several times is relevant if it once was.
+    """
     queries, documents = dict[str, int](), dict[str, int]()
     query, document, relevant, scores = array("i"), array("i"), bytearray(), array("f")
     for number, line in numbered_lines(path):
@@ -48,17 +50,17 @@ def read_published(path: Path) -> TrainingRows:
     order = np.lexsort((first, of[first]))
     rows = first[order]
     target = np.frombuffer(scores, np.float32)[rows] if len(scores) else None
-    return TrainingRows(
-        list(queries),
-        list(documents),
-        offsets_of(np.bincount(of[rows], minlength=len(queries))),
-        at[rows],
-        marked[order],
-        np.zeros(len(rows), np.int32),
-        np.full(len(rows), np.nan, np.float32),
-        {} if target is None else {TEACHER: target},
-        target,
-    )
+    return {
+        "queries": list(queries),
+        "documents": list(documents),
+        "offsets": offsets_of(np.bincount(of[rows], minlength=len(queries))),
+        "document": at[rows],
+        "relevant": marked[order],
+        "rank": np.zeros(len(rows), np.int32),
+        "retrieved": np.full(len(rows), np.nan, np.float32),
+        "teachers": {} if target is None else {TEACHER: target},
+        "target": target,
+    }
 
 
 def _group(value: Any) -> tuple[str, Iterator[_Row]]:

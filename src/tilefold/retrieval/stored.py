@@ -147,7 +147,10 @@ class StoredDocuments(_Streamed[Document]):
         return self.at(place)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self.places([name])[0] >= 0)
+        if not isinstance(name, str) or not self._distinct:
+            return isinstance(name, str) and self._place(name) is not None
+        at = int(self._keys.searchsorted(key := np.uint64(id_key(name))))
+        return at < len(self._keys) and bool(self._keys[at] == key)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -296,7 +299,7 @@ def _cached(folder: Path, file: Path, state: list[int]) -> StoredDocuments | Non
     if facts.get("state") != state or not isinstance(facts.get("texts_sha256"), str):
         return None
     try:
-        arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in _ARRAYS]
+        arrays = [np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in _ARRAYS]
     except (OSError, ValueError, EOFError):
         return None
     count = facts.get("documents")

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from tilefold._files import atomic_file
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import Json, arrow
+from tilefold.retrieval._published import read_published
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance, texts_digest
 
@@ -47,6 +48,7 @@ METADATA = b"tilefold"
 SCHEMA_VERSION = 1
 PUBLISHED = (".tsv", ".tsv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")  # ends of the names of MS MARCO's files
 _ROWS_PER_GROUP = 1 << 20
+_COLUMNS_AT_ONCE = 2  # read by two cores; more of them would need more memory
 _COLUMNS = ("document", "relevant", "rank", "retrieved")  # of every table, beside its scores
 _REMEDY = "Make it again: tilefold mine, then tilefold score."
 
@@ -167,9 +169,13 @@ class TrainingRows:
         offsets, made_by = offsets_of(counts[counts > 0]), dict(self.made_by)
         return replace(self, queries=queries, offsets=offsets, made_by=made_by, **self._part(keep))
 
-    def check_collection(self, collection: Collection) -> None:
-        """Raise ``DataError`` unless the rows are of the texts of `collection`, by ids and by known fingerprints."""
-        unknown = np.flatnonzero(collection.places(self.documents) < 0)
+    def check_collection(self, collection: Collection) -> npt.NDArray[np.int64]:
+        """The place of each of the D documents in `collection`, ``[D]``.
+
+        Raises ``DataError`` unless the rows are of its texts, by ids and by known fingerprints.
+        """
+        places = collection.places(self.documents)
+        unknown = np.flatnonzero(places < 0)
         for what, stray in (
             ("query", next((name for name in self.queries if name not in collection.queries), None)),
             ("document", self.documents[unknown[0]] if unknown.size else None),
@@ -183,6 +189,7 @@ class TrainingRows:
                 what = "documents" if key == "texts_sha256" else "queries"
                 said = f"those of {collection.name}, which has changed since or is another one"
                 raise DataError(f"training rows: they were made from other {what} than {said}. {_REMEDY}")
+        return places
 
 
 def queries_of(rows: TrainingRows, collection: Collection) -> dict[str, str]:
@@ -230,9 +237,7 @@ def read_training_rows(path: str | Path) -> TrainingRows:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file of training rows. Make one with: tilefold mine")
     if file.name.endswith(PUBLISHED):
-        from tilefold.retrieval._published import read_published
-
-        return read_published(file)
+        return TrainingRows(**read_published(file))
     pa, pq = arrow("Storing training rows")
     try:
         with pq.ParquetFile(file, read_dictionary=["query_id", "document_id"]) as table:
@@ -258,22 +263,24 @@ def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
     order: Any = slice(None)
     if bool((np.diff(query) < 0).any()):
         order = np.argsort(query, kind="stable")  # rows of a query together, in their order
-
-    def numbers(name: str, null: float | None, wanted: type) -> Any:
-        if name not in known:
-            return np.full(len(query), null, wanted)
-        return _numbers(pa, table, name, null)[order].astype(wanted, copy=False)
-
+    retriever = "retriever_score" if names else "score"
+    nulls = {"rank": 0.0, retriever: np.nan, **dict.fromkeys((*names, "score") if names else ())}
+    values = {name: np.full(len(query), null, np.float32) for name, null in nulls.items() if name not in known}
+    stored = [name for name in nulls if name in known]
+    for low in range(0, len(stored), _COLUMNS_AT_ONCE):
+        part = table.read(stored[low : low + _COLUMNS_AT_ONCE])
+        for name in part.column_names:
+            values[name] = _numbers(pa, part.column(name), name, nulls[name])[order]
     return TrainingRows(
         queries,
         documents,
         offsets_of(np.bincount(query, minlength=len(queries))),
         document[order],
         np.asarray(flags.to_numpy(), bool)[order],
-        numbers("rank", 0.0, np.int32),
-        numbers("retriever_score" if names else "score", np.nan, np.float32),
-        {name.removeprefix(TEACHER): numbers(name, None, np.float32) for name in names},
-        numbers("score", None, np.float32) if names else None,
+        values["rank"].astype(np.int32),
+        values[retriever],
+        {name.removeprefix(TEACHER): values[name] for name in names},
+        values["score"] if names else None,
         _made_by(table.schema_arrow),
     )
 
@@ -293,9 +300,8 @@ def _ids(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int32, copy=False)
 
 
-def _numbers(pa: ModuleType, table: Any, name: str, null: float | None) -> Floats:
+def _numbers(pa: ModuleType, column: Any, name: str, null: float | None) -> Floats:
     """A column as float32; nulls become `null`, and are an error where that is None."""
-    column = table.read([name]).column(0)
     if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
         raise DataError(f"{name}: expected numbers, got {column.type}.")
     if column.null_count and null is None:
