@@ -222,6 +222,7 @@ def test_a_run_stops_when_its_hours_are_over_and_its_card_has_the_command(
     told = "the 1e-09 hours are over, at step 1 of 4; run the same again"
     refused(OutOfTimeError, told, train, recipe, collection, tmp_path / "m", hours=1e-9)
     refused(ValueError, "hours must be above 0 or None, got 0", train, recipe, collection, tmp_path / "m", hours=0)
+    refused(ValueError, "report_to must be none, .*got 'x'", train, recipe, collection, tmp_path / "m", report_to="x")
     assert newest_step(tmp_path / "m") == 1
     assert train(recipe, collection, tmp_path / "m", hours=9.0, command="tilefold train|x").resumed_from == 1
     assert_equal(tmp_path / "m", trained("splade"))
@@ -238,6 +239,7 @@ def test_a_run_stops_when_its_hours_are_over_and_its_card_has_the_command(
     assert "MultiVectorEncoder(" in (trained("colbert") / "README.md").read_text()
     collection.save_beir(tmp_path / "data")
     command = ("train", "--model", recipe.base_model, "--data", tmp_path / "data", "--output", tmp_path / "c")
+    assert run_cli(*command, "--hours", "0") == 2 and "expected more than 0, got 0" in capsys.readouterr().err
     assert run_cli(*command, "--steps", "2", "--fp32", "--hours", "1e-9") == 1
     assert "hours are over, at step 1 of 2" in capsys.readouterr().err
     assert run_cli(*command, "--steps", "2", "--fp32", "--report-to", "nothing") != 0

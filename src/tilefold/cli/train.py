@@ -93,6 +93,8 @@ def train(
     accelerate launch, several processes share the pairs of each step.
     """
     asked = locals()
+    if hours is not None and not hours > 0:
+        raise UsageError(f"--hours: expected more than 0, got {hours:g}.")
     cuts = _retrievers.passages(asked)
     config = _configure(recipe, asked)
     if config.base_model != _models.PACKAGED:

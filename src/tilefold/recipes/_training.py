@@ -173,6 +173,12 @@ def train(
         raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
     if hours is not None and not hours > 0:
         raise ValueError(f"hours must be above 0 or None, got {hours}.")
+    if report_to not in ("none", "all"):
+        from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+        if report_to not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to must be none, all or one of {known}, got {report_to!r}.")
     check_launcher()
     with joined(training=True):
         world = World()
