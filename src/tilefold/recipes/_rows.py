@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,9 +23,9 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Column(Sequence[str]):
-    """The texts of n rows, by their places ``[n]`` among all queries or documents."""
+    """The texts of n rows, by their places ``[n]`` among all queries or documents, which `read` gives."""
 
-    texts: Sequence[str]
+    read: Callable[[int], str]
     places: Places
 
     def __len__(self) -> int:
@@ -33,8 +33,8 @@ class Column(Sequence[str]):
 
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
-            return [self.texts[place] for place in self.places[row].tolist()]
-        return self.texts[int(self.places[row])]
+            return list(map(self.read, self.places[row].tolist()))
+        return self.read(int(self.places[row]))
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ def training_pairs(collection: Collection) -> Pairs:
     return Pairs(names, queries, documents)
 
 
-def document_texts(collection: Collection) -> Sequence[str]:
+def document_texts(collection: Collection) -> Column:
     """The contents of all documents, in their order."""
     contents = collection.contents()
-    stored: Sequence[str] | None = getattr(contents, "by_place", None)
-    return list(contents.values()) if stored is None else stored
+    read: Callable[[int], str] = getattr(contents, "at", None) or list(contents.values()).__getitem__
+    return Column(read, np.arange(len(contents)))
 
 
 def pair_examples(collection: Collection, document: str) -> Examples:
@@ -99,12 +99,12 @@ def pair_examples(collection: Collection, document: str) -> Examples:
 
 def examples_of(collection: Collection, pairs: int, columns: dict[str, Any], note: str = "") -> Examples:
     """Examples with texts for places: those of queries in the column ``"query"``, else those of documents."""
-    queries, documents = list(collection.queries.values()), document_texts(collection)
-    read = {
+    queries, documents = list(collection.queries.values()).__getitem__, document_texts(collection).read
+    texts = {
         name: places if name == "label" else Column(queries if name == "query" else documents, places)
         for name, places in columns.items()
     }
-    return Examples(read, pairs, note, texts_digest(collection.queries) + texts_digest(collection.contents()))
+    return Examples(texts, pairs, note, texts_digest(collection.queries) + texts_digest(collection.contents()))
 
 
 class Mined:
@@ -174,17 +174,17 @@ class Reader:
     """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells readers apart."""
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
-        self._texts = {name: column.texts for name, column in columns.items() if isinstance(column, Column)}
+        self._read = {name: column.read for name, column in columns.items() if isinstance(column, Column)}
         self._cut, self._ends, self._digest = text_cutter(model), dict[tuple[str, int], int](), digest
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {
-            name: [self._text(name, place) for place in values] if name in self._texts else values
+            name: [self._text(name, place) for place in values] if name in self._read else values
             for name, values in batch.items()
         }
 
     def _text(self, name: str, place: int) -> str:
-        text = self._texts[name][place]
+        text = self._read[name](place)
         if (end := self._ends.get((name, place))) is None:
             (short,) = self._cut([text])
             if len(short) < len(text):

@@ -13,7 +13,7 @@ import time
 import weakref
 from abc import abstractmethod
 from array import array
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,22 +188,10 @@ class StoredContents(_Streamed[str]):
         return (_contents(text, self.documents.path) for _, text in _lines(self.documents.path))
 
     @cached_property
-    def by_place(self) -> Sequence[str]:
-        """The contents in the order of the file; those that were read last are kept."""
-        return _ByPlace(self.documents)
-
-
-class _ByPlace(Sequence[str]):
-    def __init__(self, documents: StoredDocuments) -> None:
-        self._count = len(documents)
-        self._read = lru_cache(_LAST_READ)(lambda place: _contents(documents.line(place), documents.path)[1])
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, place: Any) -> Any:
-        found = range(self._count)[place]
-        return [self._read(each) for each in found] if isinstance(place, slice) else self._read(found)
+    def at(self) -> Callable[[int], str]:
+        """The contents of a place in the file; those that were read last are kept."""
+        documents = self.documents
+        return lru_cache(_LAST_READ)(lambda place: _contents(documents.line(place), documents.path)[1])
 
 
 def stored_documents(file: Path, cache: Path) -> StoredDocuments | None:
