@@ -85,7 +85,7 @@ def test_documents_that_stay_in_their_file_train_the_same_model(
     runs: list[Any] = []
     for part in (None, 0):
         collection = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
-        assert isinstance(collection.documents, stored.StoredDocuments) == (part == 0)
+        assert isinstance(collection.documents, stored.Stored) == (part == 0)
         made = train(recipe, collection, tmp_path / str(part), negatives=tmp_path / "triples.tsv")
         runs.append([(Path(made.model_dir) / "model.safetensors").read_bytes(), made.truncated, made.loss])
     assert runs[0] == runs[1]

@@ -367,7 +367,7 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path, suf
     whole = r.load_documents(corpus)
     contents = {name: document.contents for name, document in whole.items()}
     for _ in range(2):  # the second time from the cache
-        assert opened(corpus) == (stored.StoredDocuments, whole, texts_digest(contents))
+        assert opened(corpus) == (stored.Stored, whole, texts_digest(contents))
     collection = named.open_documents(corpus, corpus.parent / "cache")[0]
     documents, texts = collection.documents, collection.contents()
     assert list(documents) == list(whole) == ["d0", "7", "ü"] and len(documents) == len(texts) == 3
@@ -391,8 +391,8 @@ def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
     corpus.write_bytes(corpus.read_bytes().replace(b"trees", b"trams"))
     os.utime(corpus, ns=(found.st_atime_ns, found.st_mtime_ns))
     kind, documents, digest = opened(corpus)
-    assert kind is stored.StoredDocuments and digest != before and documents == r.load_documents(corpus)
-    assert opened(corpus) == (stored.StoredDocuments, documents, digest)
+    assert kind is stored.Stored and digest != before and documents == r.load_documents(corpus)
+    assert opened(corpus) == (stored.Stored, documents, digest)
     reading = named.open_documents(corpus, corpus.parent / "cache")[0].documents
     corpus.write_bytes(b" " * 30 + corpus.read_bytes())
     refused(DataError, "has changed since it was opened", lambda: reading["7"])
@@ -415,7 +415,7 @@ def test_a_damaged_or_unwritable_cache_costs_only_time(corpus: Path, damage: str
     (file,) = (corpus.parent / "cache").rglob(damage)
     file.write_bytes(file.read_bytes()[:50])
     assert opened(corpus) == whole
-    assert opened(corpus)[0] is stored.StoredDocuments
+    assert opened(corpus)[0] is stored.Stored
 
 
 def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Path) -> None:
@@ -425,6 +425,6 @@ def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Pa
     for _ in range(2):
         collection, _ = named.open_documents(folder, cache)
         assert (collection.name, dict(collection.documents)) == ("beir", r.load_beir(folder).documents)
-    assert isinstance(collection.documents, stored.StoredDocuments) and not collection.queries
+    assert isinstance(collection.documents, stored.Stored) and not collection.queries
     corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
     refused(DataError, "'text' must be a string", named.open_documents, corpus, cache)

@@ -11,9 +11,8 @@ import logging
 import os
 import time
 import weakref
-from abc import abstractmethod
 from array import array
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,76 +27,52 @@ from tilefold.retrieval.collection import Document, document_of_row, load_docume
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import TextsDigest
 
-__all__ = ["StoredContents", "StoredDocuments", "id_key", "stored_documents"]
+__all__ = ["Stored", "id_key", "stored_documents"]
 
 SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within the resolution of its times
 _ARRAYS, _FACTS = ("keys.npy", "order.npy", "starts.npy"), "facts.json"
 _LAST_READ = 1 << 14  # texts that are kept: a sampler compares those of rows that are read next
 
 V = TypeVar("V")
+Parse = Callable[[str, Path], tuple[str, V]]  # a line, and the file that it is of -> id and value
 _logger = logging.getLogger(__name__)
 
 
-class _Streamed(Mapping[str, V]):
-    """A mapping that is read from beginning to end where all of it is asked for."""
-
-    @abstractmethod
-    def pairs(self) -> Iterator[tuple[str, V]]: ...
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self.pairs())
-
-    def items(self) -> ItemsView[str, V]:
-        return _Items(self)
-
-    def values(self) -> ValuesView[V]:
-        return _Values(self)
-
-
-class _Items(ItemsView[str, V]):
-    _mapping: _Streamed[V]
-
-    def __iter__(self) -> Iterator[tuple[str, V]]:
-        return self._mapping.pairs()
-
-
-class _Values(ValuesView[V]):
-    _mapping: _Streamed[V]
-
-    def __iter__(self) -> Iterator[V]:
-        return (value for _, value in self._mapping.pairs())
-
-
-class StoredDocuments(_Streamed[Document]):
-    """Document id -> :class:`Document`, read from its line when asked for; ``DataError`` once the file has changed.
+class Stored(Mapping[str, V]):
+    """Document id -> what `parse` makes of its line, read when asked for; ``DataError`` once the file has changed.
 
     Attributes:
         path: the file.
         sha256: :func:`tilefold.retrieval.texts_digest` of all contents.
     """
 
-    def __init__(self, path: Path, state: list[int], sha256: str, *arrays: npt.NDArray[Any]) -> None:
+    def __init__(
+        self, path: Path, state: list[int], sha256: str, arrays: Sequence[npt.NDArray[Any]], parse: Parse[V]
+    ) -> None:
         self.path, self.state, self.sha256, self.arrays = path, state, sha256, arrays
-        self._keys, self._order, self._starts = (
-            arrays  # sorted [N]; the place of each [N]; of lines, and the end [N + 1]
-        )
+        # sorted [N]; the place of each [N]; where each line begins, and the end of the file [N + 1]
+        self._keys, self._order, self._starts = arrays
+        self._parse = parse
 
-    def at(self, place: int) -> Document:
-        """The document of a place in the file, from 0."""
-        return _document(self.line(place), self.path)
+    def contents(self) -> Stored[str]:
+        """Document id -> contents."""
+        return Stored(self.path, self.state, self.sha256, self.arrays, _contents)
 
-    def line(self, place: int) -> str:
-        """Its line."""
-        start, stop = int(self._starts[place]), int(self._starts[place + 1])
-        return self._bytes(start, stop).decode(_encoding(start)).partition("\n")[0]
+    @cached_property
+    def at(self) -> Callable[[int], V]:
+        """The value of a place in the file, from 0; those that were read last are kept."""
+        return lru_cache(_LAST_READ)(lambda place: self._pair(place)[1])
 
-    def _bytes(self, start: int, stop: int) -> bytes:
+    def _pair(self, place: int) -> tuple[str, V]:
         self.check()
+        start, stop = int(self._starts[place]), int(self._starts[place + 1])
         if hasattr(os, "pread"):
-            return os.pread(self._opened, stop - start, start)
-        with self.path.open("rb") as stream:  # on Windows
-            stream.seek(start)
-            return stream.read(stop - start)
+            line = os.pread(self._opened, stop - start, start)
+        else:  # Windows
+            with self.path.open("rb") as stream:
+                stream.seek(start)
+                line = stream.readline()
+        return self._parse(line.decode(_encoding(start)).partition("\n")[0], self.path)
 
     @cached_property
     def _opened(self) -> int:
@@ -106,7 +81,7 @@ class StoredDocuments(_Streamed[Document]):
         return descriptor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_opened"}
+        return {name: value for name, value in vars(self).items() if name not in ("_opened", "at")}
 
     def check(self) -> None:
         """Raise a ``DataError`` if the file is not the one that was opened."""
@@ -135,12 +110,12 @@ class StoredDocuments(_Streamed[Document]):
         key = np.uint64(id_key(name))
         at = int(np.searchsorted(self._keys, key))
         while at < len(self._keys) and self._keys[at] == key:
-            if self.at(place := int(self._order[at])).id == name:
+            if self._pair(place := int(self._order[at]))[0] == name:
                 return place
             at += 1
         return None
 
-    def __getitem__(self, name: str) -> Document:
+    def __getitem__(self, name: str) -> V:
         place = self._place(name) if isinstance(name, str) else None
         if place is None:
             raise KeyError(name)
@@ -155,46 +130,36 @@ class StoredDocuments(_Streamed[Document]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def pairs(self) -> Iterator[tuple[str, Document]]:
-        """All documents with their ids, in the order of the file."""
+    def pairs(self) -> Iterator[tuple[str, V]]:
+        """All ids and values, in the order of the file, which is read once."""
         self.check()
-        for _, text in _lines(self.path):
-            document = _document(text, self.path)
-            yield document.id, document
+        return (self._parse(text, self.path) for _, text in _lines(self.path))
 
-    def contents(self) -> StoredContents:
-        """Document id -> contents."""
-        return StoredContents(self)
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.pairs())
 
+    def items(self) -> ItemsView[str, V]:
+        return _Items(self)
 
-class StoredContents(_Streamed[str]):
-    """Document id -> contents of :class:`StoredDocuments`, whose digest is `sha256`."""
-
-    def __init__(self, documents: StoredDocuments) -> None:
-        self.documents, self.sha256 = documents, documents.sha256
-
-    def __getitem__(self, name: str) -> str:
-        return self.documents[name].contents
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.documents
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def pairs(self) -> Iterator[tuple[str, str]]:
-        """All contents with their ids, in the order of the file."""
-        self.documents.check()
-        return (_contents(text, self.documents.path) for _, text in _lines(self.documents.path))
-
-    @cached_property
-    def at(self) -> Callable[[int], str]:
-        """The contents of a place in the file; those that were read last are kept."""
-        documents = self.documents
-        return lru_cache(_LAST_READ)(lambda place: _contents(documents.line(place), documents.path)[1])
+    def values(self) -> ValuesView[V]:
+        return _Values(self)
 
 
-def stored_documents(file: Path, cache: Path) -> StoredDocuments | None:
+class _Items(ItemsView[str, V]):
+    _mapping: Stored[V]
+
+    def __iter__(self) -> Iterator[tuple[str, V]]:
+        return self._mapping.pairs()
+
+
+class _Values(ValuesView[V]):
+    _mapping: Stored[V]
+
+    def __iter__(self) -> Iterator[V]:
+        return (value for _, value in self._mapping.pairs())
+
+
+def stored_documents(file: Path, cache: Path) -> Stored[Document] | None:
     """The documents of JSON lines or of lines of an id, a tab and a text; None for a file of another kind.
 
     What reading it once finds out is kept in `cache` with the size, times and inode of the file, and is used until one
@@ -220,7 +185,7 @@ def _is_stored(file: Path) -> bool:
     return not text_columns(first.rstrip("\r\n").split("\t"), f"{file}:1")
 
 
-def _indexed(file: Path, state: list[int]) -> StoredDocuments:
+def _indexed(file: Path, state: list[int]) -> Stored[Document]:
     keys, starts, digest = array("Q"), array("q"), TextsDigest()
     try:
         for start, text in _lines(file):
@@ -238,7 +203,8 @@ def _indexed(file: Path, state: list[int]) -> StoredDocuments:
     if not len(found) or bool((np.diff(found[order]) == 0).any()):
         load_documents(file)  # raises an error, but for two ids of one key
     ends = np.append(np.frombuffer(starts, np.int64), state[0])
-    return StoredDocuments(file, state, digest.hexdigest(), found[order], order.astype(np.int32), ends)
+    arrays = (found[order], order.astype(np.int32), ends)
+    return Stored(file, state, digest.hexdigest(), arrays, _document)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -256,18 +222,19 @@ def _encoding(start: int) -> str:
     return "utf-8" if start else "utf-8-sig"
 
 
-def _document(text: str, file: Path) -> Document:
-    """The document of a line."""
+def _document(text: str, file: Path) -> tuple[str, Document]:
+    """Id and document of a line."""
     row = json.loads(text) if file.name.endswith(".jsonl") else dict(zip(("_id", "text"), _pair(text), strict=True))
-    return document_of_row(row, str(file), ())
+    document = document_of_row(row, str(file), ())
+    return document.id, document
 
 
 def _contents(text: str, file: Path) -> tuple[str, str]:
     """Id and contents of the document of a line."""
     if not file.name.endswith(".jsonl"):
         return _pair(text)
-    document = _document(text, file)
-    return document.id, document.contents
+    name, document = _document(text, file)
+    return name, document.contents
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -282,7 +249,7 @@ def _state(file: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _cached(folder: Path, file: Path, state: list[int]) -> StoredDocuments | None:
+def _cached(folder: Path, file: Path, state: list[int]) -> Stored[Document] | None:
     facts = read_json(folder / _FACTS) or {}
     if facts.get("state") != state or not isinstance(facts.get("texts_sha256"), str):
         return None
@@ -293,10 +260,10 @@ def _cached(folder: Path, file: Path, state: list[int]) -> StoredDocuments | Non
     count = facts.get("documents")
     if not isinstance(count, int) or [found.shape for found in arrays] != [(count,), (count,), (count + 1,)]:
         return None
-    return StoredDocuments(file, state, facts["texts_sha256"], *arrays)
+    return Stored(file, state, facts["texts_sha256"], arrays, _document)
 
 
-def _keep(folder: Path, found: StoredDocuments) -> None:
+def _keep(folder: Path, found: Stored[Document]) -> None:
     """Note where the documents lie, unless the file has changed meanwhile, or may change unnoticed."""
     written = max(found.state[1], found.state[2]) / 1e9
     if _state(found.path) != found.state or time.time() - written < SETTLED_SECONDS:
