@@ -105,10 +105,11 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
 
 
 def test_search_reads_the_documents_of_its_hits_only(call: Call, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilefold.retrieval import collection, datasets, stored
+    from tilefold.cli import _scores
+    from tilefold.retrieval import collection, stored
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
-    monkeypatch.setattr(datasets, "SMALLEST", 0)
+    monkeypatch.setattr(_scores, "SMALLEST", 0)
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
     assert call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code == 0
     search = ("search", "csv files", "--index", work / "words", "--data", work / "data", "--json")

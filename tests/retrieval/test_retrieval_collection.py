@@ -19,7 +19,6 @@ import pytest
 from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold.retrieval import datasets as named
 from tilefold.retrieval import stored
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
@@ -344,7 +343,6 @@ STORED = [
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(named, "SMALLEST", 0)
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
     return write_corpus(tmp_path, "jsonl")
 
@@ -357,8 +355,12 @@ def write_corpus(folder: Path, suffix: str) -> Path:
 
 
 def opened(path: Path) -> tuple[object, dict[str, object], str]:
-    collection, digest = named.open_documents(path, path.parent / "cache")
-    return type(collection.documents), dict(collection.documents), digest
+    collection = load(path)
+    return type(collection.documents), dict(collection.documents), texts_digest(collection.contents())
+
+
+def load(path: Path, cache: Path | None = None) -> r.Collection:
+    return r.load_collection(path, cache or path.parent / "cache", documents_only=True, stored=0)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "tsv"])
@@ -368,7 +370,7 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path, suf
     contents = {name: document.contents for name, document in whole.items()}
     for _ in range(2):  # the second time from the cache
         assert opened(corpus) == (stored.Stored, whole, texts_digest(contents))
-    collection = named.open_documents(corpus, corpus.parent / "cache")[0]
+    collection = load(corpus)
     documents, texts = collection.documents, collection.contents()
     assert list(documents) == list(whole) == ["d0", "7", "ü"] and len(documents) == len(texts) == 3
     assert list(documents.values()) == list(whole.values()) and list(texts.values()) == list(contents.values())
@@ -381,7 +383,7 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path, suf
 def test_ids_with_one_key_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "id_key", lambda name: 3)
     assert opened(corpus)[1] == opened(corpus)[1] == r.load_documents(corpus)
-    documents = named.open_documents(corpus, corpus.parent / "cache")[0].documents
+    documents = load(corpus).documents
     assert "unknown" not in documents and documents["ü"].text == "trees"
 
 
@@ -393,7 +395,7 @@ def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
     kind, documents, digest = opened(corpus)
     assert kind is stored.Stored and digest != before and documents == r.load_documents(corpus)
     assert opened(corpus) == (stored.Stored, documents, digest)
-    reading = named.open_documents(corpus, corpus.parent / "cache")[0].documents
+    reading = load(corpus).documents
     corpus.write_bytes(b" " * 30 + corpus.read_bytes())
     refused(DataError, "has changed since it was opened", lambda: reading["7"])
 
@@ -402,15 +404,14 @@ def test_a_file_of_this_moment_and_a_small_one_are_not_kept(corpus: Path, monkey
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 60.0)
     assert opened(corpus) == opened(corpus) and not (corpus.parent / "cache").exists()
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
-    monkeypatch.setattr(named, "SMALLEST", 1 << 20)
-    assert opened(corpus)[0] is opened(corpus)[0] is dict
+    assert type(r.load_collection(corpus, stored=1 << 20).documents) is dict
 
 
 @pytest.mark.parametrize("damage", ["facts.json", "keys.npy", "order.npy", "starts.npy", "unwritable"])
 def test_a_damaged_or_unwritable_cache_costs_only_time(corpus: Path, damage: str) -> None:
     whole = opened(corpus)
     if damage == "unwritable":
-        assert dict(named.open_documents(corpus, "/proc/nowhere")[0].documents) == whole[1]
+        assert dict(load(corpus, Path("/proc/nowhere")).documents) == whole[1]
         return
     (file,) = (corpus.parent / "cache").rglob(damage)
     file.write_bytes(file.read_bytes()[:50])
@@ -421,10 +422,9 @@ def test_a_damaged_or_unwritable_cache_costs_only_time(corpus: Path, damage: str
 def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Path) -> None:
     folder = corpus.parent / "beir"
     small_collection().save_beir(folder)
-    cache = corpus.parent / "cache"
     for _ in range(2):
-        collection, _ = named.open_documents(folder, cache)
+        collection = load(folder)
         assert (collection.name, dict(collection.documents)) == ("beir", r.load_beir(folder).documents)
     assert isinstance(collection.documents, stored.Stored) and not collection.queries
     corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
-    refused(DataError, "'text' must be a string", named.open_documents, corpus, cache)
+    refused(DataError, "'text' must be a string", load, corpus)

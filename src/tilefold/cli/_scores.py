@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
 SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
 SAVE_RUN_HELP = "Write the run as a TREC file."
+SMALLEST = 1 << 20  # bytes of a file of which single documents are read
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,8 @@ def check_texts(name: str, made_by: Provenance, collection: Collection, texts: P
 
 def open_documents(data: str, index: Path, made_by: Provenance) -> Mapping[str, Document]:
     """The documents that an index was made from, read from their file as they are asked for where that is possible."""
-    from tilefold.retrieval.datasets import open_documents as opened
-
-    collection, digest = opened(data)
-    check_texts(f"--index {index}", made_by, collection, Provenance(texts_sha256=digest))
+    collection = _common.load_data(data, documents_only=True, stored=SMALLEST)
+    check_texts(f"--index {index}", made_by, collection, texts_of(collection))
     return collection.documents
 
 

@@ -24,12 +24,9 @@ from typing import Literal
 from tilefold._files import InUseError
 from tilefold.retrieval.collection import BEIR_LAYOUT, Collection, Document, documents_table, load_beir
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.stored import stored_documents
 
-__all__ = ["BUILDER_VERSION", "build_pydocs", "cache_key", "default_cache_dir", "load_collection", "open_documents"]
-
-SMALLEST = 1 << 20  # bytes of a file that is worth a place in the cache
+__all__ = ["BUILDER_VERSION", "build_pydocs", "cache_key", "default_cache_dir", "load_collection"]
 
 BUILDER_VERSION = 1
 MIN_WORDS = 8
@@ -111,15 +108,6 @@ def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collecti
     except (OSError, InUseError) as error:
         _logger.warning("pydocs could not be cached: %s", error)
     return collection
-
-
-def open_documents(name_or_path: str | Path, cache_dir: str | Path | None = None) -> tuple[Collection, str]:
-    """The documents of a collection, and the :func:`texts_digest` of their contents; no queries, no judgements.
-
-    Arguments and errors are those of :func:`load_collection`; the documents are `stored` ones where they can be.
-    """
-    collection = load_collection(name_or_path, cache_dir, documents_only=True, stored=SMALLEST)
-    return collection, texts_digest(collection.contents())
 
 
 def cache_key() -> str:
