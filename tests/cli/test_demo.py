@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cli.program import Call, done, fails, measured
 from tests.inside import common, demo_steps
 from tests.recipes.small import small_collection
 from tilefold.cli import demo
-from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.recipes.splade import SpladeRecipe
-from tilefold.retrieval import encode_texts
+from tilefold.retrieval.errors import DataError
 
 TINY = demo_steps.Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
 
@@ -77,13 +75,13 @@ def test_the_demo_makes_everything_once_and_search_finds_it(call: Call, tmp_path
 @pytest.mark.usefixtures("small_demo")
 @pytest.mark.filterwarnings("ignore")
 def test_a_demo_goes_on_and_its_commands_repeat_its_rows(call: Call, tmp_path: Path, monkeypatch: Any) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     # bf16 would round a text by the others of its batch, and the demo encodes in other batches
     monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: False)
     with monkeypatch.context() as during:
-        during.setattr(demo_steps, "encode_documents", interrupted)
+        during.setattr("tilefold.retrieval.encode_collection", interrupted)
         stopped = call("demo", "--full", "--output", tmp_path)
     assert stopped.code == 130 and "run the same command again to resume" in stopped.err
     made = done(call("demo", "--full", "--output", tmp_path))
@@ -130,15 +128,15 @@ def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_it
     assert list(demo_steps.take(given, None).documents) == list(given.documents)
 
 
-def test_one_pass_gives_the_dense_vectors_and_the_token_vectors_of_the_models_own_calls() -> None:
-    model = load_dense_minilm(device="cpu")
-    texts = {"a": "read a csv file", "b": "open a socket, and wait"}
-    for kind, encode in (("query", model.encode_query), ("document", model.encode_document)):
-        dense, tokens = demo_steps._encode_once(model, texts, kind, "fp16")
-        torch.testing.assert_close(dense, torch.as_tensor(encode(list(texts.values()))))
-        late = encode_texts(demo_steps._late_interaction(model), texts, kind=kind)  # type: ignore[arg-type]
-        assert tokens.ids == late.ids
-        torch.testing.assert_close(tokens.values, late.values)
+def test_vectors_that_are_damaged_or_of_other_settings_are_made_again(tmp_path: Path) -> None:
+    def encode_into(model: Any, texts: Any, folder: Path, progress: Any, resume: bool = True) -> None:
+        if resume and not (folder / "whole").exists():
+            raise DataError("holds vectors with other settings")
+        progress(len(texts) if resume else 0, len(texts))
+        (folder / "whole").touch()
+
+    done = [demo_steps.encode(encode_into, Any, small_collection(), tmp_path) for _ in range(2)]  # type: ignore[arg-type]
+    assert done == [False, True]
 
 
 def test_differences_are_paired_by_query_and_overlap_counts_the_exact_top_of_another_run() -> None:
