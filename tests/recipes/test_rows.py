@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tilefold.retrieval as r
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import LsrRecipe, train
@@ -53,16 +52,26 @@ def test_published_negatives_are_read_as_they_are(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.tsv", "q0\td0\n", r"a\.tsv:1: expected a line of three ids .*got q0\td0 \(fewer than two documents\)"),
-        ("a.json", '["q0", "d0", "d1"]\n["q1", 2.5, "d3"]\n', r"a\.json:2: .*no id: 2\.5"),
-        ("a.jsonl", '{"qid": 1, "pos": [2]}\n', r"a\.jsonl:1: .*'neg'"),
+        ("a.tsv", "q0\td0\n", r"a\.tsv: line 1: expected a line of three ids .*got q0\td0 \(2 fields\)"),
+        ("a.tsv", "q0\t0\td0\t1\n", r"a\.tsv: line 1: .*\(4 fields\)"),
+        ("a.json", '["q0", "d0", "d1"]\n["q1", 2.5, "d3"]\n', r"a\.json: line 2: .*no id: 2\.5"),
+        ("a.json", '["q0", "d0"]\n', r"a\.json: line 1: .*fewer than two documents"),
+        ("a.jsonl", '{"qid": 1, "pos": [2]}\n', r"a\.jsonl: line 1: .*'neg'"),
+        ("a.jsonl", '{"qid": 1, "pos": "23", "neg": [4]}\n', r"a\.jsonl: line 1: .*no lists"),
+        ("a.json", f'["q0", ["d0", {"9" * 400}], ["d1", 1]]\n', r"a\.json: line 1: .*too large"),
         ("a.json", '["q0", ["d0", 1], "d1"]\n', "expected a score for every document, or none, got 1 for 2"),
         ("a.json", '["q0", ["d0", NaN], ["d1", 1]]\n', "document 'd0' of query 'q0' has no finite score"),
-        ("a.json", "", "got 0 for 0"),
+        ("a.json", "", r"a\.json: expected a line at least, got an empty file"),
     ],
 )
 def test_published_negatives_that_are_none_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
     refused(DataError, message, read_training_rows, put(tmp_path / name, text))
+
+
+def test_a_run_is_no_file_of_negatives(tmp_path: Path) -> None:
+    run = put(tmp_path / "run.tsv", "".join(f"q0\td{place}\td{place + 1}\n" for place in range(4)))
+    text = "relevant documents as the split 'train' judges them, got 4 of its queries, of which it calls 1 relevant"
+    refused(DataError, text, make_examples, LsrRecipe(negatives=1), small_collection(), run)
 
 
 def test_draws_have_every_negative_equally_often_and_none_twice_while_there_are_others() -> None:
@@ -70,8 +79,7 @@ def test_draws_have_every_negative_equally_often_and_none_twice_while_there_are_
     assert all(len(set(row)) == 3 for row in drawn.tolist())
     counts = Counter(map(tuple, drawn.tolist()))  # of 60 equally likely ones: 100 each, give or take 10
     assert len(counts) == 60 and all(50 < count < 150 for count in counts.values())
-    few = _draw(np.full(50, 2), 5, 0)
-    assert all(set(row[:2]) == {0, 1} and set(row) == {0, 1} for row in few.tolist())
+    assert all({*row[:2]} == {*row} == {0, 1} for row in _draw(np.full(50, 2), 5, 0).tolist())
 
 
 def test_documents_that_stay_in_their_file_train_the_same_model(
@@ -84,12 +92,12 @@ def test_documents_that_stay_in_their_file_train_the_same_model(
     recipe = LsrRecipe(base_model=base, negatives=1, max_steps=3, batch_size=4, max_length=8, bf16=False, epochs=1)
     runs: list[Any] = []
     for part in (None, 0):
-        collection = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
-        assert isinstance(collection.documents, stored.Stored) == (part == 0)
-        made = train(recipe, collection, tmp_path / str(part), negatives=tmp_path / "triples.tsv")
-        runs.append([(Path(made.model_dir) / "model.safetensors").read_bytes(), made.truncated, made.loss])
+        data = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
+        assert isinstance(data.documents, stored.Stored) == (part == 0)
+        made = train(recipe, data, tmp_path / str(part), negatives=tmp_path / "triples.tsv")
+        runs.append([(tmp_path / str(part) / "model.safetensors").read_bytes(), made.truncated, made.loss])
     assert runs[0] == runs[1]
-    again = r.load_beir(tmp_path / "data")
-    again.qrels["train"]["q3"]["d99"] = 1
-    text = "judges query 'q3' and document 'd99', of which it lacks one"
-    refused(ValueError, text, train, recipe, again, tmp_path / "other", negatives=tmp_path / "triples.tsv")
+    data.qrels["train"]["q3"]["d99"] = 1
+    refused(
+        ValueError, "judges query 'q3' and document 'd99', of which it lacks one", make_examples, recipe, data, None
+    )

@@ -332,25 +332,20 @@ def test_names_of_columns_say_which_is_which_in_judgements_and_a_query_called_qi
     refused(DataError, r"test\.tsv:1: .*got 'gain'.*names of columns are query-id, corpus-id, score", r.load_beir, beir)
 
 
-STORED = [
-    '{"_id": "d0", "title": "Cats", "text": "sleep"}',
-    "",
-    '{"id": 7, "text": "\\u732b und Hunde"}',
-    "\u3000",
-    '{"_id": "ü", "title": null, "text": "trees"}',
-]
+STORED = {
+    "jsonl": [
+        '{"_id": "d0", "title": "Cats", "text": "sleep"}', "",
+        '{"id": 7, "text": "\\u732b und Hunde"}', "\u3000", '{"_id": "ü", "title": null, "text": "trees"}',
+    ],
+    "tsv": ["d0\tCats\tsleep", "", "7\t\u732b und Hunde", "\u3000", "ü\ttrees"],
+}  # fmt: skip
 
 
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=["jsonl"])
+def corpus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
-    return write_corpus(tmp_path, "jsonl")
-
-
-def write_corpus(folder: Path, suffix: str) -> Path:
-    file = folder / f"corpus.{suffix}"
-    lines = STORED if suffix == "jsonl" else ["d0\tCats\tsleep", "", "7\t\u732b und Hunde", "\u3000", "ü\ttrees"]
-    file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8", newline="")
+    file = tmp_path / f"corpus.{request.param}"
+    file.write_text("\ufeff" + "\r\n".join(STORED[request.param]), encoding="utf-8", newline="")
     return file
 
 
@@ -363,9 +358,8 @@ def load(path: Path, cache: Path | None = None) -> r.Collection:
     return r.load_collection(path, cache or path.parent / "cache", documents_only=True, stored=0)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "tsv"])
-def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path, suffix: str) -> None:
-    corpus = write_corpus(corpus.parent, suffix)
+@pytest.mark.parametrize("corpus", ["jsonl", "tsv"], indirect=True)
+def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path) -> None:
     whole = r.load_documents(corpus)
     contents = {name: document.contents for name, document in whole.items()}
     for _ in range(2):  # the second time from the cache
@@ -398,6 +392,8 @@ def test_a_file_that_changed_is_read_again(corpus: Path) -> None:
     reading = load(corpus).documents
     corpus.write_bytes(b" " * 30 + corpus.read_bytes())
     refused(DataError, "has changed since it was opened", lambda: reading["7"])
+    corpus.unlink()
+    refused(DataError, "or is gone", lambda: reading["7"])
 
 
 def test_a_file_of_this_moment_and_a_small_one_are_not_kept(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,3 +424,5 @@ def test_a_folder_is_read_at_its_corpus_and_malformed_lines_are_named(corpus: Pa
     assert isinstance(collection.documents, stored.Stored) and not collection.queries
     corpus.write_text(json.dumps({"_id": "d0", "text": 3}))
     refused(DataError, "'text' must be a string", load, corpus)
+    corpus.write_text("5\n")
+    refused(DataError, r"corpus\.jsonl:1: expected one JSON object per line, got int", load, corpus)

@@ -125,7 +125,7 @@ def encode(how: Callable[..., object], model: Model, part: Collection, folder: P
 
 
 def zero_shot(root: Path, collection: Collection, queries: dict[str, str], length: int) -> tuple[Run, Tokens, bool]:
-    """Of all-MiniLM-L6-v2: its dense run, token vectors of queries and documents, and whether the latter were there."""
+    """Dense run of all-MiniLM-L6-v2, token vectors of queries and documents, and whether the latter were there."""
     from tilefold.recipes.colbert import ColbertRecipe, train
 
     # of all demos of these texts and this length; --rerank needs the model later

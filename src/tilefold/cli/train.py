@@ -145,8 +145,9 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
 
     output = asked["output"]
     splits = ["train"] if config.evaluate_steps is None else ["train", config.evaluate_split or "dev"]
+    parts: Values = {"splits": splits, "stored": STORED if cuts is None else None}
     with first_rank_first():  # what it fetches, the others find
-        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], splits=splits, stored=STORED)
+        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], **parts)
     if cuts is not None:
         whole = len(collection.documents)
         collection = cuts.training(collection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from tilefold.recipes._run import digest
@@ -29,10 +30,11 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
     judged = dict.fromkeys(name for grades in collection.qrels[split].values() for name in grades)
     contents, chance = collection.contents(), random.Random(recipe.seed)  # noqa: S311 - reproducible, no secret
     count = max(0, (recipe.evaluate_documents or 10_000) - len(judged))
-    drawn = set(chance.sample(range(len(contents)), min(len(contents), count + len(judged))))
-    rest = [pair for place, pair in enumerate(contents.items()) if place in drawn and pair[0] not in judged]
+    pair: Callable[[int], tuple[str, str]] = getattr(contents, "pair", None) or list(contents.items()).__getitem__
+    drawn = map(pair, chance.sample(range(len(contents)), min(len(contents), count + len(judged))))
+    rest = [(name, text) for name, text in drawn if name not in judged]
     queries = {query: collection.queries[query] for query in relevant}
-    documents = {name: contents[name] for name in judged} | dict(chance.sample(rest, min(len(rest), count)))
+    documents = {name: contents[name] for name in judged} | dict(rest[:count])
     evaluator = (MultiVectorInformationRetrievalEvaluator if recipe.late else SparseInformationRetrievalEvaluator)(
         *(queries, documents, relevant),
         corpus_chunk_size=max(1, min(1000, 2**26 // len(queries))),  # of the scores in memory at a time

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._typing import Model
+from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.truncation import text_cutter
 
@@ -117,6 +118,7 @@ class Mined:
         place_of = {query: place for place, query in enumerate(rows.queries)}
         group = np.array([place_of.get(query, -1) for query in pairs.names], np.int64)  # of each pair
         self._places, positive = places, _rows_of(rows, group, places, pairs.documents)
+        _check_relevant(rows, group, positive)
         negative = ~rows.relevant
         negative[positive[positive >= 0]] = False
         before = np.append(0, np.cumsum(negative))[rows.offsets]  # negatives before each query's
@@ -140,6 +142,15 @@ class Mined:
         if self._target is not None:
             columns["label"] = self._target[np.column_stack([self._positive[pairs], drawn])]
         return columns
+
+
+def _check_relevant(rows: TrainingRows, group: Places, positive: Places) -> None:
+    """Raise a ``DataError`` where most documents that the rows of these queries call relevant are not judged so."""
+    marked = np.diff(np.append(0, np.cumsum(rows.relevant))[rows.offsets])[np.unique(group[group >= 0])].sum()
+    judged = rows.relevant[np.unique(positive[positive >= 0])].sum()
+    if 2 * judged < marked:
+        got = f"{marked:,} of its queries, of which it calls {judged:,} relevant; is this a run?"
+        raise DataError(f"training rows: expected relevant documents as the split 'train' judges them, got {got}")
 
 
 def _rows_of(rows: TrainingRows, group: Places, places: Places, wanted: Places) -> Places:
@@ -175,7 +186,8 @@ class Reader:
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
         self._read = {name: column.read for name, column in columns.items() if isinstance(column, Column)}
-        self._cut, self._ends, self._digest = text_cutter(model), dict[tuple[str, int], int](), digest
+        self._cut, self._digest = text_cutter(model, beside=True), digest
+        self._ends: dict[tuple[bool, int], int] = {}  # of texts that are cut, of queries and of documents, by place
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {
@@ -185,10 +197,10 @@ class Reader:
 
     def _text(self, name: str, place: int) -> str:
         text = self._read[name](place)
-        if (end := self._ends.get((name, place))) is None:
+        if (end := self._ends.get(key := (name == "query", place))) is None:
             (short,) = self._cut([text])
             if len(short) < len(text):
-                self._ends[name, place] = len(short)
+                self._ends[key] = len(short)
             return short
         return text[:end]
 

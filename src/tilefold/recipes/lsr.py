@@ -310,7 +310,8 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> An
     """A sampler for sentence-transformers: batches without duplicates, of documents of similar length."""
     from sentence_transformers.base.sampler import DefaultBatchSampler, NoDuplicatesBatchSampler
 
-    lengths = [len(text) for text in dataset["document" if "document" in dataset.column_names else "positive"]]
+    name = "document" if "document" in dataset.column_names else "positive"
+    lengths = [len(text) for text in dataset.select_columns([name])[name]]
     # pools without a text twice: sorted by the length of documents, cut into batches, and these are shuffled
     pools = NoDuplicatesBatchSampler(dataset, batch_size=POOL * batch_size, **settings | {"drop_last": False})
 

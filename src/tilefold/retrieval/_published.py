@@ -33,19 +33,23 @@ def read_published(path: Path) -> dict[str, Any]:
         if not line.strip():
             continue
         try:
-            name, found = _group(json.loads(line) if line[0] in "[{" else line.rstrip("\r\n").split("\t"))
+            is_json = line[0] in "[{"
+            name, found = _group(json.loads(line) if is_json else _three(line.rstrip("\r\n").split("\t")))
             for other, is_relevant, score in found:
                 document.append(documents.setdefault(other, len(documents)))
                 query.append(queries.setdefault(name, len(queries)))
                 relevant.append(is_relevant)
                 scores.extend(() if score is None else (score,))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             got = f"{line.strip():.60} ({error})"
-            raise DataError(f"{path}:{number}: expected {_KINDS}, got {got}. Fix that line.") from error
-    if len(scores) not in (0, len(query)) or not query:
-        raise DataError(f"{path}: expected a score for every document, or none, got {len(scores)} for {len(query)}.")
+            raise DataError(f"line {number}: expected {_KINDS}, got {got}. Fix that line.") from error
+    if not query:
+        raise DataError("expected a line at least, got an empty file. Fetch it again.")
+    if len(scores) not in (0, len(query)):
+        got = f"{len(scores)} for {len(query)} documents"
+        raise DataError(f"expected a score for every document, or none, got {got}. Give all of them one, or none.")
     of, at = np.frombuffer(query, np.int32), np.frombuffer(document, np.int32)
-    _, first, same = np.unique(of * np.int64(len(documents)) + at, return_index=True, return_inverse=True)
+    _, first, same = np.unique(of.astype(np.int64) * len(documents) + at, return_index=True, return_inverse=True)
     marked = np.bincount(same, np.frombuffer(relevant, np.bool_)) > 0
     order = np.lexsort((first, of[first]))
     rows = first[order]
@@ -67,7 +71,9 @@ def _group(value: Any) -> tuple[str, Iterator[_Row]]:
     """The query of a line, and its documents."""
     if isinstance(value, dict):
         negatives = value["neg"]
-        others = [negatives] if isinstance(negatives, list) else negatives.values()
+        others = negatives.values() if isinstance(negatives, dict) else [negatives]
+        if not all(isinstance(names, list) for names in (value["pos"], *others)):
+            raise TypeError("no lists")
         listed = [(name, True) for name in value["pos"]] + [(name, False) for names in others for name in names]
         return _id(value["qid"]), ((_id(name), is_relevant, None) for name, is_relevant in listed)
     name, *found = value
@@ -75,6 +81,12 @@ def _group(value: Any) -> tuple[str, Iterator[_Row]]:
         raise ValueError("fewer than two documents")
     pairs = (each if isinstance(each, list) else (each, None) for each in found)
     return _id(name), ((_id(each), place == 0, score) for place, (each, score) in enumerate(pairs))
+
+
+def _three(fields: list[str]) -> list[str]:
+    if len(fields) != 3:
+        raise ValueError(f"{len(fields)} fields")
+    return fields
 
 
 def _id(value: object) -> str:

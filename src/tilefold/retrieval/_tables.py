@@ -104,7 +104,7 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
     elif path.name.endswith(ROWS):
         filled = ((number, line) for number, line in numbered_lines(path) if line.strip())
         for number, line in islice(filled, skip, None):
-            yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
+            yield f"{path}:{number}", json_object(line, f"{path}:{number}")
     elif path.name.endswith(TEXT):
         yield from islice(text_rows(numbered_lines(path), path), skip, None)
     else:
@@ -131,7 +131,8 @@ def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = Fa
             raise DataError(f"{where}: expected an id, a tab and a text, got no tab. Fix that line.")
 
 
-def _json_object(line: str, where: str) -> Json:
+def json_object(line: str, where: str) -> Json:
+    """The JSON object in a line; a ``DataError`` that begins with `where` for anything else."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # malformed JSON, a number with thousands of digits, too deep nesting

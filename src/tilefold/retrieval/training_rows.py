@@ -236,10 +236,10 @@ def read_training_rows(path: str | Path) -> TrainingRows:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file of training rows. Make one with: tilefold mine")
-    if file.name.endswith(PUBLISHED):
-        return TrainingRows(**read_published(file))
     pa, pq = arrow("Storing training rows")
     try:
+        if file.name.endswith(PUBLISHED):
+            return TrainingRows(**read_published(file))
         with pq.ParquetFile(file, read_dictionary=["query_id", "document_id"]) as table:
             return _from_table(pa, table)
     except (pa.ArrowException, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +33,8 @@ def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
     return text_cutter(model)(texts)
 
 
-def text_cutter(model: Model) -> Callable[[Sequence[str]], list[str]]:
-    """:func:`cut_texts` of `model` as it is now, for many calls."""
+def text_cutter(model: Model, *, beside: bool = False) -> Callable[[Sequence[str]], list[str]]:
+    """:func:`cut_texts` of `model` as it is now, for many calls; `beside` a thread that tokenizes, by a copy."""
     limit = _limit(model)
     tokenizer = getattr(model, "tokenizer", None)
     if limit is None or not callable(tokenizer) or getattr(tokenizer, "truncation_side", None) != "right":
@@ -42,16 +43,15 @@ def text_cutter(model: Model) -> Callable[[Sequence[str]], list[str]]:
     prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
 
     @functools.cache
-    def beginnings() -> Beginnings | None:
-        return None if getattr(tokenizer, "backend_tokenizer", None) is None else Beginnings(tokenizer)
+    def tools() -> tuple[Tokenizer, Beginnings | None]:
+        own = copy.deepcopy(tokenizer) if beside else tokenizer
+        return own, None if getattr(own, "backend_tokenizer", None) is None else Beginnings(own)
 
     def cut(texts: Sequence[str]) -> list[str]:
         if all(len(text) <= longest for text in texts):
             return list(texts)
         with unwatched():
-            return [
-                text if len(text) <= longest else _cut(tokenizer, beginnings(), prompts, text, most) for text in texts
-            ]
+            return [text if len(text) <= longest else _cut(*tools(), prompts, text, most) for text in texts]
 
     return cut
 
