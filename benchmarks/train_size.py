@@ -4,12 +4,12 @@
     python -m benchmarks.train_size --folder size --steps 20 --device cpu --tiny --passages 100000 --queries 5000
 
 `--folder` gets 8.8 million passages (``collection.tsv``), 500,000 queries, their judgements, and 40 million rows of
-negatives with the scores of four teachers (``scores.parquet``), all made, unless they are there; 5 GB, in two to four
-minutes. Then the recipe splade-v3 trains on them in a process of its own, twice: with an empty cache and with a filled
+negatives with the scores of four teachers (``scores.parquet``), all made, unless they are there; 5 GB, in a minute or
+two. Then the recipe splade-v3 trains on them in a process of its own, twice: with an empty cache and with a filled
 one. A row has the seconds from the start of the process to the end of the first step (`first_step_s`; Python's and
 torch's imports are among them), the most memory of the process by the kernel's count (`host_gib`), pairs a second of
 the steps after the first tenth, and the mean utilisation of the GPU then by ``nvidia-smi`` (the share of time in which
-a kernel ran). The gate is that no step's loss is not finite.
+a kernel ran). A loss that is not finite ends the training with an error, and there is no row.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _check_relevant(rows: TrainingRows, group: Places, positive: Places) -> None
     marked = np.diff(np.append(0, np.cumsum(rows.relevant))[rows.offsets])[np.unique(group[group >= 0])].sum()
     judged = rows.relevant[np.unique(positive[positive >= 0])].sum()
     if 2 * judged < marked:
-        got = f"{marked:,} of its queries, of which it calls {judged:,} relevant; is this a run?"
+        got = f"{marked:,} of its queries, of which it calls {judged:,} relevant. Take negatives; this may be a run."
         raise DataError(f"training rows: expected relevant documents as the split 'train' judges them, got {got}")
 
 
