@@ -108,10 +108,10 @@ def _max_forward(steps: HeadSteps, training: bool) -> None:
     if not training:
         steps.buffers["winners"] = None
     if steps.quantized:
-        # whole tiles of scales, as the kernel reads them
-        steps.buffer("row_scale", (cdiv(total, block_t) * block_t,))
-        own = {"N": total, **quantize.row_constants(dim)}
-        steps.launch(quantize.quantize_rows_kernel, (cdiv(total, quantize.BLOCK_ROWS),), own)
+        scales = cdiv(total, block_t) * block_t  # whole tiles, as the kernel reads them
+        steps.buffer("row_scale", (scales,))
+        own = {"N": scales, **quantize.row_constants(dim)}
+        steps.launch(quantize.quantize_rows_kernel, (cdiv(scales, quantize.BLOCK_ROWS),), own)
         steps.stands["hidden"] = steps.buffer("values", (total, dim), dtype)
     # without a cut nothing is partial
     cuts = splits > 1 and (not length or multiple * block_t % length != 0)

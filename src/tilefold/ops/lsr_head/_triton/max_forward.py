@@ -81,7 +81,7 @@ def max_forward_kernel(
             )  # [BLOCK_V, BLOCK_K]
             h = tl.load(
                 rows_src + row_t.to(tl.int64)[:, None] * D + offs_k[None, :],
-                mask=(row_t < T)[:, None] & (offs_k < D)[None, :],
+                mask=(row_t < n_rows)[:, None] & (offs_k < D)[None, :],
                 other=0.0,
             )  # [BLOCK_T, BLOCK_K]
         acc = tl.dot(w, h.T, acc, input_precision=PRECISION)
