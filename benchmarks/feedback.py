@@ -43,12 +43,12 @@ from tilefold.retrieval import (
     encode_collection,
     encode_dense,
     encode_queries,
+    encoded_index,
     evaluate_per_query,
     expand_dense,
     expand_sparse,
     hits_to_run,
     load_collection,
-    rank_by_similarity,
     read_vectors,
     with_feedback,
 )
@@ -206,11 +206,13 @@ def rank(collection: Collection, names: Sequence[str], max_length: int, sparse: 
             add("sparse", read_vectors(folder), encode_queries(encoder, queries))
     model = load_saved(str(minilm_path()), "dense")  # in bf16 where the hardware has it, as every command
     model.max_seq_length = max_length
-    dense = encode_dense(model, texts, kind="document", progress=report).float()
+    index = encoded_index(model, texts, progress=report)
+    dense = index.vectors(texts)
     asked_dense = encode_dense(model, queries, kind="query").float()
 
     def search(vectors: torch.Tensor, query_ids: Sequence[str]) -> Run:
-        return rank_by_similarity(model, dense, vectors, list(texts), list(query_ids), DEPTH)
+        found = zip(query_ids, index.search(vectors, DEPTH), strict=True)
+        return {query: {hit.id: hit.score for hit in hits} for query, hits in found}
 
     def dense_again(basis: Run, feedback: Feedback) -> Run:
         part = asked_dense[[row_of[query] for query in basis]]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.program import Call, done, fails, measured, run_steps, write_articles
 from tests.inside import load_encoder, load_model
-from tests.recipes.small import small_collection, with_dev
+from tests.recipes.small import ranked_by_itself, small_collection, with_dev
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.evaluation import choose_weights
@@ -46,12 +46,11 @@ def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Call, work:
     queries = collection.split_queries("test") | collection.split_queries("dev")
     expected = r.BM25Index.build(collection.contents(), k1=0.9).search(queries, 8)
     assert r.read_trec_run(work / "bm25.trec") == expected
-    dense = r.dense_run(load_dense_minilm(), collection.contents(), queries, 8)
+    dense = ranked_by_itself(load_dense_minilm(), collection.contents(), queries)
     found = r.read_trec_run(work / "dense.trec")
     # the program encodes in bf16 where the hardware has it: 8 bits of cosines
-    assert {q: pytest.approx(dict(scores), abs=2**-6) for q, scores in found.items()} == {
-        q: {name: dense[q].get(name, score) for name, score in found[q].items()} for q in found
-    }
+    for query, scores in found.items():
+        assert scores == pytest.approx({name: dense[query][name] for name in scores}, abs=2**-6)
     for name in ("bm25", "dense"):
         both = measured(call("evaluate", "--data", work / "data", "--run", work / f"{name}.trec", "--split", "dev",
                              "--split", "test", "--json"))  # fmt: skip
@@ -218,13 +217,14 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, s
 def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared: Path, tmp_path: Path) -> None:
     collection, model = small_collection(), load_model("minilm", kinds=("dense",))[0]
     texts, queries = collection.contents(), collection.split_queries("test")
-    vectors, asked = r.encode_dense(model, texts, kind="document"), r.encode_dense(model, queries, kind="query")
+    index, asked = r.encoded_index(model, texts), r.encode_dense(model, queries, kind="query")
 
     def search(vectors_of_queries: Any) -> Any:
-        return r.rank_by_similarity(model, vectors, vectors_of_queries.to(vectors), list(texts), list(queries), 1000)
+        found = zip(queries, index.search(vectors_of_queries, 1000), strict=True)
+        return {query: {hit.id: hit.score for hit in hits} for query, hits in found}
 
     def again(basis: Any) -> Any:
-        return search(r.expand_dense(asked, list(queries), vectors, list(texts), basis, r.Feedback()))
+        return search(r.expand_dense(asked, list(queries), index.vectors(texts), list(texts), basis, r.Feedback()))
 
     second, mix = r.read_trec_run(shared / "bm25.trec"), r.Interpolation("both", 0.3)
     expected = r.with_feedback(search(asked), again, 1000, second, mix)

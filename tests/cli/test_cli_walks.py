@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.program import Call, done, fails, measured, write_articles
-from tests.recipes.small import small_collection
+from tests.recipes.small import ranked_by_itself, small_collection
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
 
@@ -43,7 +43,7 @@ def test_three_kinds_of_search(call: Call, here: Path) -> None:
     collection, model = small_collection(), load_dense_minilm()
     assert {len(scores) for scores in r.read_trec_run("fused.trec").values()} == {16}
     queries = collection.split_queries("test")
-    exact = r.dense_run(model, collection.contents(), queries, 16)
+    exact = ranked_by_itself(model, collection.contents(), queries)
     for query, scores in r.read_trec_run("dense.trec").items():
         assert scores == pytest.approx(exact[query], abs=2**-6), "int8, of a model in 16 bits"
     manifest = r.open_dense("dense-vectors").manifest
@@ -54,7 +54,7 @@ def test_three_kinds_of_search(call: Call, here: Path) -> None:
     done(call("index", "--vectors", "cut", "--output", "cut-index"))
     hits = measured(call("search", queries["q13"], *made, "--k", "3", "--json"))["hits"]
     model.truncate_dim = 64
-    cut = r.dense_run(model, collection.contents(), queries, 3)["q13"]
+    cut = ranked_by_itself(model, collection.contents(), queries, 3)["q13"]
     assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(cut, abs=2**-6)
     measured(call("evaluate", *data, *made, "--prf", "rocchio", "--prf-with", "bm25-index", "--json"))
     for words, said in (

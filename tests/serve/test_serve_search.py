@@ -376,7 +376,8 @@ def test_dense_vectors_of_a_collection_are_a_column(sparse: Any, collection: Col
     minilm = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
     embedded = minilm.encode(list(collection.contents().values()))
     stored, asked = torch.from_numpy(embedded), r.encode_dense(minilm, {"q": "csv files"}, kind="query")
-    expected = r.rank_by_similarity(minilm, stored, asked, list(collection.documents), ["q"], 3)["q"]
+    best, names = minilm.similarity(asked, stored)[0].topk(3), list(collection.documents)
+    expected = {names[at]: score for at, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)}
     layout = Layout(vectors.vocab_size, vectors.fingerprint, dense=embedded.shape[1])
     models = Served(sparse, "sparse", "tiny"), Served(minilm, "dense", "minilm")
     with tempfile.TemporaryDirectory() as folder, QdrantCollection.embedded(folder, layout) as opened:

@@ -231,20 +231,16 @@ def read_tokens(tokens: Path | None) -> Any:
     return retrieval.open_tokens(tokens)
 
 
-def open_dense(asked: Asked, texts: Mapping[str, str], texts_sha256: str | None, **parts: Any) -> Searcher:
-    """The dense model at --model over `texts` with their fingerprint, encoded, and `parts` of a searcher."""
-    from tilefold.retrieval.retrievers import DenseRetriever
+def open_dense(asked: Asked, texts: Mapping[str, str], **parts: Any) -> Searcher:
+    """A searcher of `texts` by the dense model at --model, encoded now, and of `parts`, which fit the texts."""
     from tilefold.retrieval.searcher import Searcher
 
     _options.refuse(["prf_terms"], "is for sparse queries, and this model is dense")
+    _options.refuse(["vectors"], "does nothing here: --model is a dense model, which encodes the documents itself")
     model, _ = _models.load_model(asked["model"], kinds=("dense",))
     _models.limit_length(model, asked["max_length"])
     with _common.progress_bar("encoding") as update:
-        dense = DenseRetriever(model, texts, texts_sha256, update)
-        with _options.as_options(vectors="--vectors", second=f"--prf-with: {asked.get('prf_with')}"):
-            searcher = Searcher(dense, **parts)
-        _ = dense.vectors
-    return searcher
+        return Searcher(retrieval.encoded_index(model, texts, progress=update), model, **parts)
 
 
 def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | None]:
@@ -275,20 +271,19 @@ def second_ranking(asked: Asked, queries: Mapping[str, str], made_of: Provenance
     path = asked["prf_with"]
     if path is None:
         return None
-    if path.is_dir():
-        index = open_index(path)
-        if isinstance(index, BM25Index):
-            return index
+    given = open_index(path) if path.is_dir() else _scores.read_run(path, "--prf-with")
+    if "texts_sha256" in made_of.differs(given.provenance):
+        raise CommandError(f"--prf-with: {path} was made from other documents than those that are searched.")
+    if isinstance(given, BM25Index):
+        return given
+    if not isinstance(given, _scores.NamedRun):
         remedy = "give a BM25 index, or save its run and give that: tilefold evaluate --save-run."
         raise UsageError(f"--prf-with: {path} is an index of vectors; {remedy}")
-    named = _scores.read_run(path, "--prf-with")
-    if "texts_sha256" in made_of.differs(named.provenance):
-        raise CommandError(f"--prf-with: {path} was made from other documents than those that are searched.")
-    found = {query: named.run[query] for query in queries if query in named.run}
+    found = {query: given.run[query] for query in queries if query in given.run}
     if not found:
-        raise CommandError(f"{named.name}: no result for any of the {len(queries)} queries.")
+        raise CommandError(f"{given.name}: no result for any of the {len(queries)} queries.")
     if len(found) < len(queries):
-        note(f"{named.name}: results for {len(found)} of the {len(queries)} queries")
+        note(f"{given.name}: results for {len(found)} of the {len(queries)} queries")
     return found
 
 

@@ -97,7 +97,7 @@ def _searched(
     """The searcher of --index or --model, the request with --where, and the ranking of the queries."""
     parts = {"vectors": asked["vectors"], "second": _retrievers.second_ranking(asked, queries, texts)}
     if asked["index"] is None:
-        searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256, **parts)
+        searcher = _retrievers.open_dense(asked, collection.contents(), **parts)
     else:
         searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: parts)
         _scores.check_texts(f"--index {asked['index']}", searcher.provenance, collection, texts)

@@ -118,7 +118,7 @@ def _open(
         return named, iter(named.run.items())
     source = next((name for name in ("index", "vectors") if asked[name] is not None), None)
     if source is None:
-        searcher = _retrievers.open_dense(asked, collection.contents(), texts.texts_sha256)
+        searcher = _retrievers.open_dense(asked, collection.contents())
     elif model is None and source == "vectors":
         raise UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
     else:

@@ -25,7 +25,7 @@ _NAMES = {
     "metadata": "Filter",
     "merging": "merge_segments merge_vectors update_index",
     "bm25": "BM25Index",
-    "dense": "dense_run encode_dense rank_by_similarity",
+    "dense": "encode_dense encoded_index",
     "fusion": "Fusion Run interpolate reciprocal_rank_fusion",
     "evaluation": "evaluate evaluate_per_query write_trec_run read_trec_run active_terms flops",
     "significance": "Difference Mean compare mean_of",

@@ -1,49 +1,45 @@
-"""Dense retrieval with a sentence-transformers bi-encoder, as a baseline."""
+"""Texts to dense vectors with a sentence-transformers bi-encoder, or to an index of them in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from tilefold._typing import Model
 from tilefold.pipeline.truncated import Truncation, tell, watching
-from tilefold.retrieval._checks import check_choice, check_k
+from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval._files import check_text_ids
-from tilefold.retrieval.fusion import Run
+from tilefold.retrieval.provenance import provenance_of
 from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["dense_run", "encode_dense", "rank_by_similarity"]
+    from tilefold.retrieval.index.dense import DenseIndex
+
+__all__ = ["encode_dense", "encoded_index"]
 
 DOCUMENT_CHUNK = 1024  # documents encoded between two reports of progress
 
 
-def dense_run(
-    model: Model,
-    documents: Mapping[str, str],
-    queries: Mapping[str, str],
-    k: int,
-    *,
-    batch_size: int = 64,
-    query_chunk: int = 256,
-    progress: Callable[[int, int], None] | None = None,
-) -> Run:
-    """The `k` best documents per query by the model's own similarity, over all documents.
+def encoded_index(
+    model: Model, texts: Mapping[str, str], *, batch_size: int = 64, progress: Callable[[int, int], None] | None = None
+) -> DenseIndex:
+    """An index in memory of id -> text, at least one, which are encoded now; it searches by the model's similarity.
 
-    The prompts, routes and cosine or dot product of a ``SentenceTransformer`` are used. `documents` and `queries` are
-    id -> text, at least one each; `query_chunk` of them are scored at a time, which bounds the scores in memory to
-    ``[query_chunk, N]``. `progress` is called with (documents encoded, documents).
+    `texts` may be passages; `progress` is called with (documents encoded, documents).
     """
-    check_k(k)
-    for name, texts in (("documents", documents), ("queries", queries)):
-        if not texts:
-            raise ValueError(f"{name}: expected at least one, got an empty mapping.")
-        check_text_ids(name, texts)
-    vectors = encode_dense(model, documents, kind="document", batch_size=batch_size, progress=progress)
-    asked = encode_dense(model, queries, kind="query", batch_size=batch_size)
-    return rank_by_similarity(model, vectors, asked, list(documents), list(queries), k, query_chunk)
+    from torch.nn.functional import normalize  # the package is imported without it
+
+    from tilefold.retrieval.encoding import model_fingerprint
+    from tilefold.retrieval.index.dense import DenseIndex
+
+    check_text_ids("texts", texts)
+    rows = encode_dense(model, texts, kind="document", batch_size=batch_size, progress=progress).float()
+    similarity = str(model.similarity_fn_name)
+    made_by = replace(provenance_of(texts), model_fingerprint=model_fingerprint(model))
+    return DenseIndex(list(texts), normalize(rows) if similarity == "cosine" else rows, None, similarity, made_by)
 
 
 def encode_dense(
@@ -71,24 +67,3 @@ def encode_dense(
             progress(min(start + DOCUMENT_CHUNK, len(contents)), len(contents))
     tell(kind, len(contents), cut)
     return torch.cat(parts)
-
-
-def rank_by_similarity(
-    model: Model,
-    document_vectors: torch.Tensor,
-    query_vectors: torch.Tensor,
-    document_ids: Sequence[str],
-    query_ids: Sequence[str],
-    k: int,
-    query_chunk: int = 256,
-) -> Run:
-    """The `k` best documents per query by ``model.similarity`` of given vectors, `query_chunk` queries at a time."""
-    check_k(k)
-    run: Run = {}
-    for start in range(0, len(query_ids), query_chunk):
-        scores = model.similarity(query_vectors[start : start + query_chunk], document_vectors)
-        best = scores.float().topk(min(k, len(document_ids)), dim=1)
-        names = query_ids[start : start + query_chunk]
-        for name, values, rows in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
-            run[name] = {document_ids[at]: score for at, score in zip(rows, values, strict=True)}
-    return run

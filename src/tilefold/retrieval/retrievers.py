@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tilefold._typing import Model
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
-from tilefold.retrieval.dense import encode_dense, rank_by_similarity
+from tilefold.retrieval.dense import encode_dense
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.feedback import Feedback, expand_dense, expand_sparse, feedback_documents
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.metadata import Where
-from tilefold.retrieval.passages import PassageTexts
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import read_manifest, read_rows
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from tilefold.retrieval.tokens import TokenVectors
 
-__all__ = ["DenseIndexRetriever", "DenseRetriever", "LateRetriever", "SparseRetriever", "WordsRetriever"]
+__all__ = ["DenseRetriever", "LateRetriever", "SparseRetriever", "WordsRetriever"]
 
 
 @dataclass(frozen=True)
@@ -134,40 +133,7 @@ class WordsRetriever:
 
 
 @dataclass(frozen=True)
-class DenseRetriever:
-    """A ``SentenceTransformer`` that encodes a whole collection once, when it is first searched."""
-
-    model: Model
-    texts: Mapping[str, str]  # document id -> contents, or passages
-    texts_sha256: str | None = None  # their fingerprint, if known
-    progress: Callable[[int, int], None] | None = None  # called with (documents encoded, documents)
-
-    @cached_property
-    def provenance(self) -> Provenance:
-        from tilefold.retrieval.encoding import model_fingerprint
-
-        cut = self.texts.provenance if isinstance(self.texts, PassageTexts) else Provenance(None, self.texts_sha256)
-        return replace(cut, model_fingerprint=model_fingerprint(self.model))
-
-    @cached_property
-    def vectors(self) -> torch.Tensor:
-        """The documents' vectors ``[N, D]``."""
-        return encode_dense(self.model, self.texts, kind="document", progress=self.progress)
-
-    def encode(self, queries: Mapping[str, str]) -> torch.Tensor:
-        return encode_dense(self.model, queries, kind="query")
-
-    def search(self, vectors: torch.Tensor, names: Sequence[str], k: int, where: Where = None) -> Run:
-        if where is not None:
-            raise ValueError("where: expected None, a dense model over texts keeps no metadata; index its vectors.")
-        return rank_by_similarity(self.model, self.vectors, vectors.to(self.vectors), list(self.texts), names, k)
-
-    def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
-        return expand_dense(queries, names, self.vectors, list(self.texts), basis, feedback)
-
-
-@dataclass(frozen=True)
-class DenseIndexRetriever(_IndexRetriever):
+class DenseRetriever(_IndexRetriever):
     """An index of dense vectors, and the ``SentenceTransformer`` that encodes queries for it."""
 
     made_by = "SentenceTransformer"

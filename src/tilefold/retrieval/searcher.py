@@ -21,13 +21,7 @@ from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
 from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.retrievers import (
-    DenseIndexRetriever,
-    DenseRetriever,
-    LateRetriever,
-    SparseRetriever,
-    WordsRetriever,
-)
+from tilefold.retrieval.retrievers import DenseRetriever, LateRetriever, SparseRetriever, WordsRetriever
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
@@ -66,10 +60,9 @@ def check_model(made_by: Provenance, model: Model, name: str = "this", index: st
 
 
 _SECOND = "second"  # stage of the second ranking's passages
-_WITHOUT_VECTORS = {BM25Index.backend: "a BM25 index", DENSE: "a dense index", "model": "a dense model"}
-_WITHOUT_VECTORS[LATE] = "an index of token vectors"
+_WITHOUT_VECTORS = {BM25Index.backend: "a BM25 index", DENSE: "a dense index", LATE: "an index of token vectors"}
 _STAGES: dict[type, str] = {SparseRetriever: "sparse", WordsRetriever: "words"}
-_STAGES |= {DenseRetriever: "dense", DenseIndexRetriever: "dense", LateRetriever: "tokens"}
+_STAGES |= {DenseRetriever: "dense", LateRetriever: "tokens"}
 
 
 @dataclass(frozen=True)
@@ -138,8 +131,8 @@ class Searcher:
     """Answers queries over one collection with what is loaded once.
 
     Args:
-        index: of sparse vectors, of dense or token vectors, of words (BM25), or a dense model over texts.
-        model: that made the vectors of the index; None for words and texts, or where vectors of queries are given.
+        index: of sparse vectors, of dense or token vectors, or of words (BM25).
+        model: that made the vectors of the index; None for words, or where vectors of queries are given.
         documents: id -> document, whose titles are shown, and whose texts are encoded to be reranked without `tokens`.
         vectors: of the documents, or their folder, which is read row by row: for feedback and matched terms.
         second: a BM25 index or a run of the same collection, for an interpolation around feedback, or fusion.
@@ -158,7 +151,7 @@ class Searcher:
 
     def __init__(
         self,
-        index: SparseIndex | BM25Index | DenseIndex | LateIndex | DenseRetriever,
+        index: SparseIndex | BM25Index | DenseIndex | LateIndex,
         model: Model | None = None,
         *,
         documents: Mapping[str, Document] | None = None,
@@ -177,8 +170,8 @@ class Searcher:
             raise TypeError(f"model: expected the encoder of the index, got {type(model).__name__}; load it first.")
         self.documents: Mapping[str, Document] = {} if documents is None else documents
         self.second = second
-        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | DenseIndexRetriever | LateRetriever
-        backend = "model" if isinstance(index, DenseRetriever) else index.backend
+        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever
+        backend = index.backend
         if kind := _WITHOUT_VECTORS.get(backend):
             for name, value in (("model", None if backend in (DENSE, LATE) else model), ("vectors", vectors)):
                 if value is not None:
@@ -186,10 +179,10 @@ class Searcher:
                     raise ValueError(f"{name}: {why}, which has none: expected None, got {value}.")
         if model is not None and not other_model:
             check_model(index.provenance, model)
-        if isinstance(index, BM25Index | DenseRetriever):
-            self.retriever = WordsRetriever(index) if isinstance(index, BM25Index) else index
+        if isinstance(index, BM25Index):
+            self.retriever = WordsRetriever(index)
         elif backend == DENSE:
-            self.retriever = DenseIndexRetriever(index, model, options=options or {})
+            self.retriever = DenseRetriever(index, model, options=options or {})
         elif backend == LATE:
             self.retriever = LateRetriever(index, model, options=options or {})
         else:
