@@ -77,7 +77,7 @@ class Job:
     def start_key(self) -> str:
         """Equal for runs with the same untrained model."""
         values = self.config().to_dict()
-        names = ("base_model", "max_length", "seed", "start_percentile", "start_deviations", "dimension")
+        names = ("base_model", "max_length", "seed", "start_percentile", "dimension")
         key = {name: values.get(name) for name in names}
         sides = {"query": values.get("query"), "document": values.get("document", EncoderSpec().to_dict())}
         return json.dumps({"data": self.data} | key | sides, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Packages whose names are imported at first use."""
+"""Packages whose names are imported at first use, and the versions of those that are installed."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def lazy_exports(
         return sorted(package["__all__"])
 
     return list(homes), load, listed
+
+
+def package_version(name: str) -> str:
+    """The installed version of a distribution, or ``""``; nothing is imported."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

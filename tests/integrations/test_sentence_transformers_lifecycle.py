@@ -81,7 +81,7 @@ def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_
     with pytest.warns(UserWarning, match="TILEFOLD_DISABLE is set: accelerate") as warned:
         with accelerate(either) as same:
             assert same is either and not is_accelerated(either) and torch.equal(encode(either), stock)
-        assert not library.apply({"loads": print}).active and json.loads("1") == 1
+        assert not library.apply({"loads": print}).is_accelerated() and json.loads("1") == 1
         assert use_packed(either[0].model) == "TILEFOLD_DISABLE is set"
         assert warm_up(either).count == 0 and not impl.takes_kernels(torch.device("cuda"))
     assert len(warned) == 1

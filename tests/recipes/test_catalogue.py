@@ -204,7 +204,6 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (SpladeRecipe, {"regularizer_warmup_ratio": 0}, "regularizer_warmup_ratio must"),
     (SpladeRecipe, {"frozen_layers": 1.5}, "frozen_layers must be a whole number"),
     (SpladeRecipe, {"start_percentile": 100}, r"start_percentile must be a number in \(0, 100\)"),
-    (LsrRecipe, {"start_deviations": -1}, "start_deviations must be a number of at least 0 or None"),
     (LsrRecipe, {"group_by_length": 1}, "group_by_length must be True or False"),
     (ColbertRecipe, {"dimension": 12}, "dimension must be a multiple of 8 up to 4096 or None, got 12"),
     (ColbertRecipe, {"query_length": 0}, "query_length must be a whole number of at least 1"),

@@ -376,14 +376,3 @@ def test_ids_are_stored_and_read_one_by_one(tmp_path_factory: pytest.TempPathFac
     assert stored[-1] == ids[-1] and stored[1::2] == ids[1::2]
     refused(IndexError, "at: expected a position", lambda: stored[len(ids)])
     refused(DataError, r"id_offsets.npy: expected int64 of shape \[", StoredIds.load, folder, len(ids) + 1)
-
-
-@pytest.mark.parametrize("backend", ["exact", "seismic"])
-def test_an_index_with_the_files_of_ids_of_before_is_replaced(make_vectors: Make, tmp_path: Path, backend: str) -> None:
-    built = build_index(make_vectors(30), backend)
-    built.save(tmp_path / "index")
-    for name in ("ids.json", "id_ends.npy"):
-        (tmp_path / "index" / name).write_text("[]")
-    built.save(tmp_path / "index")
-    assert not {"ids.json", "id_ends.npy"} & {file.name for file in (tmp_path / "index").iterdir()}
-    assert list(load_index(tmp_path / "index").ids) == list(built.ids)

@@ -12,13 +12,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from tilefold._files import atomic_file
+from tilefold._lazy import package_version
 from tilefold._version import __version__
 from tilefold.bench.spec import PHASES
 
@@ -52,14 +52,6 @@ class Provenance:
     commit: str
     dirty: str
     date: str
-
-
-def package_version(name: str) -> str:
-    """The installed version of a distribution, or ``""``; nothing is imported."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 @functools.cache

@@ -86,7 +86,8 @@ def collect() -> Values:
 
     import torch
 
-    from tilefold.bench.results import cpu_name, driver_version, package_version
+    from tilefold._lazy import package_version
+    from tilefold.bench.results import cpu_name, driver_version
     from tilefold.ops.implementations import kernel_of, releases
 
     release = releases.release()

@@ -40,11 +40,6 @@ class Acceleration:
         self.places = [(module, name) for name, modules in places.items() for module in modules]
         self._stock: list[object] = []
 
-    @property
-    def active(self) -> bool:
-        """Whether the replacements are in place."""
-        return bool(self._stock)
-
     def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
         """Put the function of its name in each place; :meth:`restore` brings back what was there at first.
 
@@ -65,7 +60,7 @@ class Acceleration:
 
     def is_accelerated(self) -> bool:
         """Whether the library uses the functions of the module that made this."""
-        return self.active
+        return bool(self._stock)
 
     def __enter__(self) -> Acceleration:
         return self
@@ -74,7 +69,7 @@ class Acceleration:
         self.restore()
 
     def __repr__(self) -> str:
-        return f"Acceleration({self.library}, active={self.active})"
+        return f"Acceleration({self.library}, active={self.is_accelerated()})"
 
     def restore(self) -> None:
         """Bring the library's own functions back; does nothing if none was replaced."""

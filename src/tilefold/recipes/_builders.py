@@ -28,7 +28,6 @@ class Base:
     texts: Sequence[str] = ()  # sample documents, for the decoder bias of "minilm" and for document frequencies
     seed: int = 0  # of fresh parameters and samples
     start_percentile: float = 99.95  # as in `minilm_splade`
-    start_deviations: float | None = None
     vocab_size: int = 0  # of the side with a network, which is built first
     network: Transformer = None  # of the same side, for a query side that shares it, or its tokenizer
 
@@ -224,7 +223,6 @@ def load_transformer(
         model = minilm_splade(
             base.texts,
             percentile=base.start_percentile,
-            deviations=base.start_deviations,
             first_token=first_token,
             layers=layers,
             max_length=base.max_length,

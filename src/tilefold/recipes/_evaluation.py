@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tilefold.recipes._run import digest
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.retrieval.collection import Collection
+from tilefold.retrieval.provenance import texts_digest
 
 
 def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, str]:
-    """The evaluator of a recipe, None without ``evaluate_steps``; what it reads, in words; and the SHA-256 of that."""
+    """The evaluator of a recipe, None without ``evaluate_steps``; what it reads, in words; and its digests."""
     if recipe.evaluate_steps is None or recipe.max_steps == 0:
         return None, "", ""
     others = sorted({*collection.qrels} - {"train", "test"})
@@ -43,4 +43,5 @@ def choose(recipe: TrainingSettings, collection: Collection) -> tuple[Any, str, 
         write_csv=False,
     )
     told = f"{split} ({len(queries):,} queries, {len(documents):,} documents)"
-    return evaluator, told, digest([*queries.items(), *documents.items(), *map(tuple, map(sorted, relevant.values()))])
+    judgements = {query: repr(sorted(names)) for query, names in relevant.items()}
+    return evaluator, told, "".join(map(texts_digest, (queries, documents, judgements)))

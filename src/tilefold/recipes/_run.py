@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,11 +174,3 @@ class TrainingError(RuntimeError):
 
 class OutOfTimeError(TrainingError):
     """The hours of a call are over; a checkpoint is kept."""
-
-
-def digest(rows: Iterable[tuple[object, ...]]) -> str:
-    """SHA-256 of the training rows, in order."""
-    sha = hashlib.sha256()
-    for row in rows:
-        sha.update(json.dumps(row).encode())
-    return sha.hexdigest()

@@ -27,6 +27,7 @@ GELU_SHIFT = 6.0
 PROBE_TEXTS = 128
 PROBE_TOKENS = 4096
 PROBE_COLUMNS = 1024
+DEVIATIONS = 2.0  # of the logit of a term at first tokens, above which it is active
 
 
 def minilm_path() -> Path:
@@ -72,7 +73,6 @@ def minilm_splade(
     sample_texts: Sequence[str],
     *,
     percentile: float = 99.9,
-    deviations: float | None = None,
     first_token: bool = False,
     layers: int | None = None,
     max_length: int = 128,
@@ -87,9 +87,9 @@ def minilm_splade(
     Args:
         sample_texts: documents like those to be encoded; up to 128 of them set the decoder bias.
         percentile: the decoder bias starts at minus this percentile of the logits, in (0, 100).
-        deviations: instead, each term has a bias of its own: minus the mean, over the sample, of its largest logit in a
-            text, minus so many standard deviations. It is then active only where its logit is unusually large.
-        first_token: take the logits of the first token of each text alone, for a pooling that reads no other.
+        first_token: for a pooling that reads first tokens alone. Each term gets a bias of its own: minus the mean of
+            its logits there over the sample, minus two standard deviations. One for all would leave a first token with
+            [CLS] alone, and nothing to learn from.
         layers: keep only so many of the lowest layers; the decoder bias follows their states.
         max_length: maximum tokens per text; saved with the model.
         seed: picks the sample; equal seeds give equal models.
@@ -99,7 +99,6 @@ def minilm_splade(
         got = "a text" if sample_texts else "an empty list"
         raise ValueError(f"sample_texts must hold at least one text, got {got}: they set the decoder bias.")
     number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
-    number(lambda value: True, "that is finite")("deviations", deviations, True)
     whole()("layers", layers, True)
     if not 2 < max_length <= 512:
         raise ValueError(f"max_length must be from 3 to 512 tokens for MiniLM, got {max_length!r}.")
@@ -118,8 +117,7 @@ def minilm_splade(
         sample = list(sample_texts) if len(sample_texts) <= PROBE_TEXTS else []
         sample = sample or random.Random(seed).sample(sample_texts, PROBE_TEXTS)  # noqa: S311 - reproducible, no secret
         states = _scaled_states(model, tokenizer, sample, max_length)
-        states = [state[:1] for state in states] if first_token else states
-        _set_bias(model, states, percentile, deviations)
+        _set_bias(model, states, None if first_token else percentile)
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -200,20 +198,19 @@ def _scaled_states(model: Model, tokenizer: Tokenizer, texts: Sequence[str], max
     return states
 
 
-def _set_bias(model: Model, states: list[Any], percentile: float, deviations: float | None) -> None:
-    """Minus a percentile of the logits of some tokens and some terms, or minus mean and deviations of each term's."""
+def _set_bias(model: Model, states: list[Any], percentile: float | None) -> None:
+    """Minus a percentile of the logits of some tokens and some terms, or of first tokens a bias for each term."""
     import torch
 
     head = model.cls.predictions
     with torch.no_grad():
-        if deviations is None:
-            hidden = torch.cat(states)
-            rows = torch.randperm(hidden.size(0))[:PROBE_TOKENS]
-            columns = torch.randperm(head.decoder.weight.size(0))[:PROBE_COLUMNS]
-            logits = head.transform(hidden[rows]) @ head.decoder.weight[columns].T
-            rank = max(1, round(logits.numel() * percentile / 100.0))
-            head.bias.fill_(-logits.flatten().kthvalue(rank).values)
+        if percentile is None:
+            first = head.transform(torch.stack([state[0] for state in states])) @ head.decoder.weight.T
+            head.bias.copy_(-first.mean(dim=0) - DEVIATIONS * first.std(dim=0, correction=0))
             return
-        # of its largest logit in a text
-        largest = torch.stack([(head.transform(hidden) @ head.decoder.weight.T).amax(dim=0) for hidden in states])
-        head.bias.copy_(-largest.mean(dim=0) - deviations * largest.std(dim=0, correction=0))
+        hidden = torch.cat(states)
+        rows = torch.randperm(hidden.size(0))[:PROBE_TOKENS]
+        columns = torch.randperm(head.decoder.weight.size(0))[:PROBE_COLUMNS]
+        logits = head.transform(hidden[rows]) @ head.decoder.weight[columns].T
+        rank = max(1, round(logits.numel() * percentile / 100.0))
+        head.bias.fill_(-logits.flatten().kthvalue(rank).values)

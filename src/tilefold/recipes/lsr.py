@@ -41,12 +41,10 @@ class SparseRecipe(Recipe):
 
     Attributes:
         start_percentile: initial decoder bias of ``"minilm"``, see :func:`tilefold.recipes.minilm_splade`.
-        start_deviations: the same bias with a value per term; ``None`` gives all terms that of `start_percentile`.
         group_by_length: batches of documents of similar length, with little padding.
     """
 
     start_percentile: float = rules.checked(99.95, rules.number(lambda value: 0 < value < 100, "in (0, 100)"))
-    start_deviations: float | None = rules.checked(None, rules.NOT_NEGATIVE)
     group_by_length: bool = rules.checked(False, rules.flag)
 
 
@@ -139,8 +137,7 @@ class LsrRecipe(SparseRecipe):
 
     def start(self, texts: Sequence[str]) -> SparseEncoder:
         """The untrained model; `texts` are the documents of the collection."""
-        start = self.start_percentile, self.start_deviations
-        base = Base(self.base_model, self.max_length, texts, self.seed, *start)
+        base = Base(self.base_model, self.max_length, texts, self.seed, self.start_percentile)
         return build_encoder(self.query, self.document, base)
 
     def examples(self, collection: Collection, negatives: str | Path | None) -> Examples:

@@ -26,7 +26,7 @@ from tilefold.modules import load_encoder
 from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS, activate
 from tilefold.modules.onnx_graph import GRAPH, OnnxGraph
 from tilefold.recipes.loading import load_whole
-from tilefold.retrieval.encoding import model_fingerprint, model_settings
+from tilefold.retrieval.provenance import model_fingerprint, model_settings
 
 OPSET = 18
 ALLOWED = 8.0  # times the error of the model's own fp32 against fp64

@@ -66,13 +66,7 @@ class SpladeRecipe(SparseRecipe):
     def start(self, texts: Sequence[str]) -> SparseEncoder:
         """The stock SparseEncoder that training starts from; `texts` are the documents of the collection."""
         if self.base_model == "minilm":
-            return minilm_splade(
-                texts,
-                percentile=self.start_percentile,
-                deviations=self.start_deviations,
-                max_length=self.max_length,
-                seed=self.seed,
-            )
+            return minilm_splade(texts, percentile=self.start_percentile, max_length=self.max_length, seed=self.seed)
         from tilefold.modules import load_encoder
 
         base, kind = self.base_model, loading.saved_kind(self.base_model)

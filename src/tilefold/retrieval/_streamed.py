@@ -27,7 +27,7 @@ from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import check_text_ids
 from tilefold.retrieval._shards import M, Part, ShardWriter, V, check_some
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.truncation import cut_texts
 
 WAITING_SHARDS = 2  # that are encoded and not written
@@ -143,9 +143,9 @@ class Job(ABC, Generic[M, V]):
         """Vectors of no text."""
 
     @functools.cached_property
-    @abstractmethod
     def fingerprint(self) -> str:
         """Digest of the model, which takes a while."""
+        return model_fingerprint(self.model)
 
     @abstractmethod
     def open_writer(self, lists: bool) -> ShardWriter[M, V]:

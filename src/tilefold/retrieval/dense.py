@@ -10,7 +10,7 @@ from tilefold._typing import Model
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval._files import check_text_ids
-from tilefold.retrieval.provenance import provenance_of
+from tilefold.retrieval.provenance import model_fingerprint, provenance_of
 from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def encoded_index(
     """
     from torch.nn.functional import normalize  # the package is imported without it
 
-    from tilefold.retrieval.encoding import model_fingerprint
     from tilefold.retrieval.index.dense import DenseIndex
 
     check_text_ids("texts", texts)

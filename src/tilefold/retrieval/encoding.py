@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +24,7 @@ from tilefold.retrieval.truncation import cut_texts, limited
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
 __all__ = ["Encoding", "Kind", "Output", "SparseEncoding", "encode_batch", "encode_collection", "encode_queries"]
-__all__ += ["encode_to_folder", "model_fingerprint"]
-
-_SAMPLES_PER_TENSOR = 1024
+__all__ += ["encode_to_folder"]
 
 
 def encode_collection(
@@ -157,10 +153,6 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
     def nothing(self) -> SparseVectors:
         return SparseVectors.from_rows({}, self.size, self.vocabulary)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        return model_fingerprint(self.model)
-
     def open_writer(self, lists: bool) -> SparseVectorWriter:
         how, output = self.how, self.output
         settings = {
@@ -190,35 +182,6 @@ def encode_queries(
     """
     encoding = SparseEncoding(kind="query", batch_size=batch_size, top_k=top_k, min_weight=min_weight)
     return SparseJob(encoding, model, 1, queries).in_memory("queries")
-
-
-def model_fingerprint(model: Model) -> str:
-    """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length limit.
-
-    Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large model and any training
-    step changes it; it does not detect deliberate forgery.
-    """
-    settings = model_settings(model)
-    if (graph := next((each for each in model.modules() if hasattr(each, "made_of")), None)) is not None:
-        made_of: dict[str, Any] = graph.made_of  # the model's own, while settings and vectors are
-        if made_of["settings"] == settings and made_of["quantize"] is None:
-            return str(made_of["model"])
-        return hashlib.sha256(f"{made_of['model']} {graph.sha256} {settings}".encode()).hexdigest()
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
-        sample = flat[::step].cpu().double().numpy()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(sample.tobytes())
-    digest.update(settings.encode())
-    return digest.hexdigest()
-
-
-def model_settings(model: Model) -> str:
-    """The prompts and limits of a model, as :func:`model_fingerprint` reads them."""
-    names = ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims")
-    return "".join(f"{name}={getattr(model, name, None)!r}\n" for name in names)
 
 
 def _vocab_size(model: Model, kind: Kind) -> int:

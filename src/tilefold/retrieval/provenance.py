@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
+from tilefold._typing import Model
 from tilefold.retrieval._files import Json, no_string
 
-__all__ = ["Provenance", "TextsDigest", "provenance_of", "texts_digest"]
+__all__ = ["Provenance", "TextsDigest", "model_fingerprint", "provenance_of", "texts_digest"]
 
 TAG = "tilefold"
 _TAG_DIGITS = 16
+_SAMPLES_PER_TENSOR = 1024
 
 
 @dataclass(frozen=True)
 class Provenance:
     """Fingerprints of the model and the texts behind a file, None if unknown, and how these were cut."""
 
-    model_fingerprint: str | None = None  # :func:`tilefold.retrieval.encoding.model_fingerprint`
+    model_fingerprint: str | None = None  # :func:`model_fingerprint`
     texts_sha256: str | None = None  # :func:`texts_digest` of the documents that were encoded or searched
     passages: str | None = None  # :class:`tilefold.retrieval.Passages` that they were cut into; None for whole ones
 
@@ -81,6 +85,48 @@ def texts_digest(texts: Mapping[str, str]) -> str:
     for name, text in texts.items():
         digest.add(name, text)
     return digest.hexdigest()
+
+
+def model_fingerprint(model: Model) -> str:
+    """SHA-256 over the names, shapes and a sample of every weight, the prompts and the length limit.
+
+    Up to 1,024 evenly spaced values of each tensor are hashed, so that it is cheap for a large model and any training
+    step changes it; it does not detect deliberate forgery. Of a ``MultiVectorEncoder`` the settings of every module are
+    hashed too, without paths.
+    """
+    weights = _weights_fingerprint(model)
+    if not any(kind.__name__ == "MultiVectorEncoder" for kind in type(model).__mro__):
+        return weights
+    digest = hashlib.sha256(weights.encode())
+    for module in model.children():
+        settings: Json = getattr(module, "get_config_dict", dict)()
+        named = {"type": type(module).__name__, **{key: repr(value) for key, value in settings.items()}}
+        digest.update(json.dumps(named, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _weights_fingerprint(model: Model) -> str:
+    settings = model_settings(model)
+    if (graph := next((each for each in model.modules() if hasattr(each, "made_of")), None)) is not None:
+        made_of: dict[str, Any] = graph.made_of  # the model's own, while settings and vectors are
+        if made_of["settings"] == settings and made_of["quantize"] is None:
+            return str(made_of["model"])
+        return hashlib.sha256(f"{made_of['model']} {graph.sha256} {settings}".encode()).hexdigest()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
+        sample = flat[::step].cpu().double().numpy()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(sample.tobytes())
+    digest.update(settings.encode())
+    return digest.hexdigest()
+
+
+def model_settings(model: Model) -> str:
+    """The prompts and limits of a model, as :func:`model_fingerprint` reads them."""
+    names = ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims")
+    return "".join(f"{name}={getattr(model, name, None)!r}\n" for name in names)
 
 
 def provenance_of(texts: Mapping[str, str]) -> Provenance:

@@ -16,8 +16,8 @@ from tilefold.retrieval.collection import Document
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.fusion import Run, check_scores, interpolate
 from tilefold.retrieval.passages import Found, Passage, best_passages
-from tilefold.retrieval.provenance import Provenance
-from tilefold.retrieval.token_encoding import encode_texts, token_dimension, token_model_fingerprint
+from tilefold.retrieval.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.token_encoding import encode_texts, token_dimension
 from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
 __all__ = ["TAILS", "Reranker", "Reranking", "Tail", "rerank"]
@@ -141,7 +141,7 @@ class Reranker:
             held = f"{folder} holds vectors of dimension {manifest.dimension}"
             remedy = "give the model that made them, or encode the documents with this one"
             raise DataError(f"model: makes vectors of dimension {dimension}, and {held}; {remedy}.")
-        if manifest.model_fingerprint not in (None, token_model_fingerprint(self.model)):
+        if manifest.model_fingerprint not in (None, model_fingerprint(self.model)):
             differ = "its weights or settings differ"
             raise DataError(f"model: is not the model that made {folder} ({differ}); give that one.")
 

@@ -20,7 +20,7 @@ from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_
 from tilefold.retrieval.index.protocol import read_description
 from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.passages import Found, Passage, as_passages, document_of, found_by
-from tilefold.retrieval.provenance import Provenance
+from tilefold.retrieval.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.retrievers import DenseRetriever, LateRetriever, SparseRetriever, WordsRetriever
 
 if TYPE_CHECKING:
@@ -46,14 +46,9 @@ def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateI
 
 def check_model(made_by: Provenance, model: Model, name: str = "this", index: str = "the index") -> bool:
     """Whether a model is known to have made an index of vectors; a ``DataError`` where another one did."""
-    from tilefold.retrieval.encoding import model_fingerprint
-
     if made_by.model_fingerprint is None:
         return False
-    fingerprint = model_fingerprint
-    if type(model).__name__ == "MultiVectorEncoder":
-        from tilefold.retrieval.token_encoding import token_model_fingerprint as fingerprint
-    if made_by.differs(Provenance(fingerprint(model))):
+    if made_by.differs(Provenance(model_fingerprint(model))):
         remedy = f"Give that one, or make the index again: tilefold encode --model {name}, then tilefold index."
         raise DataError(f"model: {name} is not the model that made {index} (its weights or settings differ). {remedy}")
     return True

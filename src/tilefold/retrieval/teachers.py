@@ -21,9 +21,9 @@ from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._shards import Manifest
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
-from tilefold.retrieval.encoding import encode_collection, encode_queries, model_fingerprint
+from tilefold.retrieval.encoding import encode_collection, encode_queries
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.provenance import model_fingerprint, texts_digest
 from tilefold.retrieval.training_rows import Floats, TrainingRows
 from tilefold.retrieval.truncation import tell_truncated
 from tilefold.retrieval.vectors import read_vectors
@@ -66,10 +66,6 @@ class Teacher:
         if self.kind == "bm25":
             settings = asdict(self.model.options) | {"texts": self.model.provenance.texts_sha256}
             return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        if self.kind == "multi-vector":
-            from tilefold.retrieval.token_encoding import token_model_fingerprint  # loads torch
-
-            return token_model_fingerprint(self.model)
         return model_fingerprint(self.model)
 
 

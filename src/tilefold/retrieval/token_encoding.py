@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,7 @@ from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
-from tilefold.retrieval.encoding import encode_stock, encode_to_folder, model_fingerprint, model_name
+from tilefold.retrieval.encoding import encode_stock, encode_to_folder, model_name
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import (
     DENSE_STORAGES,
@@ -31,7 +28,6 @@ from tilefold.retrieval.tokens import (
 )
 
 __all__ = ["DenseEncoding", "TokenEncoding", "encode_dense_collection", "encode_texts", "encode_tokens"]
-__all__ += ["token_model_fingerprint"]
 
 
 def encode_tokens(
@@ -107,10 +103,6 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
 
     def nothing(self) -> TokenVectors:
         return TokenVectors.pack([], [], self.size, self.how.storage)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        return token_model_fingerprint(self.model)
 
     manifest: ClassVar[type[TokenManifest]] = TokenManifest
 
@@ -191,10 +183,6 @@ class DenseJob(TokenJob):
             rows = torch.nn.functional.normalize(rows)
         return list(rows.unsqueeze(1))
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        return model_fingerprint(self.model)
-
     @property
     def settings(self) -> Json:
         return super().settings | {"similarity": str(self.model.similarity_fn_name)}
@@ -217,16 +205,6 @@ def encode_texts(
     """Encode id -> text into memory, queries or few texts; errors as of :func:`tilefold.retrieval.encode_queries`."""
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
     return TokenJob(encoding, model, token_dimension(model, kind), texts).in_memory("texts")
-
-
-def token_model_fingerprint(model: Model) -> str:
-    """:func:`tilefold.retrieval.encoding.model_fingerprint` with the settings of every module, without paths."""
-    digest = hashlib.sha256(model_fingerprint(model).encode())
-    for module in model.children():
-        settings: Json = getattr(module, "get_config_dict", dict)()
-        named = {"type": type(module).__name__, **{key: repr(value) for key, value in settings.items()}}
-        digest.update(json.dumps(named, sort_keys=True).encode())
-    return digest.hexdigest()
 
 
 def token_dimension(model: Model, kind: Kind) -> int:

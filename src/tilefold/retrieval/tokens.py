@@ -152,7 +152,7 @@ class TokenManifest(Manifest):
         dimension: D, the length of a vector.
         storage: ``"fp16"`` or ``"int8"``.
         model_name: the model that made the vectors, if known.
-        model_fingerprint: its :func:`tilefold.retrieval.token_encoding.token_model_fingerprint`.
+        model_fingerprint: its :func:`tilefold.retrieval.provenance.model_fingerprint`.
         model_source: folder or name that the model was loaded from, if known.
         n_tokens: vectors in all shards, each of which has its ``tokens``; the others are as in
             :class:`tilefold.retrieval.VectorManifest`.

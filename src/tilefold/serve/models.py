@@ -17,9 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tilefold._typing import Model, Tokenizer
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
-from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, pack_features
+from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, on_device, pack_features
+from tilefold.integrations.sentence_transformers.stream import prompt_of
 from tilefold.integrations.transformers.packed import padding_position
-from tilefold.retrieval.encoding import encode_batch
+from tilefold.retrieval.encoding import encode_batch, encode_stock
 from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_of, strongest
@@ -183,11 +184,7 @@ class Served:
 
     def prompt(self, way: Way) -> str:
         """Prompt before every text of a way."""
-        if not self.prompts:
-            return ""
-        names = {"query": ("query",), "document": ("document", "passage", "corpus")}[way.side]
-        named = [way.prompt] if way.prompt else [*names, self.model.default_prompt_name]
-        return next((self.prompts[name] for name in named if name in self.prompts), "")
+        return prompt_of(self.model, way.side, way.prompt) or ""
 
     @property
     def type(self) -> dict[str, Any]:
@@ -252,12 +249,11 @@ class Served:
         return [row.numpy() for row in _finite(list(encoded.detach().float().cpu()), "vectors")]
 
     def _encoded(self, way: Way, texts: Sequence[str], **options: Any) -> Any:
+        if way.prompt is None:
+            return encode_stock(self.model, texts, way.side, **options)
         cut = cut_texts(self.model, texts)
         options |= {"batch_size": len(cut), "show_progress_bar": False}
-        if way.prompt is not None:
-            return self.model.encode(cut, prompt_name=way.prompt, task=way.side, **options)
-        encode = self.model.encode_query if way.side == "query" else self.model.encode_document
-        return encode(cut, **options)
+        return self.model.encode(cut, prompt_name=way.prompt, task=way.side, **options)
 
     def _features(self, way: Way, inputs: Sequence[Sequence[int]]) -> Any:
         """Features of token ids as they are, after the model: no prompt, no special token, no expansion of queries."""
@@ -271,10 +267,8 @@ class Served:
         }
         if isinstance(getattr(self.model[0], "preprocess", None), PackedInputs):  # of an accelerated encoder
             features = pack_features(features, padding_position(self.model[0].model))
-        device = self.model.device
-        features = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in features.items()}
         with torch.inference_mode():
-            return self.model(features, task=way.side)
+            return self.model(on_device(features, self.model.device), task=way.side)
 
 
 def _finite(rows: list[torch.Tensor], what: str) -> list[torch.Tensor]:

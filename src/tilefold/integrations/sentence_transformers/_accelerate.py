@@ -20,7 +20,6 @@ from tilefold.integrations.sentence_transformers._encoders import (
     TokenBatchEncoder,
     batches_of,
     fused_vocab_size,
-    prompt_of,
     sparse_options,
 )
 from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs, is_multi_vector
@@ -35,7 +34,7 @@ from tilefold.integrations.sentence_transformers._pooling import (
 from tilefold.integrations.sentence_transformers.encoding_graphs import GRAPHS, EncodingGraphs, graphs_of
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs
-from tilefold.integrations.sentence_transformers.stream import SparseStream, as_csr, encode_batch
+from tilefold.integrations.sentence_transformers.stream import SparseStream, as_csr, encode_batch, prompt_of
 from tilefold.integrations.transformers import stop_packed
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
 from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states

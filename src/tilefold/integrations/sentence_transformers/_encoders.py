@@ -27,6 +27,7 @@ from tilefold.integrations.sentence_transformers.stream import (
     VectorStream,
     as_csr,
     encode_batch,
+    prompt_of,
 )
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Options, SparseOptions
@@ -41,18 +42,6 @@ _USUAL = 32  # the stock batch size, from which on batches are cut by tokens
 def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
     """Options of a row: by default the model's ``max_active_dims`` entries are kept."""
     return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
-
-
-def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
-    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
-    if prompt_name is not None:
-        if prompt_name not in model.prompts:
-            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
-        return str(model.prompts[prompt_name])
-    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
-    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
-    prompt: str | None = model.prompts.get(found)
-    return prompt
 
 
 def fused_vocab_size(model: Model) -> int | None:

@@ -66,6 +66,18 @@ PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
 
 
+def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
+    """The prompt that ``encode``, ``encode_query`` and ``encode_document`` choose."""
+    if prompt_name is not None:
+        if prompt_name not in model.prompts:
+            raise ValueError(f"prompt_name must be one of {list(model.prompts)}, got {prompt_name!r}.")
+        return str(model.prompts[prompt_name])
+    names = {"query": ["query"], "document": ["document", "passage", "corpus"]}.get(task or "", [])
+    found = next((name for name in names if name in model.prompts), model.default_prompt_name)
+    prompt: str | None = model.prompts.get(found)
+    return prompt
+
+
 def encode_batch(
     model: Model, texts: Sequence[str], task: str | None, prompt: str | None, options: SparseOptions
 ) -> Batch:

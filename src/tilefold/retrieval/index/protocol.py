@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import atomic_directory, sha256_file
+from tilefold._lazy import package_version
 from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_k, check_offsets
@@ -39,7 +39,6 @@ _TYPES: dict[str, type | UnionType] = {
 }
 REMEDY = "Build the index again (tilefold index)."
 _IDS, _OFFSETS = ID_FILES = "ids.npy", "id_offsets.npy"
-_FORMER_IDS = "ids.json", "id_ends.npy"  # which an index that is built again replaces
 _ERRORS = "surrogatepass"  # an id may hold half a surrogate pair
 
 N = TypeVar("N", bound=np.generic)
@@ -107,14 +106,6 @@ def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
     check_same_vocabulary(index, queries, "the index", "queries")
 
 
-def version_of(package: str) -> str:
-    """Version of an installed package, ``"unknown"`` without its metadata."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def write_manifest(
     folder: Path, index: Described, package: str, options: Mapping[str, object], *, changing: Collection[str] = ()
 ) -> None:
@@ -126,7 +117,7 @@ def write_manifest(
         "vocab_size": index.vocab_size,
         "fingerprint": index.fingerprint,
         **index.provenance.to_dict(),
-        "versions": {"tilefold": __version__, package: version_of(package)},
+        "versions": {"tilefold": __version__, package: package_version(package)},
         "options": options,
         "files": {
             file.name: sha256_file(file)
@@ -253,9 +244,7 @@ class FolderIndex(ABC):
     @classmethod
     def _replaced(cls, path: str | Path) -> AbstractContextManager[Path]:
         """A new folder, which then replaces an earlier index of this kind at `path`."""
-        return atomic_directory(
-            Path(path), own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *_FORMER_IDS, *cls.own_files]
-        )
+        return atomic_directory(Path(path), own_names=[MANIFEST_NAME, SEGMENTS, FILE, *ID_FILES, *cls.own_files])
 
     def _finish(self, folder: Path) -> None:
         """Write what all indexes have into a folder that has the rest."""
@@ -287,5 +276,5 @@ def naming_versions(folder: Path, manifest: Json, package: str) -> Iterator[None
         yield
     except Exception as error:  # whatever the package raises of files that are not as it expects them
         written = f"written by {package} {(manifest.get('versions') or {}).get(package, 'unknown')}"
-        read = f"read by {version_of(package)}"
+        read = f"read by {package_version(package)}"
         raise DataError(f"{folder}: could not be read ({error}); {written}, {read}. {REMEDY}") from error
