@@ -75,7 +75,7 @@ def test_the_exact_index_finds_the_same_on_a_device(device: str, make_vectors: M
     with warnings.catch_warnings():  # that this layout is young
         warnings.simplefilter("ignore", UserWarning)
         csr = dense.to_sparse_csr()
-    for asked in (dense, csr):
+    for asked in (dense, csr, csr.to_sparse_coo()):
         scores, places = fast.search_tensor(asked.to(device), 9)
         assert [[documents.ids[at] for at in row if at >= 0] for row in places.tolist()] == [
             [h.id for h in r] for r in found

@@ -244,8 +244,8 @@ class LateIndex(TorchIndex):
         found: list[list[Hit]] = [[] for _ in range(len(queries))]
         count = self.n_candidates if candidates is None else candidates
         scored = max(count, 10 * k) if count else 0
-        there = np.flatnonzero(usable)
         if places[0].type == "cpu" and self._nearest is not None and 0 < scored < self.n_documents // 2:
+            there = np.flatnonzero(usable)
             for row in asked:
                 near = there if len(there) <= scored else self._nearest.candidates(queries.rows(row), scored, usable)
                 scores = scores_of(Asked.of([queries.rows(row)], places[0]), *self.files.take(near), reduction)

@@ -78,19 +78,19 @@ class DeviceIndex:
     def search_tensor(self, queries: Tensor, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, k]`` of the best documents, on the device; 0 and -1 where there are no more.
 
-        `queries` are ``[Nq, V]`` on the index's device, dense or CSR, as an encoder returns them: nothing but the
-        number of terms of the longest one goes to the host.
+        `queries` are ``[Nq, V]`` on the index's device, dense, CSR or COO, as an encoder returns them: of sparse ones
+        nothing but the number of terms of the longest goes to the host.
         """
         check_k(k)
         if queries.dim() != 2 or queries.size(1) != self.vocab_size:
             raise ValueError(f"queries: expected [.., {self.vocab_size}], got {list(queries.shape)}.")
-        if queries.layout == torch.sparse_csr:
-            found, values = queries.col_indices(), queries.values()
-            counts = queries.crow_indices().diff()
-            owner = torch.repeat_interleave(torch.arange(counts.numel(), device=found.device), counts)
-        else:
+        if queries.layout == torch.strided:
             owner, found = queries.nonzero(as_tuple=True)
-            values, counts = queries[owner, found], torch.bincount(owner, minlength=queries.size(0))
+            values = queries[owner, found]
+        else:
+            rows = queries.to_sparse().coalesce()
+            (owner, found), values = rows.indices(), rows.values()
+        counts = torch.searchsorted(owner, torch.arange(queries.size(0) + 1, device=owner.device)).diff()
         longest = int(counts.max()) if found.numel() else 1
         order = (owner * (len(self.ids) + 1) + len(self.ids) - self.postings.counts[found]).argsort()
         place = torch.arange(found.numel(), device=found.device) - (counts.cumsum(0) - counts)[owner]
