@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tilefold.bench.results import (
     short_number,
     write_csv,
 )
+from tilefold.bench.timing import TimeBudget, time_cpu
 
 Row = Mapping[str, object]
 
@@ -86,6 +88,34 @@ class Job:
         return [known[name] for name in names]
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to search: a call, its queries, bytes of the collection, those that a call reads, the goal, the gate."""
+
+    run: Callable[[], object]
+    queries: int
+    held: int
+    read: int = 0
+    goal: object = ""
+    gate: str = "ok"
+
+    def finished(self, device: torch.device) -> None:
+        """The call, to the end of what it gave the device."""
+        self.run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def in_turns(ways: Mapping[str, Way], device: torch.device, budget: TimeBudget) -> Iterator[dict[str, Any]]:
+    """Rows of ways that take turns, by the wall clock."""
+    times = time_cpu({name: partial(way.finished, device) for name, way in ways.items()}, budget)
+    for name, way in ways.items():
+        found, row = times[name], {"way": name, "queries": way.queries, "gb": way.held / 1e9, "goal": way.goal}
+        rates = {"queries_s": 1e3 * way.queries / found.p50 or "", "tb_s": way.read / found.p50 / 1e9 or ""}
+        measured = {"p50_ms": found.p50, "p20_ms": found.p20, "p80_ms": found.p80, "rounds": found.reps, **rates}
+        yield row | {"gate": way.gate} | (measured if way.gate == "ok" else {"note": f"it took {found.p50:.3g} ms"})
+
+
 def main(job: Job, doc: str | None, arguments: Sequence[str] | None = None) -> int:
     """Measure the cases that the command line asks for; 1 if a row failed its gate."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,7 +124,7 @@ def main(job: Job, doc: str | None, arguments: Sequence[str] | None = None) -> i
     parser.add_argument("--impl", action="append", help="an implementation; repeat for several")
     parser.add_argument("--device", help="cpu or cuda; by default the GPU if there is one")
     parser.add_argument("--output", type=Path, help=f"folder for <device>/{job.name}.csv")
-    parser.add_argument("--quick", action="store_true", help="the quick cases; saved only with --output")
+    parser.add_argument("--quick", "--tiny", action="store_true", help="the quick cases; saved only with --output")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer for V = 250,002, of training")
     asked = parser.parse_args(arguments)
     if asked.list:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import encode, search_data, train, train_scale, train_size
+from benchmarks import encode, search_data, search_gpu, train, train_scale, train_size
 from benchmarks import search as job
 from benchmarks import train as train_job
 from benchmarks.job import JobOptions, main
@@ -39,8 +39,9 @@ def heaviest(vectors: SparseVectors, row: int, k: int) -> dict[int, float]:
     return dict(zip(terms[best].tolist(), weights[best].tolist(), strict=True))
 
 
-def test_made_vectors_have_the_statistics_that_the_benchmark_states() -> None:
-    documents = search_data.made_documents(5_000, 0)
+@pytest.mark.parametrize("device", [None, CPU])
+def test_made_vectors_have_the_statistics_that_the_benchmark_states(device: torch.device | None) -> None:
+    documents = search_data.made_rows(5000, 0, CPU).first(5000) if device else search_data.made_documents(5000, 0)
     assert documents.vocab_size == 30_522 and 115 < np.diff(documents.indptr).mean() < 123
     assert all(np.all(np.diff(documents.row(row)[0]) > 0) for row in range(500))
     queries = search_data.made_queries(documents, 100, 0)
@@ -51,8 +52,7 @@ def test_made_vectors_have_the_statistics_that_the_benchmark_states() -> None:
     kept = []
     for row, hits in enumerate(build_index(documents).search(queries, 10)):
         asked = heaviest(queries, row, 9)
-        for hit in hits:
-            document = heaviest(documents, int(hit.id[1:]), 20)
+        for hit, document in ((hit, heaviest(documents, int(hit.id[1:]), 20)) for hit in hits):
             kept.append(sum(asked[term] * document.get(term, 0.0) for term in asked) / hit.score)
     assert 0.8 < np.mean(kept) < 0.9
 
@@ -63,13 +63,23 @@ def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: P
     (path,) = tmp_path.rglob("search.csv")
     rows = read_csv(path)
     assert {row["engine"] for row in rows} == {"exact", "seismic", "scipy", "numba"}
-    for row in rows:
-        assert row["gate"] == "ok"
-        if row["engine"] in ("exact", "scipy"):
-            assert float(row["recall_at_10"]) == 1.0
-            assert 0 < float(row["p50_ms"]) <= float(row["p99_ms"])
+    assert all(row["gate"] == "ok" for row in rows)
+    for row in (row for row in rows if row["engine"] in ("exact", "scipy")):
+        assert float(row["recall_at_10"]) == 1.0 and 0 < float(row["p50_ms"]) <= float(row["p99_ms"])
     searches = [(float(row["query_cut"]), float(row["recall_at_10"])) for row in rows if row["engine"] == "seismic"]
     assert len(searches) == 3 and all(recall >= 0.95 for cut, recall in searches if cut >= 10)
+
+
+def test_ways_to_search_a_collection_pass_their_gates_and_an_error_leaves_the_other_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TINY": 300, "BUDGET": search_gpu.ONCE, "make_model": None}.items():
+        monkeypatch.setattr(search_gpu, name, value)
+    asked = [f"--only={name}" for name in ("encode-search", "maxsim-1m", "maxsim-4bit", "streamed", "sparse-1m")]
+    assert main(search_gpu.JOB, None, [*asked, "--tiny", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    failed, *rows = read_csv(next(tmp_path.rglob("search_gpu.csv")))
+    assert failed["gate"] == "TypeError: 'NoneType' object is not callable"
+    assert len(rows) == 20 and all(row["gate"] == "ok" and float(row["p50_ms"]) > 0 for row in rows)
 
 
 def test_an_unknown_shape_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,15 +87,13 @@ def test_an_unknown_shape_is_answered_with_the_known_ones(capsys: pytest.Capture
         refused(ValueError, "shape must be one of", each.chosen, ["huge"], "cpu", quick=False)
     with pytest.raises(SystemExit) as leave:
         main(job.JOB, job.__doc__, ["--shape", "splade-1", "--device", "cpu"])
-    assert leave.value.code == 2
-    assert "got 'splade-1'" in capsys.readouterr().err
+    assert leave.value.code == 2 and "got 'splade-1'" in capsys.readouterr().err
 
 
 def test_recall_counts_ties_for_either_and_misses_for_none() -> None:
     best = [("a", 3.0), ("b", 2.0)]
-    assert job.recall([best], [[("a", 3.0), ("c", 2.0)]]) == 1.0
-    assert job.recall([best], [[("a", 3.0), ("c", 1.0)]]) == 0.5
-    assert job.recall([best], [[]]) == 0.0
+    found = [[("a", 3.0), ("c", 2.0)], [("a", 3.0), ("c", 1.0)], []]
+    assert [job.recall([best], [each]) for each in found] == [1.0, 0.5, 0.0]
 
 
 def test_wrong_answers_of_an_exact_search_fail_the_gate() -> None:
@@ -120,8 +128,7 @@ def test_all_sides_train_the_same_model(name: str, tokenizer_folder: Path) -> No
     rows = list(train_job.JOB.run(case, JobOptions(CPU, tokenizer=tokenizer_folder)))
     assert [row["side"] for row in rows] == list(case.numbers["steps"])
     for row in rows:
-        assert row["gate"] == "ok", row
-        assert len(str(row["losses"]).split()) == GATE_STEPS
+        assert row["gate"] == "ok" and len(str(row["losses"]).split()) == GATE_STEPS, row
         assert float(str(row["step_ms"])) > 0 and set(train_job.JOB.key) <= set(row)
     assert rows[0]["ratio"] == 1 and rows[0]["loss_error"] == 0
 
@@ -150,14 +157,12 @@ def test_other_losses_get_no_times() -> None:
     rounded = replace(right, measured=replace(right.measured, losses=[1.1]))
     assert "the first loss differs" in train_job.row(rounded, right)["gate"]
     assert train_job.row(right, right)["pairs_per_s"] == 800
-    half = replace(right, batch=2)
-    assert train_job.row(right, half)["ratio"] == 2
+    assert train_job.row(right, replace(right, batch=2))["ratio"] == 2
     held_up = replace(right, measured=replace(right.measured, step_ms=50.0))  # one step, by the host
     assert train_job.row(right, held_up)["ratio"] == 1 and train_job.row(held_up, right)["ratio"] == 0.1
 
 
 def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Linear(1, 1)
     measured = Measured([1.0], 5.0, 4.0, 5.0, 5.5, 6.0, 0.0, 0.0, None)
 
     def fits_32(kind: str, model: Any, side: str, rows: Any, batch: int, steps: int, device: torch.device) -> Measured:
@@ -167,14 +172,13 @@ def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(train_job, "train", fits_32)
     monkeypatch.setattr(train_job, "exact_losses", lambda *_: [1.0])
-    found = train_job._outcome("splade", model, "stock", {"query": []}, 128, 3, CPU)
+    found = train_job._outcome("splade", torch.nn.Linear(1, 1), "stock", {"query": []}, 128, 3, CPU)
     assert found == train_job.Outcome([1.0], measured, 32)
 
 
 @pytest.mark.parametrize("side", ["stock", "packed"])
 def test_every_run_multiplies_in_its_own_precision(side: str, tokenizer_folder: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder)
-    model = make_encoder("splade", VOCABULARY, TINY, tokenizer, 32)
+    model = make_encoder("splade", VOCABULARY, TINY, tokenizer := load_tokenizer(tokenizer_folder), 32)
     rows = made_pairs(tokenizer, 2 * GATE_STEPS, ragged=True)
     for bf16 in (False, True):
         assert run("splade", model, side, rows, 2, 0, CPU, bf16).bf16 == bf16
@@ -182,14 +186,11 @@ def test_every_run_multiplies_in_its_own_precision(side: str, tokenizer_folder: 
 
 def test_a_results_file_becomes_a_table_with_its_conditions(tmp_path: Path) -> None:
     path = tmp_path / "lsr_head.csv"
-    rows = [
-        BenchRow("lsr_head", "a", "float32", "tilefold", forward_p50_ms=1.25, forward_floor_ms=1.0).record(),
-        BenchRow("lsr_head", "a", "float32", "eager", status="OOM").record(),
-    ]
-    write_csv(path, rows, collect(CPU), CSV_KEY)
+    measured = BenchRow("lsr_head", "a", "float32", "tilefold", forward_p50_ms=1.25, forward_floor_ms=1.0)
+    failed = BenchRow("lsr_head", "a", "float32", "eager", status="OOM")
+    write_csv(path, [measured.record(), failed.record()], collect(CPU), CSV_KEY)
     lines = markdown_table(path).splitlines()
-    assert lines[2] == "| a, float32 | tilefold | 1.25 | - | - | 80% |  |"
-    assert lines[3] == "|  | eager | - | - | - | - | OOM |"
+    assert lines[2:4] == ["| a, float32 | tilefold | 1.25 | - | - | 80% |  |", "|  | eager | - | - | - | - | OOM |"]
     assert f"torch {torch.__version__}" in lines[-1]
     (tmp_path / "other.csv").write_text("a\n1\n")
     refused(ValueError, "must be a file that `tilefold bench` wrote", markdown_table, tmp_path / "other.csv")
@@ -226,8 +227,7 @@ def test_help_explains_a_script_and_draws_nothing(
     monkeypatch.setattr("sys.argv", [script, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"benchmarks.{script}", run_name="__main__")
-    assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage:")
-    assert not list(tmp_path.iterdir())
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage:") and not list(tmp_path.iterdir())
 
 
 def test_a_training_starts_on_made_data_in_the_shape_of_ms_marco(tmp_path: Path) -> None:
