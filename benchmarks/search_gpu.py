@@ -47,8 +47,9 @@ BUDGET, ONCE = TimeBudget(seconds=0.8, min_reps=7, max_reps=30), TimeBudget(0.0,
 
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     """Rows of a case; an error is one, and leaves the other cases."""
-    small, count = options.quick or options.device.type == "cpu", case.numbers["documents"]
-    count = min(count, TINY) if small else count
+    if options.device.type == "cpu" and not options.quick:
+        raise ValueError("device: expected a GPU, or --tiny, got cpu.")
+    count = min(case.numbers["documents"], TINY) if options.quick else case.numbers["documents"]
     try:
         for row in case.numbers["run"](case, count, options.device):
             yield {"case": case.name, "documents": count, "share": "", **row}
