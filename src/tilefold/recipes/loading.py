@@ -219,13 +219,10 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
 
     level = hf_logging.get_verbosity()
     bars = hf_logging.is_progress_bar_enabled()
-    levels = {name: logging.getLogger(name).level for name in LOGGERS}
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with quiet_loggers(*LOGGERS), warnings.catch_warnings():
             for module in ("transformers", "sentence_transformers", "accelerate", "datasets", "torch"):
                 warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
             yield
@@ -233,5 +230,16 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
-        for name, own in levels.items():
-            logging.getLogger(name).setLevel(own)
+
+
+@contextmanager
+def quiet_loggers(*names: str | None) -> Iterator[None]:
+    """Let loggers, ``None`` for the root, say nothing but errors; their levels are put back at the end."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

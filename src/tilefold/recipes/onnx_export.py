@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +22,7 @@ from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.modules import load_encoder
 from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS, activate
 from tilefold.modules.onnx_graph import GRAPH, OnnxGraph
-from tilefold.recipes.loading import load_whole
+from tilefold.recipes.loading import load_whole, quiet_loggers
 from tilefold.retrieval.provenance import model_fingerprint, model_settings
 
 OPSET = 18
@@ -201,7 +198,7 @@ def _write(scorer: _Scorer, path: Path) -> None:
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
     names = ["scores"] if scorer.top_k is None else ["indices", "weights"]
     try:
-        with warnings.catch_warnings(), _quiet("torch.onnx"), torch.no_grad():
+        with warnings.catch_warnings(), quiet_loggers("torch.onnx"), torch.no_grad():
             warnings.simplefilter("ignore")
             program: Any = torch.onnx.export(
                 scorer, (ids, mask), dynamo=True, opset_version=OPSET, dynamic_shapes=(sizes, sizes), verbose=False,
@@ -217,22 +214,11 @@ def _quantize(path: Path, to: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     large = path.with_name(path.name + ".data").exists()
-    with _quiet(None):  # it advises through the root logger
+    with quiet_loggers(None):  # it advises through the root logger
         quantize_dynamic(
             path, to, per_channel=True, reduce_range=True, weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm"], use_external_data_format=large,
         )  # fmt: skip
-
-
-@contextmanager
-def _quiet(name: str | None) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | None) -> dict[str, float]:

@@ -229,11 +229,11 @@ class ServeError(Exception):
 
     def body(self) -> bytes:
         """The answer in the form of text-embeddings-inference."""
-        return _json({"error": self.message, "error_type": self.kind})
+        return plain({"error": self.message, "error_type": self.kind})
 
     def openai_body(self) -> bytes:
         """The answer of its OpenAI route."""
-        return _json({"message": self.message, "code": self.status, "type": self.kind})
+        return plain({"message": self.message, "code": self.status, "type": self.kind})
 
 
 def invalid(message: str, label: str | None = None) -> ServeError:
@@ -249,10 +249,6 @@ def empty(name: str) -> ServeError:
 def wrong_model(message: str) -> ServeError:
     """The service has no model of the kind that a route needs: 424."""
     return ServeError("Backend", message, label="model_type")
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
 def plain(value: object) -> bytes:

@@ -85,25 +85,18 @@ def entmax_attention_inputs(
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, generator: torch.Generator) -> EntmaxAttentionInputs:
-    ends = [_ends(side, generator) for side in (q, k)]
-    packed = [_rows(side, ends[of]) for side, of in ((q, 0), (k, 1), (v, 1), (dout, 0))]
-    given = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+    kept_q, kept_k = (_kept(side, generator) for side in (q, k))
+    packed = [side.transpose(1, 2)[kept] for side, kept in ((q, kept_q), (k, kept_k), (v, kept_k), (dout, kept_q))]
+    given = {"cu_seqlens_q": padding.offsets(kept_q.sum(1)), "cu_seqlens_k": padding.offsets(kept_k.sum(1))}
     return EntmaxAttentionInputs(packed[0], packed[1], packed[2], packed[3], given)
 
 
-def _ends(padded: Tensor, generator: torch.Generator) -> Tensor:
-    lengths = torch.randint(1, padded.size(2) + 1, (padded.size(0),), generator=generator)
-    lengths[0] = padded.size(2)
-    if len(lengths) >= 2:
-        lengths[len(lengths) // 2] = 0
-    return padding.offsets(lengths)
-
-
-def _rows(padded: Tensor, ends: Tensor) -> Tensor:
-    lengths = ends.diff().tolist()
-    return torch.cat(
-        [row[:, :length].transpose(0, 1) for row, length in zip(padded, lengths, strict=True)]
-    ).contiguous()
+def _kept(padded: Tensor, generator: torch.Generator) -> Tensor:
+    kept = padding.drawn_mask("packed", padded.size(0), padded.size(2), generator)
+    kept[0] = True
+    if len(kept) >= 2:
+        kept[len(kept) // 2] = False
+    return kept
 
 
 def entmax_attention_results(

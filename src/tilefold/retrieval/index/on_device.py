@@ -15,7 +15,7 @@ from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval.index.protocol import Described, Hit, check_search
+from tilefold.retrieval.index.protocol import Hit, SparseIndex, check_search
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
 
 
@@ -41,7 +41,7 @@ class DeviceIndex:
         self,
         ids: Sequence[str],
         lists: TermLists,
-        described: Described,
+        described: SparseIndex,
         device: torch.device | str = "cuda",
         there: Mask | None = None,
     ) -> None:

@@ -52,8 +52,16 @@ class Hit(NamedTuple):
     score: float
 
 
-class Described(Protocol):
-    """Properties of every index that ``index.json`` holds, of sparse vectors or not."""
+@runtime_checkable
+class SparseIndex(Protocol):
+    """A searchable set of sparse vectors.
+
+    ``search`` returns for each query at most `k` documents by inner product, best first; documents that share no term
+    with the query are not returned, and an empty query finds nothing; with `where` (:class:`Filter`), the best of those
+    whose metadata match. It raises ``ValueError`` for ``k < 1``, and
+    ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes a directory atomically, and
+    replaces only an earlier index of the backend; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    """
 
     backend: ClassVar[str]
 
@@ -67,19 +75,6 @@ class Described(Protocol):
     def fingerprint(self) -> str | None: ...
     @property
     def provenance(self) -> Provenance: ...
-
-
-@runtime_checkable
-class SparseIndex(Described, Protocol):
-    """A searchable set of sparse vectors.
-
-    ``search`` returns for each query at most `k` documents by inner product, best first; documents that share no term
-    with the query are not returned, and an empty query finds nothing; with `where` (:class:`Filter`), the best of those
-    whose metadata match. It raises ``ValueError`` for ``k < 1``, and
-    ``VocabularyMismatchError`` for queries over another vocabulary. ``save`` writes a directory atomically, and
-    replaces only an earlier index of the backend; ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
-    """
-
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SparseIndex: ...
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]: ...
@@ -107,7 +102,12 @@ def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
 
 
 def write_manifest(
-    folder: Path, index: Described, package: str, options: Mapping[str, object], *, changing: Collection[str] = ()
+    folder: Path,
+    index: SparseIndex | FolderIndex,
+    package: str,
+    options: Mapping[str, object],
+    *,
+    changing: Collection[str] = (),
 ) -> None:
     """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`. Call it last."""
     manifest = {
