@@ -9,8 +9,9 @@ without pretrained weights under bf16 autocast; ranks are started as `--devices`
 second and the milliseconds of the timed steps (data loader, log and optimizer included; the device is waited for before
 and after), the memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
 first GPU and which ran longest. `--one` is the folder of the rows of one device, with which those of several are
-compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (no dropout, the pairs of 128 in the same order,
-60 steps), which must differ less from that of one device than those of other seeds do from their mean.
+compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, the pairs of
+128 in the order of the seed, 60 steps), which must differ less from that of one device than those of other seeds do
+from their mean.
 
 `--killed` trains with `tilefold train --devices`, kills the second rank with signal 9 after the first checkpoint, tells
 how long it takes until the command ends and what it says, and runs the same command again. `--device cpu --tiny` shows
@@ -116,7 +117,7 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
     steps = setting.warm + setting.timed + setting.profiled
     work = options.output / "work"
     with first_rank_first():
-        base = make_base(work / "base", setting.kind, options.tiny, dropout=not curve)
+        base = still_minilm(work / "minilm") if curve else make_base(work / "base", setting.kind, options.tiny)
     clock = Clock(setting, options.device == "cuda")
     recipe = make_recipe(setting, base, batch, steps)
     train(recipe, collection(batch * min(steps, 20)), work / name, progress=clock)
@@ -129,21 +130,32 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
     return {"batch": batch, "mini_batch": setting.mini or "", "steps": steps, **clock.row(batch), "losses": losses}
 
 
-def make_base(folder: Path, kind: str, tiny: bool, *, dropout: bool) -> Path:
+def make_base(folder: Path, kind: str, tiny: bool) -> Path:
     """The folder of an untrained BERT with the packaged tokenizer, made where it is not there."""
     import torch
     import transformers
 
-    folder = folder.with_name(f"{folder.name}-{kind}-{dropout}")
+    folder = folder.with_name(f"{folder.name}-{kind}")
     if not folder.exists():
         sizes = dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
                          TINY if tiny else BASE, strict=True))  # fmt: skip
-        rates = {} if dropout else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        config = transformers.BertConfig(vocab_size=30_522, **sizes, **rates)
+        config = transformers.BertConfig(vocab_size=30_522, **sizes)
         torch.manual_seed(0)
         auto: Any = transformers.AutoModelForMaskedLM if kind == "splade" else transformers.AutoModel
         auto.from_config(config).save_pretrained(folder)
         load_tokenizer(None).save_pretrained(folder)
+    return folder
+
+
+def still_minilm(folder: Path) -> Path:
+    """The folder of the packaged MiniLM as a SPLADE without dropout, made where it is not there."""
+    from tilefold.recipes.backbone import minilm_splade
+
+    if not folder.exists():
+        model = minilm_splade(made_pairs(load_tokenizer(None), 128, ragged=True)["document"])
+        config = model[0].model.config
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+        model.save_pretrained(str(folder))
     return folder
 
 
@@ -156,6 +168,8 @@ def make_recipe(setting: Setting, base: Path, batch: int, steps: int) -> Any:
               "save_steps": 10**6, "save_minutes": 1e6}  # fmt: skip
     if setting.kind == "colbert":
         return ColbertRecipe(**shared)
+    if setting.seed is not None:
+        return SpladeRecipe(**shared)
     weights = dict.fromkeys(("query_regularizer", "document_regularizer"), SCALE / 30_522)
     return SpladeRecipe(similarity_scale=SCALE / 30_522, **weights, **shared)
 
@@ -241,7 +255,7 @@ def killed(options: argparse.Namespace) -> int:
 
     work = options.output / "work"
     collection(2048).save_beir(work / "data")
-    base, output, errors = make_base(work / "base", "splade", options.tiny, dropout=True), work / "m", work / "errors"
+    base, output, errors = make_base(work / "base", "splade", options.tiny), work / "m", work / "errors"
     command = [sys.executable, "-m", "tilefold.cli", "train", "--recipe", "splade", "--model", str(base), "--data",
                str(work / "data"), "--output", str(output), "--devices", str(options.devices), "--json",
                "--batch-size", "16" if options.tiny else "256", "--save-steps", "20", "--lr", "2e-5", "--regularizer",

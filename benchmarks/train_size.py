@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     began = time.perf_counter()
     make(data, options.passages, options.queries)
-    make_base(options.folder / "base", "splade", options.tiny, dropout=True)
+    make_base(options.folder / "base", "splade", options.tiny)
     print(f"the data took {time.perf_counter() - began:.0f} s", flush=True)
     cache = options.folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
@@ -157,7 +157,7 @@ def train(options: argparse.Namespace, data: Path) -> None:
             command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "500"]
             busy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
 
-    base = make_base(options.folder / "base", "splade", options.tiny, dropout=True)
+    base = make_base(options.folder / "base", "splade", options.tiny)
     settings = {"base_model": str(base), "max_steps": options.steps, "negatives": DRAWN}
     settings |= {"max_length": 16 if options.tiny else 128, "batch_size": 2 if options.tiny else BATCH}
     settings |= {"save_steps": 10**6, "save_minutes": 1e6}  # at the end alone

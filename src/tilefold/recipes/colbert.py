@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import string
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
@@ -16,6 +17,7 @@ from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder
+    from torch import Tensor
 
 __all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 
@@ -81,6 +83,7 @@ class ColbertRecipe(Recipe):
         """Train the job's model in place."""
         from sentence_transformers import MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
         from sentence_transformers.multi_vector_encoder import losses
+        from sentence_transformers.multi_vector_encoder.scoring import colbert_scores as stock_scores
 
         from tilefold.integrations.sentence_transformers import accelerate
         from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
@@ -92,17 +95,39 @@ class ColbertRecipe(Recipe):
         if self.mini_batch_size is not None:
             made = losses.CachedMultiVectorMultipleNegativesRankingLoss
             cached = {"mini_batch_size": self.mini_batch_size, "score_mini_batch_size": self.batch_size}
-        loss = made(
-            model,
-            scale=self.similarity_scale,
-            similarity_fct=colbert_scores if self.fused else None,
-            gather_across_devices=job.world.size > 1,
-            **cached,
-        )
+        scores = colbert_scores if self.fused else stock_scores
+        if job.world.size > 1:
+            scores = functools.partial(scores_of_all_ranks, scores=scores, length=model[0].document_length)
+        loss = made(model, scale=self.similarity_scale, similarity_fct=scores, **cached)
         with accelerate(model) if self.fused else nullcontext():
             last = run_trainer(job, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, loss)
         model[0].document_length = length
         return last
+
+
+def scores_of_all_ranks(
+    queries: Tensor, documents: Tensor, queries_mask: Tensor, documents_mask: Tensor, *, scores: Any, length: int
+) -> Tensor:
+    """`scores` of a rank's queries with the documents of all ranks, its own first: ``[B, N, T, D]``, T at most `length`.
+
+    The losses' own gathering asks for the longest document of all ranks, for which the host waits in every step.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.nn.functional import all_gather
+
+    if documents.size(2) > length:  # other ranks would wait for tokens that never come
+        raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")
+    room, rank = length - documents.size(2), dist.get_rank()
+    documents = torch.nn.functional.pad(documents, (0, 0, 0, room))
+    documents_mask = torch.nn.functional.pad(documents_mask, (0, room))
+    masks = [torch.empty_like(documents_mask) for _ in range(dist.get_world_size())]
+    dist.all_gather(masks, documents_mask.contiguous())
+    every = list(all_gather(documents.contiguous()))
+    own_first = [rank, *(other for other in range(len(every)) if other != rank)]
+    documents, documents_mask = (torch.cat([part[i] for i in own_first]) for part in (every, masks))
+    found: Tensor = scores(queries, documents, queries_mask=queries_mask, documents_mask=documents_mask)
+    return found
 
 
 def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_projection: bool) -> MultiVectorEncoder:
