@@ -108,7 +108,7 @@ class ColbertRecipe(Recipe):
 def scores_of_all_ranks(
     queries: Tensor, documents: Tensor, queries_mask: Tensor, documents_mask: Tensor, *, scores: Any, length: int
 ) -> Tensor:
-    """`scores` of a rank's queries with the documents of all ranks, its own first: ``[B, N, T, D]``, T at most `length`.
+    """`scores` of a rank's queries with the documents of all ranks, its own first: ``[B, N, T, D]``, T <= `length`.
 
     The losses' own gathering asks for the longest document of all ranks, for which the host waits in every step.
     """
@@ -123,7 +123,7 @@ def scores_of_all_ranks(
     documents_mask = torch.nn.functional.pad(documents_mask, (0, room))
     masks = [torch.empty_like(documents_mask) for _ in range(dist.get_world_size())]
     dist.all_gather(masks, documents_mask.contiguous())
-    every = list(all_gather(documents.contiguous()))
+    every = list(all_gather(documents.contiguous()))  # type: ignore[no-untyped-call]
     own_first = [rank, *(other for other in range(len(every)) if other != rank)]
     documents, documents_mask = (torch.cat([part[i] for i in own_first]) for part in (every, masks))
     found: Tensor = scores(queries, documents, queries_mask=queries_mask, documents_mask=documents_mask)

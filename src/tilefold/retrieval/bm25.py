@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_arrays, check_k, check_offsets, check_share, outside
 from tilefold.retrieval._files import Json, check_text_ids, require
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
-from tilefold.retrieval.index.exact import top_positive
+from tilefold.retrieval.index.exact import Postings, top_positive
 from tilefold.retrieval.index.protocol import FolderIndex, StoredIds, naming_versions, read_array
 from tilefold.retrieval.metadata import Fields, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance, owned, provenance_of
@@ -217,10 +216,7 @@ class BM25Index(FolderIndex):
     def document_vectors(self) -> SparseVectors:
         """BM25's weight of each word in each document: the inner product with :meth:`query_vectors` is the score."""
         data, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
-        words = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
-        order = np.lexsort((words, documents))
-        rows = offsets_of(np.bincount(documents, minlength=len(self.ids)))
-        return SparseVectors(list(self.ids), rows, words[order], data[order], len(offsets) - 1, None, self.provenance)
+        return Postings(offsets, documents, data, len(self.ids)).vectors(self.ids, None, self.provenance)
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
         """Term frequencies of each query; words that the index lacks are left out."""

@@ -232,7 +232,6 @@ def load_queries(path: str | Path) -> dict[str, str]:
     """Query id -> text, from what :func:`load_beir` reads, or from lines: ``id<tab>text``, or a text (id: its number).
 
     Names of columns and errors are as in :func:`load_documents`.
-
     """
     file = Path(path)
     if not file.exists():

@@ -215,7 +215,7 @@ class Metadata:
 
     def _part(self, name: str) -> Any:
         if name not in self._parts:
-            self._parts[name] = self.table.filter(_compute().equal(self.table["field"], name))
+            self._parts[name] = self.table.filter(_arrow(".compute").equal(self.table["field"], name))
         return self._parts[name]
 
     def mask(self, where: Filter) -> Mask:
@@ -233,7 +233,7 @@ class Metadata:
         if (there := self.kinds.get(name)) is None:
             known = ", ".join(f"{path} ({' or '.join(kinds)})" for path, kinds in self.kinds.items())
             raise ValueError(f"where: expected a field of the index, {known}; got {name!r}.")
-        part, compute = self._part(name), _compute()
+        part, compute = self._part(name), _arrow(".compute")
         if not wanted:
             return part["document"]
         asked = "float" if isinstance(wanted, dict) else _kind(wanted[0])
@@ -302,10 +302,6 @@ def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = N
 
 def _arrow(module: str = "") -> Any:
     return require(f"pyarrow{module}", "pyarrow", "Metadata of documents")
-
-
-def _compute() -> Any:
-    return _arrow(".compute")
 
 
 def _schema() -> Any:

@@ -290,7 +290,6 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
     """The rows with those relevant documents of `split` that their queries lack, before the others.
 
     ``ValueError`` for rows that are scored already, where the added ones would have no scores.
-
     """
     qrels = collection.split_qrels(split)
     documents = dict(zip(rows.documents, range(len(rows.documents)), strict=True))

@@ -227,7 +227,6 @@ class TokenStore:
     """A memory-mapped folder of token vectors, of :func:`open_tokens`; a shard is read and checked when it is scored.
 
     ``ids`` maps each id to (shard, row); ``manifest`` is that of the folder.
-
     """
 
     def __init__(self, folder: Path, manifest: TokenManifest) -> None:

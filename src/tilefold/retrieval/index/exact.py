@@ -103,6 +103,14 @@ class Postings:
             free, low = free + count, low + part.n_documents
         return cls(offsets, documents, weights, low)
 
+    def vectors(self, ids: Sequence[str], fingerprint: str | None, provenance: Provenance) -> SparseVectors:
+        """The vectors of the documents, which have these ids, in memory."""
+        order = np.argsort(self.documents, kind="stable")
+        terms = np.repeat(np.arange(self.n_terms, dtype=np.int32), np.diff(self.offsets))[order]
+        indptr = offsets_of(np.bincount(self.documents, minlength=self.n_documents))
+        weights = np.asarray(self.weights)[order]
+        return SparseVectors(list(ids), indptr, terms, weights, self.n_terms, fingerprint, provenance)
+
     def add(self, scores: Scores, terms: npt.NDArray[np.int32], values: Scores) -> None:
         """Add ``values[j] * weights`` of each term to the `scores` of its documents, term after term, in float32."""
         self.check(terms)
@@ -239,13 +247,7 @@ class ExactIndex(FolderIndex):
 
     def stored(self) -> SparseVectors:
         """The vectors of the documents, without zero weights, in memory."""
-        postings = self.postings()
-        order = np.argsort(postings.documents, kind="stable")
-        terms = np.repeat(np.arange(self.vocab_size, dtype=np.int32), np.diff(postings.offsets))[order]
-        indptr = offsets_of(np.bincount(postings.documents, minlength=self.n_documents))
-        weights = np.asarray(postings.weights)[order]
-        made_of = self.vocab_size, self.fingerprint, self.provenance
-        return SparseVectors(list(self.ids), indptr, terms, weights, *made_of)
+        return self.postings().vectors(self.ids, self.fingerprint, self.provenance)
 
     def search(
         self, queries: SparseVectors, k: int, *, where: Where = None, allowed: Mask | None = None

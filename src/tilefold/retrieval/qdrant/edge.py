@@ -46,7 +46,6 @@ class EdgeEngine(Engine):
     """The collection in `folder`, open in this process alone until it is closed.
 
     Its files are compared with their checksums first, unless ``verify=False``; closing makes those that are missing.
-
     """
 
     prefetch, at_once = "prefetches", 64
