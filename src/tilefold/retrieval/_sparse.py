@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -177,6 +178,11 @@ class SparseVectors:
 
     def _kept(self, keep: npt.NDArray[np.bool_]) -> SparseVectors:
         return replace(self, indptr=offsets_of(keep)[self.indptr], indices=self.indices[keep], data=self.data[keep])
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """The row of each id."""
+        return {name: row for row, name in enumerate(self.ids)}
 
     def row(self, i: int) -> Row:
         """Terms and weights of row `i`."""

@@ -155,10 +155,9 @@ def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, fe
     ``VocabularyMismatchError``, a missing one or weights so large that the query's overflows a ``DataError``.
     """
     check_same_vocabulary(queries, documents, "queries", "documents")
-    row_of = {name: row for row, name in enumerate(documents.ids)}
     rows = [(np.zeros(0, np.int32), np.zeros(0, np.float32))]
     for i, name in enumerate(queries.ids):
-        rows.append(_expanded(queries.row(i), *_parts(name, run, row_of, feedback), documents, feedback))
+        rows.append(_expanded(queries.row(i), *_parts(name, run, documents.row_of, feedback), documents, feedback))
     terms, weights = (np.concatenate(part) for part in zip(*rows, strict=True))
     offsets = offsets_of(np.array([len(row) for row, _ in rows[1:]], np.int64))
     return replace(queries, indptr=offsets, indices=terms, data=weights)

@@ -162,11 +162,10 @@ class Passages:
         rows: dict[str, list[int]] = {}
         for row, name in enumerate(stored.ids):
             rows.setdefault(document_of(name), []).append(row)
-        query_row = {name: row for row, name in enumerate(asked.ids)}
         weights = np.zeros(stored.vocab_size)
 
         def best(query: str, document: str) -> str:
-            terms, values = asked.row(query_row[query])
+            terms, values = asked.row(asked.row_of[query])
             weights[terms] = values
             scores = [float(weights[terms_] @ parts) for terms_, parts in map(stored.row, rows[document])]
             weights[terms] = 0

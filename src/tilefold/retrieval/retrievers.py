@@ -87,11 +87,6 @@ class SparseRetriever(_IndexRetriever):
     def expand(self, queries: SparseVectors, names: Sequence[str], basis: Run, feedback: Feedback) -> SparseVectors:
         return expand_sparse(queries, self.stored(feedback_documents(basis, feedback)), basis, feedback)
 
-    @cached_property
-    def _rows(self) -> dict[str, int]:
-        ids = self.vectors.ids if isinstance(self.vectors, SparseVectors) else []
-        return {name: row for row, name in enumerate(ids)}
-
     def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
         """The vectors of documents, each of which has one unless some are `lacking` by intent."""
         if self.vectors is None:
@@ -100,7 +95,8 @@ class SparseRetriever(_IndexRetriever):
         if isinstance(self.vectors, Path):
             found = read_rows(self.vectors, wanted)
         else:
-            found = self.vectors.take([self._rows[name] for name in wanted if name in self._rows])
+            rows = self.vectors.row_of
+            found = self.vectors.take([rows[name] for name in wanted if name in rows])
         there = set(found.ids)
         if not lacking and not there.issuperset(wanted):
             raise MissingDocumentError("vectors", next(name for name in wanted if name not in there))

@@ -197,8 +197,7 @@ def _sparse(model: Model, task: _Task) -> Floats:
 
 def _words(index: BM25Index, task: _Task) -> Floats:
     documents = index.document_vectors()
-    row_of = {name: row for row, name in enumerate(documents.ids)}
-    taken = documents.take([row_of[name] for name in task.names])
+    taken = documents.take([documents.row_of[name] for name in task.names])
     return _products(index.query_vectors(task.queries), taken, task)
 
 

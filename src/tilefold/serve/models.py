@@ -15,12 +15,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tilefold._typing import Model, Tokenizer
-from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs, on_device, pack_features
 from tilefold.integrations.sentence_transformers.stream import prompt_of
 from tilefold.integrations.transformers.packed import padding_position
-from tilefold.retrieval.encoding import encode_batch, encode_stock
+from tilefold.retrieval.encoding import encode_stock
 from tilefold.retrieval.truncation import Call, cut_texts, watching
 from tilefold.retrieval.vectors import SparseVectors
 from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_of, strongest
@@ -222,11 +221,9 @@ class Served:
             return rows_of(offsets, indices, weights)
         if way.ids:
             rows = self._features(way, inputs)["sentence_embedding"].to_dense().float().cpu()
-        elif way.prompt is None:
-            rows = encode_batch(self.model, inputs, way.side)
         else:
-            cut = cut_texts(self.model, inputs)
-            rows = encode_sparse(self.model, cut, task=way.side, prompt_name=way.prompt, batch_size=len(cut))
+            made = {"convert_to_tensor": True, "convert_to_sparse_tensor": False}
+            rows = encode_stock(self.model, inputs, way.side, prompt_name=way.prompt, **made)
         vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], rows)
         parts = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
         # ids, of which no ``encode`` has kept so many
@@ -238,22 +235,15 @@ class Served:
             kept = found["attention_mask"].bool()
             encoded = [row[mask] for row, mask in zip(found["token_embeddings"], kept, strict=True)]
         else:
-            encoded = self._encoded(way, inputs)
+            encoded = encode_stock(self.model, inputs, way.side, prompt_name=way.prompt)
         return _finite([row.detach().float().cpu() for row in encoded], "token vectors")
 
     def _dense(self, way: Way, inputs: Sequence[Any]) -> list[Vector]:
         if way.ids:
             encoded = self._features(way, inputs)["sentence_embedding"][:, : self.model.truncate_dim]
         else:
-            encoded = self._encoded(way, inputs, convert_to_tensor=True)
+            encoded = encode_stock(self.model, inputs, way.side, prompt_name=way.prompt, convert_to_tensor=True)
         return [row.numpy() for row in _finite(list(encoded.detach().float().cpu()), "vectors")]
-
-    def _encoded(self, way: Way, texts: Sequence[str], **options: Any) -> Any:
-        if way.prompt is None:
-            return encode_stock(self.model, texts, way.side, **options)
-        cut = cut_texts(self.model, texts)
-        options |= {"batch_size": len(cut), "show_progress_bar": False}
-        return self.model.encode(cut, prompt_name=way.prompt, task=way.side, **options)
 
     def _features(self, way: Way, inputs: Sequence[Sequence[int]]) -> Any:
         """Features of token ids as they are, after the model: no prompt, no special token, no expansion of queries."""

@@ -84,11 +84,6 @@ class Searchable:
             "where": self.index.metadata is not None or self.index.backend == "qdrant",
         }
 
-    @cached_property
-    def rows(self) -> dict[str, int]:
-        """Document id -> row of its vector."""
-        return {} if self.vectors is None else {name: row for row, name in enumerate(self.vectors.ids)}
-
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
         """The vector of a query, of a sparse one its heaviest terms alone if the index is searched so."""
         if self.encoder is None:
@@ -147,8 +142,8 @@ class Searchable:
             if name in run[QUERY]
         }
         found: Explanation = {"stages": stages}
-        row = self.rows.get(ranking.passages.get("sparse", {}).get(QUERY, {}).get(name, name))
-        if self.vectors is None or self.encoder is None or row is None:
+        part = ranking.passages.get("sparse", {}).get(QUERY, {}).get(name, name)
+        if self.vectors is None or self.encoder is None or (row := self.vectors.row_of.get(part)) is None:
             return found | {"terms": []}
         text, (document, passage) = self.encoder.text, self.owner(ranking, name)
         shown = document.text if document else ""

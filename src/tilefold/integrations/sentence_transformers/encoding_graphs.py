@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ _WARM_RUNS = 2  # before a capture: libraries set themselves up, kernels are bui
 _capturing = threading.Lock()  # one model at a time
 
 Body = Callable[[], Sequence[Tensor]]
+R = TypeVar("R")
 
 
 class Inputs:
@@ -214,10 +215,9 @@ class EncodingGraphs(Replacement):
 
         while self.may_run(texts):
             try:
-                found: SparseRows | None = self._run(texts, prompt, _Asked(body, ("sparse", *options), task), read)
+                return self._run(texts, prompt, _Asked(body, ("sparse", *options), task), read)
             except NoRoomError:
                 continue
-            return found
         return None
 
     def _room(self, texts: int, tokens: int) -> int:
@@ -256,8 +256,7 @@ class EncodingGraphs(Replacement):
                 graph.lent()
             return list(torch.split(rows, counts))
 
-        found: list[Tensor] | None = self._run(texts, prompt, _Asked(body, ("vectors", normalize), task), read)
-        return found
+        return self._run(texts, prompt, _Asked(body, ("vectors", normalize), task), read)
 
     def warm(self, run: Callable[[list[str]], object], longest: int = 64) -> None:
         """Capture graphs for texts of up to `longest` tokens, by calls of `run` with made ones."""
@@ -267,8 +266,8 @@ class EncodingGraphs(Replacement):
                     run(["a " * (tokens // texts - 3)] * texts)  # two special tokens
 
     def _run(
-        self, texts: Sequence[str], prompt: str | None, asked: _Asked, read: Callable[[Inputs, Any, int], Any]
-    ) -> Any:
+        self, texts: Sequence[str], prompt: str | None, asked: _Asked, read: Callable[[Inputs, Any, int], R]
+    ) -> R | None:
         with packed_inputs():
             features = self._tokenised(texts, prompt, asked.task)
         sizes = _sizes_of(features, len(texts), padded="vectors" in asked.kind)
