@@ -21,6 +21,7 @@ from tilefold.recipes._training import TrainingJob, TrainResult
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+WHOLE_MODEL = 1024  # MB of gradients that several ranks add up at a time
 _logger = logging.getLogger(__name__)
 
 
@@ -35,11 +36,18 @@ def run_trainer(
     """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
     from accelerate import DistributedDataParallelKwargs
     from datasets import Dataset
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerState
 
     from tilefold.integrations.sentence_transformers import collate_ahead
     from tilefold.integrations.transformers import AlphaSchedule, one_gpu
     from tilefold.recipes._watch import NAMES, Watcher
+
+    class ByBuckets(DistributedDataParallelKwargs):
+        """Divides whole buckets by the number of ranks, not one gradient after the other."""
+
+        def register_comm_hook(self, model: Any) -> None:
+            model.register_comm_hook(None, allreduce_hook)
 
     say_unused_gpus()
     recipe, read, world = job.recipe, job.examples.columns, job.world
@@ -64,8 +72,9 @@ def run_trainer(
     trainer._load_best_model = functools.partial(_load, trainer, job.run)  # the stock one only logs that it failed
     trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, read)
     if world.size > 1:  # the same parameters get gradients in every step: nothing need look for those that do not
-        # the trainer of transformers 5.0 to 5.2 sets its own, which looks for them
-        trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(static_graph=True, gradient_as_bucket_view=True)
+        # the trainer of transformers 5.0 to 5.2 sets its own, which looks for them; those of a graph come all at once
+        more: dict[str, Any] = {"bucket_cap_mb": WHOLE_MODEL} if recipe.graphs else {}
+        trainer.accelerator.ddp_handler = ByBuckets(static_graph=True, gradient_as_bucket_view=True, **more)
     collate_ahead(trainer, graphs=recipe.graphs)
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)

@@ -189,14 +189,21 @@ def write_gradients(to: list[Tensor | None], found: tuple[Tensor | None, ...]) -
             kept.zero_()
 
 
+def copies_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in one piece of memory, by a launch or two; what nobody else holds autograd keeps without a copy more."""
+    if len({tensor.dtype for tensor in tensors}) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.clone() for tensor in tensors]
+    parts = torch.split(torch.cat([tensor.view(-1) for tensor in tensors]), [tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 class StepGraphs:
     """Runs packed batches of one Transformer in training as CUDA graphs, where that changes nothing.
 
     A batch runs without a graph if its size is new, if an output of a graph still waits for its backward pass, without
     gradients, with gradient checkpointing, with hooks on the network's modules, on a CPU, and with sharded parameters.
     Where parameters, buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms change, new graphs are
-    captured. Gradients are for ``backward()``: those that ``torch.autograd.grad`` returns are overwritten by the next
-    step. ``compiled``: see :func:`collate_ahead`.
+    captured. ``compiled``: see :func:`collate_ahead`.
     """
 
     failed = False
@@ -349,4 +356,4 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {remedy}")
         ctx.graph.backward(gradient)
         ctx.waits = None
-        return None, None, None, None, *(known for known in owner.gradients if known is not None)
+        return None, None, None, None, *copies_of([known for known in owner.gradients if known is not None])
