@@ -9,9 +9,9 @@ without pretrained weights under bf16 autocast; ranks are started as `--devices`
 second and the milliseconds of the timed steps (data loader, log and optimizer included; the device is waited for before
 and after), the memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
 first GPU and which ran longest. `--one` is the folder of the rows of one device, with which those of several are
-compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, the pairs of
-128 in the order of the seed, 60 steps), which must differ less from that of one device than those of other seeds do
-from their mean.
+compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, queries of
+words of their documents, the pairs of 128 in the order of the seed, 60 steps), which must differ less from that of one
+device than those of other seeds do from their mean.
 
 `--killed` trains with `tilefold train --devices`, kills the second rank with signal 9 after the first checkpoint, tells
 how long it takes until the command ends and what it says, and runs the same command again. `--device cpu --tiny` shows
@@ -120,7 +120,7 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
         base = still_minilm(work / "minilm") if curve else make_base(work / "base", setting.kind, options.tiny)
     clock = Clock(setting, options.device == "cuda")
     recipe = make_recipe(setting, base, batch, steps)
-    train(recipe, collection(batch * min(steps, 20)), work / name, progress=clock)
+    train(recipe, collection(batch * min(steps, 20), found=curve), work / name, progress=clock)
     if rank:
         return {}
     if clock.kernels:
@@ -174,13 +174,14 @@ def make_recipe(setting: Setting, base: Path, batch: int, steps: int) -> Any:
     return SpladeRecipe(similarity_scale=SCALE / 30_522, **weights, **shared)
 
 
-def collection(count: int) -> Any:
-    """So many made pairs, ragged."""
+def collection(count: int, *, found: bool = False) -> Any:
+    """So many made pairs, ragged; `found` queries are words of their documents."""
     from tilefold.retrieval.collection import Collection, Document
 
     made = made_pairs(load_tokenizer(None), count, ragged=True)
     documents = {f"d{i}": Document(f"d{i}", "", text) for i, text in enumerate(made["document"])}
-    queries = {f"q{i}": text for i, text in enumerate(made["query"])}
+    asked = [" ".join(text.split()[:9:3]) for text in made["document"]] if found else made["query"]
+    queries = {f"q{i}": text for i, text in enumerate(asked)}
     return Collection("made", documents, queries, {"train": {f"q{i}": {f"d{i}": 1} for i in range(count)}})
 
 
