@@ -11,42 +11,60 @@ from torch import Tensor, nn
 from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards
 
 
-class State:
-    """Modules, tensors, hooks and attributes of a model, to be compared with what they are later."""
+class Structure:
+    """Modules, tensors and hooks of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
+        self._vars = [vars(module) for module in self.modules]
+        parts = [part for each in self.modules for part in (each._modules, each._parameters, each._buffers)]
+        self._parts = [part for part in parts if part]
+        self._kept = list(chain.from_iterable(part.values() for part in self._parts))  # so that their ids are theirs
+        self._ids = list(map(id, self._kept))
+        self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
+        self._sized: list[Any] = [*parts, *self._hooks]
+        self._sizes = list(map(len, self._sized))
+        self.tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
+
+    def stands(self) -> bool:
+        """Whether modules, parameters and buffers are those that they were, and hooks as many."""
+        return (
+            list(map(len, self._sized)) == self._sizes
+            and list(map(id, chain.from_iterable(map(_VALUES, self._parts)))) == self._ids
+        )
+
+    def runs_more(self) -> bool:
+        """Whether a module has hooks, or computes again what it did not keep."""
+        return any(self._hooks) or any(values.get("gradient_checkpointing") for values in self._vars)
+
+    def modes(self) -> list[bool]:
+        """Whether each module is in training mode."""
+        return list(map(_TRAINING, self._vars))
+
+
+class State(Structure):
+    """Attributes besides, to be compared with what they are later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         fused = fused_forwards(model)
         self.splade = bool(fused) and all(isinstance(each.pooling, StockPooling) and each.last for each in fused)
-        self._vars = [vars(module) for module in self.modules]
         named = [[name for name in values if name not in _OF_EVERY_MODULE] for values in self._vars]
         self._own = [(itemgetter(*names), values) for names, values in zip(named, self._vars, strict=True) if names]
         self._values = [get(values) for get, values in self._own]
-        parts = [(module._modules, module._parameters, module._buffers) for module in self.modules]
-        self._parts = [part for found in parts for part in found if part]
-        self._kept = list(chain.from_iterable(part.values() for part in self._parts))  # so that their ids are theirs
-        self._ids = list(map(id, self._kept))
-        self._sized = [*self._vars, *(part for found in parts for part in found)]
-        self._sized += [hooks for module in self.modules for hooks in hooks_of(module)]
+        self._sized += self._vars
         self._sizes = list(map(len, self._sized))
         configs = {id(values["config"]): values["config"] for values in self._vars if "config" in values}
         self._configs = [(vars(each), dict(vars(each))) for each in configs.values() if hasattr(each, "__dict__")]
-        self._tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
 
     def in_place(self) -> bool:
         """Whether every tensor has the memory that it had; what a graph reads may be gone else."""
-        return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-
-    def trains(self) -> bool:
-        """Whether a module is in training mode."""
-        return any(map(_TRAINING, self._vars))
+        return list(map(Tensor.data_ptr, self.tensors)) == self._addresses
 
     def holds(self) -> bool:
         """Whether modules, parameters, hooks, attributes and settings are those that they were."""
-        if list(map(len, self._sized)) != self._sizes:
-            return False
-        if list(map(id, chain.from_iterable(map(_VALUES, self._parts)))) != self._ids:
+        if not self.stands():
             return False
         try:
             return (

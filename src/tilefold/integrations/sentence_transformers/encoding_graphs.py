@@ -181,7 +181,7 @@ class EncodingGraphs(Replacement):
             return False
         if self._state is None:
             return self._capture is not Captured or torch.device(self.owner.device).type == "cuda"
-        return not self._state.trains()
+        return not any(self._state.modes())
 
     @property
     def splade(self) -> bool:

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilefold._typing import Transformer
-from tilefold.integrations.sentence_transformers._captured_state import hooks_of
+from tilefold.integrations.sentence_transformers._captured_state import Structure
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each, tf32_allowed
 
@@ -33,6 +34,7 @@ _WARM_RUNS = 2  # before the first capture, in which libraries set themselves up
 TOKENS = ("input_ids", "position_ids", "token_type_ids")
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
+_KIND = attrgetter("requires_grad", "dtype")
 KNOWN = {*TOKENS, *OFFSETS, *LONGEST, "modality"}  # of the features of a batch
 
 Run = Callable[[Features], Tensor]
@@ -219,7 +221,8 @@ class StepGraphs:
         self.graphs: OrderedDict[Sizes, Any] = OrderedDict()
         self._seen: Counter[Sizes] = Counter()
         self._state: object = None
-        every = [(module, *item) for module in self.transformer.model.modules() for item in vars(module).items()]
+        self._model = Structure(self.transformer.model)
+        every = [(module, *item) for module in self._model.modules for item in vars(module).items()]
         self._rates = [(module, name) for module, name, value in every if isinstance(value, float)]  # of dropout too
         self._pool: object = None
         self._stream: torch.cuda.Stream | None = None
@@ -266,18 +269,17 @@ class StepGraphs:
     def _may_run(self, ids: Tensor) -> bool:
         if ids.numel() == 0 or (self._capture is Captured and not ids.is_cuda):
             return False
-        modules = self.transformer.model.modules()
-        return not any(any(hooks_of(module)) or getattr(module, "gradient_checkpointing", False) for module in modules)
+        if not self._model.stands():
+            self._model = Structure(self.transformer.model)
+        return not self._model.runs_more()
 
     def _state_now(self, device: str) -> object:
         """The settings that a graph was captured with and cannot follow."""
-        model = self.transformer.model
-        tensors = [*model.parameters(), *model.buffers()]
-        addresses = [(tensor.data_ptr(), tensor.requires_grad, tensor.dtype) for tensor in tensors]
-        modules = [module.training for module in model.modules()]
+        tensors = self._model.tensors
+        memory = [*map(Tensor.data_ptr, tensors), *map(_KIND, tensors)]
         rates = [getattr(module, name, None) for module, name in self._rates]
         switches = tf32_allowed(torch.float32), torch.are_deterministic_algorithms_enabled()
-        return addresses, modules, rates, autocast_dtype(device), switches
+        return memory, self._model.modes(), rates, autocast_dtype(device), switches
 
     def _captured(self, needed: tuple[int, int, int], features: Features) -> Sizes | None:
         """Sizes of a new graph, when a pack of about these is met for the second time."""
