@@ -50,6 +50,8 @@ def test_rows_of_a_csv_are_replaced_by_key_and_a_csv_of_something_else_stays(tmp
     said = r"notes\.csv must have the columns op, case, dtype, impl"
     refused(ValueError, said, results.write_csv, notes, first, stamp, CSV_KEY)
     assert notes.read_text() == "a,b\n1,2\n"
+    notes.write_text("a,b\n1,2,3\n")
+    refused(ValueError, r"notes\.csv must have rows no longer than its header", results.read_csv, notes)
 
 
 def test_results_go_to_the_repository_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

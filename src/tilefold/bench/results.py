@@ -163,7 +163,10 @@ def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
                 f"{path} must have the columns {', '.join(key)} to be updated, {', '.join(missing)} missing; "
                 "choose another --output or move the file away."
             )
-        return list(reader)
+        rows = list(reader)
+    if any(None in row for row in rows):
+        raise ValueError(f"{path} must have rows no longer than its header; mend it, or move the file away.")
+    return rows
 
 
 def short_number(value: float | None) -> str:

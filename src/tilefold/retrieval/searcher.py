@@ -49,7 +49,7 @@ def check_model(made_by: Provenance, model: Model, name: str = "this", index: st
     if made_by.model_fingerprint is None:
         return False
     if made_by.differs(Provenance(model_fingerprint(model))):
-        remedy = f"Give that one, or make the index again: tilefold encode --model {name}, then tilefold index."
+        remedy = f"Give that one, make the index again (tilefold encode --model {name}), or allow it (--other-model)."
         raise DataError(f"model: {name} is not the model that made {index} (its weights or settings differ). {remedy}")
     return True
 
