@@ -187,11 +187,7 @@ class TokenWeightHead(LinearParameters):
         return head
 
     def forward(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """``[B, V]`` scores; ``input_ids`` are ``[B, S]`` or packed ``[T]``, the rest is as in :class:`LSRHead`."""
         operands, options = self._arguments(hidden, input_ids, attention_mask, cu_seqlens)

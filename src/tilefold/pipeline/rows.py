@@ -93,8 +93,7 @@ class Window(NamedTuple):
 def say_unused_batch_tokens() -> None:
     """Warn of a number of tokens that bounds no batch."""
     warnings.warn(
-        "batch_tokens does nothing for a model whose texts are padded: its batches are cut by batch_size.",
-        stacklevel=3,
+        "batch_tokens does nothing for a model whose texts are padded: its batches are cut by batch_size.", stacklevel=3
     )
 
 

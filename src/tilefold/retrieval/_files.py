@@ -95,7 +95,5 @@ def check_text_ids(what: str, ids: Collection[object]) -> None:
 
 def no_string(what: str, name: object) -> TypeError:
     """Error for an id that is not a string."""
-    return TypeError(
-        f"{what}: expected strings as ids, as they are in files and indexes, got {name!r} ({type(name).__name__}). "
-        f"Turn ids into strings: str({name!r})."
-    )
+    said = f"expected strings as ids, as they are in files and indexes, got {name!r} ({type(name).__name__})"
+    return TypeError(f"{what}: {said}. Turn ids into strings: str({name!r}).")

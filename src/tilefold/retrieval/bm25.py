@@ -169,10 +169,7 @@ class BM25Index(FolderIndex):
         return cls(engine, list(corpus), counts, options, provenance)
 
     def updated(
-        self,
-        documents: Mapping[str, str],
-        delete: Collection[str] = (),
-        metadata: Mapping[str, Fields] | None = None,
+        self, documents: Mapping[str, str], delete: Collection[str] = (), metadata: Mapping[str, Fields] | None = None
     ) -> BM25Index:
         """An index without some documents, and with others and their metadata, which replace those of the same ids.
 

@@ -48,9 +48,8 @@ def interpolate(
     normalize = _NORMALIZERS[normalization]
     fused: Run = {}
     for query_id in _queries(runs):
-        present = [
-            (weight, *normalize(run[query_id])) for run, weight in zip(runs, weights, strict=True) if run.get(query_id)
-        ]
+        weighted = zip(runs, weights, strict=True)
+        present = [(weight, *normalize(run[query_id])) for run, weight in weighted if run.get(query_id)]
         documents = dict.fromkeys(doc for _, scores, _ in present for doc in scores)
         total = {doc: sum(weight * scores.get(doc, low) for weight, scores, low in present) for doc in documents}
         for wrong in (score for score in total.values() if not math.isfinite(score)):

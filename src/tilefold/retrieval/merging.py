@@ -48,9 +48,8 @@ def merge_vectors(folders: Sequence[str | Path], output_dir: str | Path) -> Mani
         if source.layout != first.layout:
             got = f"{source.layout} ones in {source.folder}"
             raise DataError(f"folders: expected {first.layout} vectors as in {first.folder}, got {got}.")
-        if changed := differences(
-            first.manifest.identity, source.manifest.identity, f"in {first.folder}", f"in {source.folder}"
-        ):
+        both = first.manifest.identity, source.manifest.identity
+        if changed := differences(*both, f"in {first.folder}", f"in {source.folder}"):
             raise DataError(f"folders: expected vectors that were made alike, got others ({changed}).")
     for source in sources:
         for name in (*source.ids(), *source.manifest.failed):

@@ -207,11 +207,8 @@ class Metadata:
     @cached_property
     def kinds(self) -> dict[str, list[str]]:
         """Field -> kinds of its values: text, integer, float, boolean."""
-        fields = sorted(self.table["field"].unique().to_pylist())
-        return {
-            name: [kind for kind in _KINDS if self._part(name)[kind].null_count < len(self._part(name))]
-            for name in fields
-        }
+        parts = {name: self._part(name) for name in sorted(self.table["field"].unique().to_pylist())}
+        return {name: [kind for kind in _KINDS if part[kind].null_count < len(part)] for name, part in parts.items()}
 
     def _part(self, name: str) -> Any:
         if name not in self._parts:

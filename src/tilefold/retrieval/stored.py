@@ -228,11 +228,8 @@ def _encoding(start: int) -> str:
 
 def _document(text: str, file: Path) -> tuple[str, Document]:
     """Id and document of a line."""
-    row = (
-        json_object(text, str(file))
-        if file.name.endswith(".jsonl")
-        else dict(zip(("_id", "text"), _pair(text), strict=True))
-    )
+    is_json = file.name.endswith(".jsonl")
+    row = json_object(text, str(file)) if is_json else dict(zip(("_id", "text"), _pair(text), strict=True))
     document = document_of_row(row, str(file), ())
     return document.id, document
 

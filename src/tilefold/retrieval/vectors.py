@@ -93,9 +93,8 @@ class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
         }
         # a third of the time and two thirds of the bytes of the usual dictionaries, which hold no float twice
         encodings = {"indices.list.element": "DELTA_BINARY_PACKED", "weights.list.element": "BYTE_STREAM_SPLIT"}
-        parquet.write_table(
-            pa.table(columns), path, compression="zstd", use_dictionary=False, column_encoding=encodings
-        )
+        table = pa.table(columns)
+        parquet.write_table(table, path, compression="zstd", use_dictionary=False, column_encoding=encodings)
 
     def _read(self, path: Path) -> SparseVectors:
         return _read_parquet(path, self.manifest)

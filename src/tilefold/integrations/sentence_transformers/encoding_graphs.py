@@ -22,12 +22,7 @@ from tilefold._typing import Model
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._captured_state import State, may_be_captured
 from tilefold.integrations.sentence_transformers._pooling import StockPooling, fused_forwards, sparse_scores
-from tilefold.integrations.sentence_transformers.graphs import (
-    LONGEST,
-    autocast_dtype,
-    uncached_autocast,
-    warn_slower,
-)
+from tilefold.integrations.sentence_transformers.graphs import LONGEST, autocast_dtype, uncached_autocast, warn_slower
 from tilefold.integrations.sentence_transformers.packed_inputs import EXPANDED, PACKED, packed_inputs, texts_to
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off, tf32_allowed

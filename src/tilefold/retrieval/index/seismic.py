@@ -156,9 +156,8 @@ class SeismicIndex(FolderIndex):
         with _quiet():
             kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
             dataset, rows = kind(dim=int(terms.size)), [str(row) for row in range(len(vectors))]
-            dataset.add_documents_by_id(
-                rows, numbers[kept], vectors.data[keep], offsets
-            )  # those without terms are left out
+            # those without terms are left out
+            dataset.add_documents_by_id(rows, numbers[kept], vectors.data[keep], offsets)
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
         filled = np.flatnonzero(np.diff(offsets))

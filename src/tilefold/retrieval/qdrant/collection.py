@@ -17,17 +17,7 @@ from tilefold.retrieval.index.protocol import REMEDY, Hit
 from tilefold.retrieval.metadata import Filter, Where
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.documents import Documents, Queries, key_of, list_of_ids
-from tilefold.retrieval.qdrant.engine import (
-    ID,
-    SPARSE,
-    TOKENS,
-    Engine,
-    Layout,
-    Point,
-    Record,
-    Stage,
-    last_stage,
-)
+from tilefold.retrieval.qdrant.engine import ID, SPARSE, TOKENS, Engine, Layout, Point, Record, Stage, last_stage
 
 BATCH_BYTES = 8_000_000  # of a request; a server takes 32 MB
 BATCH = 2000
