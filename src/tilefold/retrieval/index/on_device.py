@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
-from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval.index.protocol import Hit, SparseIndex, check_search
+from tilefold.retrieval.index.protocol import Hit, SparseIndex, check_search, hits_of
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
 
-
-class TermLists(Protocol):
-    """Arrays of an inverted index: documents, rising, and positive weights of term `t` from ``offsets[t]`` on."""
-
-    offsets: npt.NDArray[np.int64]  # [V + 1]
-    documents: npt.NDArray[np.int32]  # [nnz]
-    weights: npt.NDArray[np.float32]  # [nnz]
+_WIDTH = 16  # terms of queries on a device are a multiple of it, so that few launches need a plan
 
 
 class DeviceIndex:
@@ -40,17 +32,18 @@ class DeviceIndex:
     def __init__(
         self,
         ids: Sequence[str],
-        lists: TermLists,
+        lists: Any,
         described: SparseIndex,
         device: torch.device | str = "cuda",
         there: Mask | None = None,
     ) -> None:
-        """Copy `lists`, which were checked, to `device`; see :meth:`ExactIndex.on`. Documents not `there` are gone."""
+        """Copy `lists`, checked ``Postings``, to `device` (:meth:`ExactIndex.on`). Documents not `there` are gone."""
         self.ids, self._places, self.metadata = ids, dict[str, int](), described.metadata
         self._there = None if there is None or there.all() else torch.from_numpy(there.view(np.uint8)).to(device)
         self.n_documents, self.vocab_size = described.n_documents, described.vocab_size
         self.fingerprint, self.provenance = described.fingerprint, described.provenance
-        self._lengths = np.diff(lists.offsets)
+        by_length = np.argsort(-np.diff(lists.offsets), kind="stable")
+        self._by_length, self._ranks = np.append(by_length, 0).astype(np.int32), by_length.argsort()
         with warnings.catch_warnings():  # nobody writes to arrays that are mapped for reading
             warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
             offsets, *others = map(torch.from_numpy, (lists.offsets, lists.documents, lists.weights))
@@ -66,14 +59,13 @@ class DeviceIndex:
         """See :class:`SparseIndex`; with `among`, a mask of :meth:`mask`, only those documents are found."""
         check_search(self, queries, k)
         if (matching := allowed_by(self.metadata, where)) is not None:
-            mask = torch.from_numpy(matching).to(self.device, torch.uint8)
+            mask = torch.from_numpy(matching.view(np.uint8)).to(self.device)
             among = mask if among is None else mask * among
-        terms, weights = (part.to(self.device) for part in self._padded(queries))
-        scores, documents = (part.tolist() for part in self._best(terms, weights, k, among))
-        return [
-            [Hit(self.ids[at], score) for at, score in zip(*row, strict=True) if at >= 0]
-            for row in zip(documents, scores, strict=True)
-        ]
+        best = self._best(*self._padded(queries), k, among)
+        scores, documents = (part.to("cpu", non_blocking=True) for part in best)
+        if self.device.type == "cuda":  # is waited for once
+            torch.cuda.current_stream(self.device).synchronize()
+        return hits_of(self.ids, documents.numpy(), scores.numpy())
 
     def search_tensor(self, queries: Tensor, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, k]`` of the best documents, on the device; 0 and -1 where there are no more.
@@ -90,14 +82,18 @@ class DeviceIndex:
         else:
             rows = queries.to_sparse().coalesce()
             (owner, found), values = rows.indices(), rows.values()
-        counts = torch.searchsorted(owner, torch.arange(queries.size(0) + 1, device=owner.device)).diff()
-        longest = int(counts.max()) if found.numel() else 1
+        if queries.size(0) == 1:  # nothing to be padded
+            order = self.postings.counts.take(found).argsort(descending=True)
+            terms, weights = (part.take(order)[None] for part in (found, values.detach()))
+            return self._best(terms.int(), weights.float(), k, among)
+        starts = torch.searchsorted(owner, torch.arange(queries.size(0) + 1, device=owner.device))
+        longest = -(-max(1, int(starts.diff().max())) // _WIDTH) * _WIDTH if found.numel() else _WIDTH
         order = (owner * (len(self.ids) + 1) + len(self.ids) - self.postings.counts[found]).argsort()
-        place = torch.arange(found.numel(), device=found.device) - (counts.cumsum(0) - counts)[owner]
-        terms = torch.zeros(counts.numel(), longest, dtype=torch.int32, device=found.device)
-        weights = torch.zeros(counts.numel(), longest, device=found.device)
-        terms[owner, place] = found[order].to(torch.int32)
-        weights[owner, place] = values.detach()[order].float()
+        place = owner * longest + torch.arange(found.numel(), device=found.device) - starts[owner]
+        terms = torch.zeros(queries.size(0), longest, dtype=torch.int32, device=found.device)
+        weights = torch.zeros(queries.size(0), longest, device=found.device)
+        terms.view(-1)[place] = found[order].int()
+        weights.view(-1)[place] = values.detach()[order].float()
         return self._best(terms, weights, k, among)
 
     def _best(self, terms: Tensor, weights: Tensor, k: int, among: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -118,12 +114,12 @@ class DeviceIndex:
         return found.to(self.device)
 
     def _padded(self, queries: SparseVectors) -> tuple[Tensor, Tensor]:
-        """Terms and weights ``[Nq, T]``, those of the longest lists first, which programs then read together."""
+        """Terms and weights ``[Nq, T]`` there, those of the longest lists first, which programs then read together."""
         lengths = np.diff(queries.indptr)
-        owner = np.repeat(np.arange(len(queries)), lengths)
-        order = np.lexsort((-self._lengths[queries.indices], owner))
-        place = np.arange(owner.size) - offsets_of(lengths)[:-1][owner]
-        shape = len(queries), max(1, int(lengths.max(initial=1)))
-        terms, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        terms[owner, place], weights[owner, place] = queries.indices[order], queries.data[order]
-        return torch.from_numpy(terms), torch.from_numpy(weights)
+        width = np.arange(-(-max(1, int(lengths.max(initial=1))) // _WIDTH) * _WIDTH)
+        keys = np.full((len(queries), len(width)), self._ranks.size << 32)  # ranks of terms above bits of weights
+        keys[width < lengths[:, None]] = self._ranks[queries.indices] << 32 | queries.data.view(np.uint32)
+        keys.sort(axis=1)
+        both = torch.from_numpy(np.stack([self._by_length[keys >> 32], keys.astype(np.int32)]))
+        terms, weights = both.to(self.device, non_blocking=True).unbind()  # CUDA has read it when that returns
+        return terms, weights.view(torch.float32)

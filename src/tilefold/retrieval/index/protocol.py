@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -193,6 +194,14 @@ class StoredIds(Sequence[str]):
         except UnicodeDecodeError as error:
             raise DataError(f"{_IDS}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
 
+    def named(self, at: npt.NDArray[np.integer]) -> Sequence[str]:
+        """The ids at some positions, in less than half the time."""
+        text, starts, ends = self._text.data, self._offsets[at].tolist(), self._offsets[at + 1].tolist()
+        try:
+            return [str(text[low:high], "utf-8", _ERRORS) for low, high in zip(starts, ends, strict=True)]
+        except UnicodeDecodeError:
+            return [self[each] for each in at.tolist()]  # which names the file
+
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
@@ -203,6 +212,20 @@ class StoredIds(Sequence[str]):
         if (np.diff(offsets) < 1).any():
             raise DataError(f"{folder / _OFFSETS}: expected ids of one byte at least, got an empty one. {REMEDY}")
         return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
+
+
+def hits_of(ids: Sequence[str], documents: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> list[list[Hit]]:
+    """Hits of each row of documents ``[Nq, k]`` and scores; those below 0, and of -infinity, are none and the last."""
+    found, collects, there = list[list[Hit]](), gc.isenabled(), (documents >= 0) & (scores > -np.inf)
+    gc.disable()  # thousands of hits would have it look through all objects of the process, and hold no circles
+    try:
+        for at, score, count in zip(documents, scores, there.sum(axis=1).tolist(), strict=True):
+            names = ids.named(at[:count]) if isinstance(ids, StoredIds) else map(ids.__getitem__, at[:count].tolist())
+            found.append(list(map(Hit._make, zip(names, score[:count].tolist(), strict=True))))
+    finally:
+        if collects:
+            gc.enable()
+    return found
 
 
 def save_ids(ids: Iterable[str], folder: Path) -> None:
