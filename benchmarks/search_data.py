@@ -227,15 +227,16 @@ def made_late(folder: Path, storage: str, count: int, length: int, dims: int, de
     sums = list[int]()
 
     def checked(arrays: list[npt.NDArray[np.generic]], start: int) -> list[int]:
-        rows = range(start, min(start + 1000 * length, len(arrays[0])), length)
-        return [token_blocks.checksum(*(array[row : row + length] for array in arrays)) for row in rows]
+        rows = np.arange(start, min(start + 1000 * length, len(arrays[0])), length)
+        found: list[int] = token_blocks.checksums(arrays, rows, rows + length).tolist()
+        return found
 
     values, scales = ((folder / name).open("wb") for name in (token_blocks.VALUES, token_blocks.SCALES))
     with values, scales, ThreadPoolExecutor() as pool:
         for low in range(0, count, PIECE):
             made = made_tokens(min(PIECE, count - low), length, dims, low, device)
             flat = QuantizedTokens(made.values.flatten(0, 1), made.scales.flatten())
-            arrays = token_blocks.arrays(token_blocks.packed(flat, storage).to(torch.device("cpu")))
+            arrays = token_blocks.arrays(token_blocks.packed(flat, storage).each(Tensor.cpu))
             for stream, array in zip((values, scales), arrays, strict=True):
                 stream.write(array.data)
             sums += chain.from_iterable(pool.map(partial(checked, arrays), range(0, len(arrays[0]), 1000 * length)))

@@ -151,9 +151,10 @@ class LateRetriever(_IndexRetriever):
     made_by = "MultiVectorEncoder"
 
     def encode(self, queries: Mapping[str, str]) -> TokenVectors:
-        from tilefold.retrieval.token_encoding import encode_texts
+        from tilefold.retrieval.token_encoding import TokenEncoding, TokenJob
 
-        return encode_texts(self._encoder(), queries, kind="query")
+        encoding = TokenEncoding("query", batch_size=32)
+        return TokenJob(encoding, self._encoder(), self.index.dimension, queries).in_memory("texts")
 
     def search(self, vectors: Any, names: Sequence[str], k: int, where: Where = None, **options: object) -> Run:
         mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"

@@ -83,10 +83,8 @@ class Centroids:
         vectors = read_array(folder / _VECTORS, np.float32, lists.vocab_size, dimension)
         return cls(torch.from_numpy(vectors.copy()), lists)
 
-    def candidates(
-        self, query: Tensor, count: int, allowed: npt.NDArray[np.bool_] | None = None
-    ) -> npt.NDArray[np.int64]:
-        """Positions, rising, of the `count` documents with the highest estimates for a query ``[L, D]``."""
+    def candidates(self, query: Tensor, count: int, allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Positions, rising, of the `count` `allowed` documents with the highest estimates for a query ``[L, D]``."""
         similar, nearest = (query.float() @ self.vectors.T).topk(min(_NEAREST, len(self.vectors)), dim=1)
         total = np.zeros(self.lists.n_documents, np.float32)
         best = np.empty_like(total)
@@ -96,12 +94,11 @@ class Centroids:
             for gain, documents in zip(gains, self.lists.documents_of(terms), strict=True):
                 best[documents] = gain  # rising, so that the largest stays
             total += best
-        if allowed is not None:
-            total[~allowed] = -1.0
+        total[~allowed] = -1.0
         count = min(count, total.size)
         found = np.argpartition(total, total.size - count)[total.size - count :]
         found.sort()
-        return found if allowed is None else found[allowed[found]]
+        return found[allowed[found]]
 
 
 def _k_means(rows: Tensor, count: int) -> Tensor:

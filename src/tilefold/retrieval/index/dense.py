@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from tilefold.retrieval._checks import check_choice, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval.errors import DataError, MissingDocumentError
-from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds
+from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, hits_of
 from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import DenseManifest, TokenStore, TokenVectors, check_values, read_tensors, save_tensors
@@ -36,10 +35,6 @@ class TorchIndex(FolderIndex):
 
     dimension: int  # D, the length of a vector
 
-    def _hits(self, scores: Iterable[float], rows: Iterable[int]) -> list[Hit]:
-        """Hits of rows, but for documents that were left out."""
-        return [Hit(self.ids[row], score) for score, row in zip(scores, rows, strict=True) if score > -math.inf]
-
     def on(self: T, device: str = "cuda") -> T:
         """The index, searched on a device."""
         placed = copy.copy(self)
@@ -59,12 +54,7 @@ class DenseIndex(TorchIndex):
     backend, own_files = "dense", (_FILE,)
 
     def __init__(
-        self,
-        ids: Sequence[str],
-        values: Tensor,
-        scales: Tensor | None,
-        similarity: str,
-        provenance: Provenance,
+        self, ids: Sequence[str], values: Tensor, scales: Tensor | None, similarity: str, provenance: Provenance
     ) -> None:
         check_choice("similarity", similarity, SIMILARITIES)
         check_values(values, scales)
@@ -127,8 +117,8 @@ class DenseIndex(TorchIndex):
             asked = torch.nn.functional.normalize(asked)
         found: list[list[Hit]] = []
         for part in torch.split(asked, _QUERIES):
-            scores, rows = (each.tolist() for each in self._best(part, k, allowed))
-            found += [self._hits(*each) for each in zip(scores, rows, strict=True)]
+            scores, rows = (each.cpu().numpy() for each in self._best(part, k, allowed))
+            found += hits_of(self.ids, rows, scores)
         return found
 
     def _best(self, asked: Tensor, k: int, allowed: Mask | None) -> tuple[Tensor, Tensor]:

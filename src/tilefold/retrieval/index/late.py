@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold.ops import maxsim_topk
 from tilefold.retrieval._checks import check_choice, check_count, check_k
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._sparse import check_ids
@@ -21,17 +20,8 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import centroids, token_blocks
 from tilefold.retrieval.index.centroids import Centroids
 from tilefold.retrieval.index.dense import TorchIndex, top_columns
-from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds
-from tilefold.retrieval.index.token_blocks import (
-    STORAGES,
-    STREAMED,
-    Asked,
-    Chunk,
-    Share,
-    TokenFiles,
-    chunks_of,
-    scores_of,
-)
+from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds, hits_of
+from tilefold.retrieval.index.token_blocks import STORAGES, STREAMED, Asked, Chunk, Share, TokenFiles, scores_of
 from tilefold.retrieval.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import TokenManifest, TokenStore, TokenVectors
@@ -64,18 +54,13 @@ class LateIndex(TorchIndex):
     own_files, unread = (*token_blocks.FILES, *centroids.FILES), token_blocks.FILES[:2]
 
     def __init__(
-        self,
-        ids: Sequence[str],
-        files: TokenFiles,
-        nearest: Centroids | None,
-        options: Json,
-        provenance: Provenance,
+        self, ids: Sequence[str], files: TokenFiles, nearest: Centroids | None, options: Json, provenance: Provenance
     ) -> None:
         self.ids, self.files, self.provenance = ids, files, provenance
         self.options: Json = options
         self.vocab_size = self.dimension = files.dimension
         self._nearest = nearest
-        self._without = files.lengths == 0
+        self._with = files.lengths > 0  # tokens
         self._shares: dict[tuple[str, ...], list[Share]] = {}
 
     @classmethod
@@ -114,7 +99,9 @@ class LateIndex(TorchIndex):
         if storage == "int4" and vectors.dimension % 2:
             raise ValueError(f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.")
         options: Json = {"storage": storage, "pool_factor": pool_factor, "dimension": vectors.dimension}
-        return cls._made(Path(folder), chunks_of(shards, storage, pool_factor), options, made_by, metadata, queries)
+        return cls._made(
+            Path(folder), token_blocks.chunks_of(shards, storage, pool_factor), options, made_by, metadata, queries
+        )
 
     @classmethod
     def _made(
@@ -127,7 +114,7 @@ class LateIndex(TorchIndex):
         queries: TokenVectors | None = None,
     ) -> LateIndex:
         with cls._replaced(folder) as made:
-            ids, lengths, sums = list[str](), list[npt.NDArray[np.int64]](), list[int]()
+            ids, lengths, sums = list[str](), list[npt.NDArray[np.int64]](), list[npt.NDArray[np.uint32]]()
             with (made / token_blocks.VALUES).open("wb") as values, (made / token_blocks.SCALES).open("wb") as scales:
                 for names, counts, found in chunks:
                     ids += names
@@ -135,15 +122,14 @@ class LateIndex(TorchIndex):
                     arrays = token_blocks.arrays(found)
                     for stream, array in zip((values, scales), arrays, strict=False):
                         stream.write(array.data)
-                    ends = np.cumsum(counts).tolist()
-                    for low, high in zip([0, *ends], ends, strict=False):
-                        sums.append(token_blocks.checksum(*(array[low:high] for array in arrays)))
+                    ends = np.cumsum(counts)
+                    sums.append(token_blocks.checksums(arrays, ends - counts, ends))
             check_ids(ids)
             offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
             if not offsets[-1]:
                 raise ValueError(f"vectors: expected at least one, got none of {len(ids)} texts. Check the texts.")
             np.save(made / token_blocks.OFFSETS, offsets)
-            np.save(made / token_blocks.SUMS, np.array(sums, np.uint32))
+            np.save(made / token_blocks.SUMS, np.concatenate(sums))
             files = TokenFiles(made, len(ids), options["dimension"], options["storage"])
             nearest = None
             if files.n_tokens >= centroids.FEWEST_TOKENS:
@@ -233,12 +219,13 @@ class LateIndex(TorchIndex):
         of another dimension, or with NaN or infinity; ``DataError`` where those read are damaged.
         """
         check_k(k)
-        if queries.dimension != self.dimension or queries.scales is not None or not queries.values.isfinite().all():
-            finite = "" if queries.scales is not None or queries.values.isfinite().all() else " with NaN or infinity"
+        all_finite = np.isfinite(queries.values.detach().cpu().numpy()).all()  # torch wakes all threads, which takes ms
+        if queries.dimension != self.dimension or queries.scales is not None or not all_finite:
+            finite = "" if queries.scales is not None or all_finite else " with NaN or infinity"
             got = f"{queries.values.dtype} of dimension {queries.dimension}{finite}"
             raise ValueError(f"queries: expected finite fp16 or fp32 of dimension {self.dimension}, got {got}.")
         allowed = allowed_by(self.metadata, where, allowed)
-        usable = ~self._without if allowed is None else allowed & ~self._without
+        usable = self._with if allowed is None else allowed & self._with
         places = self._places(device or self.device)
         asked = [row for row, length in enumerate(queries.offsets.diff().tolist()) if length]
         found: list[list[Hit]] = [[] for _ in range(len(queries))]
@@ -250,14 +237,14 @@ class LateIndex(TorchIndex):
                 near = there if len(there) <= scored else self._nearest.candidates(queries.rows(row), scored, usable)
                 scores = scores_of(Asked.of([queries.rows(row)], places[0]), *self.files.take(near), reduction)
                 best, columns = top_columns(scores, k)
-                found[row] = self._hits(best[0].tolist(), near[columns[0].numpy()].tolist())
+                (found[row],) = hits_of(self.ids, near[columns.numpy()], best.numpy())
             return found
         most = max(1, min(_QUERIES, _SCORES // max(1, self.n_documents)))
         for low in range(0, len(asked), most):
             part = asked[low : low + most]
-            tops = self._best([queries.rows(row) for row in part], k, places, usable, reduction)
-            for row, values, at in zip(part, *tops, strict=True):
-                found[row] = self._hits(values.tolist(), at.tolist())
+            top, at = self._best([queries.rows(row) for row in part], k, places, usable, reduction)
+            for row, hits in zip(part, hits_of(self.ids, at, top), strict=True):
+                found[row] = hits
         return found
 
     def _best(
@@ -267,44 +254,42 @@ class LateIndex(TorchIndex):
         places: Sequence[torch.device],
         usable: Mask,
         reduction: str = "sum",
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Scores and positions ``[Nq, k]`` of the best of all documents, found in one pass for all queries."""
         passes = [self._pass(share, queries, k, usable, reduction) for share in self._on(places)]
         latest: list[Any] = [None] * len(passes)
         for found in itertools.zip_longest(*passes):  # in turns, so that the devices work at the same time
             latest = [new or old for new, old in zip(found, latest, strict=True)]
-        scores, at = (torch.cat([found[part].cpu() for found in latest], 1) for part in (0, 1))
-        scores, order = scores.sort(dim=1, descending=True, stable=True)
-        return scores[:, :k], at.gather(1, order)[:, :k]
+        scores, at = (np.concatenate([found[part].cpu().numpy() for found in latest], 1) for part in (0, 1))
+        order = np.lexsort((at, -scores))[:, :k]
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(at, order, 1)
 
     def _pass(
         self, share: Share, queries: list[Tensor], k: int, usable: Mask, reduction: str
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The best documents of a share, after each of its blocks; a GPU is not waited for."""
         asked, on_cpu = Asked.of(queries, share.device), share.device.type == "cpu"
-        best, where = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)
-        best, where = best.to(share.device), where.to(share.device)
+        best, left_out = None, share.without
+        if usable is not self._with:  # which the device has
+            left_out = torch.from_numpy(~usable[share.low : share.high]).to(share.device)
         for low, high, vectors, offsets in share.blocks(_BLOCK if on_cpu else STREAMED):
-            there = usable[low:high]
-            if there.all() and not on_cpu:
-                options: Json = {"query_mask": asked.mask, "cu_seqlens_d": offsets, "reduction": reduction}
-                documents = vectors.decoded()
-                rows = asked.vectors.to(documents.dtype) if isinstance(documents, Tensor) else asked.vectors
-                scores, at = maxsim_topk(rows, documents, k, **options)
-            else:
-                scores = scores_of(asked, vectors, offsets, reduction)
-                scores = scores.masked_fill_(torch.from_numpy(~there).to(share.device), -float("inf"))
-                scores, at = top_columns(scores, k) if on_cpu else scores.topk(min(k, high - low), dim=1)
-            both, rows = torch.cat([best, scores], 1), torch.cat([where, at + low], 1)
-            order = both.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            best, where = both.gather(1, order), rows.gather(1, order)
-            yield best, where
+            scores = scores_of(asked, vectors, offsets, reduction)
+            if left_out is not None:
+                scores = scores.masked_fill_(left_out[low - share.low : high - share.low], -float("inf"))
+            scores, at = top_columns(scores, k) if on_cpu else scores.topk(min(k, high - low), dim=1)
+            at += low
+            if best is not None:
+                both, rows = (torch.cat(pair, 1) for pair in zip(best, (scores, at), strict=True))
+                order = both.sort(dim=1, descending=True, stable=True).indices[:, :k]
+                scores, at = both.gather(1, order), rows.gather(1, order)
+            best = scores, at
+            yield best
 
     def _places(self, device: str | torch.device | Sequence[str] | None) -> list[torch.device]:
         if device is not None and not isinstance(device, str | torch.device):
             return [torch.device(name) for name in device]
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        several = str(place) == "cuda" and torch.cuda.device_count() > 1
+        several = str(place) == "cuda" and ("cuda",) not in self._shares and torch.cuda.device_count() > 1
         if several and not self._fits(place, self.files.nbytes):
             return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         return [place]
@@ -336,12 +321,12 @@ class LateIndex(TorchIndex):
             starts = [int(chooser.integers(max(1, int(lengths[row]) - _WORDS))) for row in own]
             rows = [self.files.between(row, row + 1).floats() for row in own]
             asked = [row[start : start + _WORDS] for row, start in zip(rows, starts, strict=True)]
-        found = self._best(asked, 11 if own else 10, [torch.device("cpu")], ~self._without)[1].tolist()
+        found = self._best(asked, 11 if own else 10, [torch.device("cpu")], self._with)[1].tolist()
         mine = own or [-1] * len(found)
         best = [[at for at in row if at != not_it][:10] for row, not_it in zip(found, mine, strict=True)]
         count, share = 0, 0.0
         for count in _CANDIDATES:
-            near = [set(nearest.candidates(query, count, ~self._without).tolist()) for query in asked]
+            near = [set(nearest.candidates(query, count, self._with).tolist()) for query in asked]
             shares = [len(these.intersection(row)) / len(row) for these, row in zip(near, best, strict=True) if row]
             share = float(np.mean(shares))
             if share >= _RECALL:

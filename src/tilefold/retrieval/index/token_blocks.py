@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
 from tilefold.pipeline.ragged import offsets_of, spans
@@ -29,12 +32,15 @@ _DTYPES: dict[str, tuple[type, type | None]] = {  # of values, and of scales: in
 }
 STREAMED = 1 << 21  # tokens of a block that is copied to a GPU
 _DECODED = 1 << 24  # and of one that is unpacked there
+_SLOTS, _PIECE = 3, 1 << 23  # blocks on a GPU at a time; bytes that a thread copies
+_THREADS = min(12, os.cpu_count() or 1)  # that copy or check; one reads 6 to 9 GB/s
+_MANY = 512  # documents that a thread checks
 
 Places = npt.NDArray[np.int64]
 
 
 class Packed(NamedTuple):
-    """Token vectors as they are stored."""
+    """Token vectors as they are stored; also padded, ``[N, L, D]``, of documents of equally many."""
 
     values: Tensor  # [T, D] int8 or fp16, or [T, D / 2] uint8
     scales: Tensor | None = None  # [T] fp32, or bfloat16 of int4
@@ -44,7 +50,7 @@ class Packed(NamedTuple):
         if self.scales is None:
             return self.values
         if self.values.dtype == torch.uint8:
-            pair = torch.cat([self.values << 4, self.values & 240], dim=1)  # 16 n; two bits turned: 8 (2 n - 15)
+            pair = torch.cat([self.values << 4, self.values & 240], dim=-1)  # 16 n; two bits turned: 8 (2 n - 15)
             return QuantizedTokens(pair.bitwise_xor_(136).view(torch.int8), self.scales.float() / 8)
         return QuantizedTokens(self.values, self.scales)
 
@@ -53,11 +59,12 @@ class Packed(NamedTuple):
         found = self.decoded()
         return found.dequantize() if isinstance(found, QuantizedTokens) else found.float()
 
-    def to(self, device: torch.device) -> Packed:
-        return Packed(self.values.to(device), None if self.scales is None else self.scales.to(device))
+    def each(self, change: Callable[[Tensor], Tensor]) -> Packed:
+        """Change the values, and the scales if there are some."""
+        return Packed(change(self.values), None if self.scales is None else change(self.scales))
 
     def part(self, low: int, high: int) -> Packed:
-        return Packed(self.values[low:high], None if self.scales is None else self.scales[low:high])
+        return self.each(lambda part: part[low:high])
 
 
 Chunk = tuple[list[str], Places, Packed]  # ids, tokens of each, and these
@@ -107,16 +114,23 @@ class TokenFiles:
         path, wanted = self.folder / name, int(np.prod(shape)) * np.dtype(dtype).itemsize
         if (got := path.stat().st_size) != wanted:
             raise DataError(f"{path}: expected {wanted} bytes, got {got}. {REMEDY}")
-        return np.memmap(path, dtype, mode="c", shape=shape) if wanted else np.empty(shape, dtype)
+        return np.asarray(np.memmap(path, dtype, mode="c", shape=shape)) if wanted else np.empty(shape, dtype)
 
     def check(self, documents: Places) -> None:
         """Raise ``DataError`` for documents whose vectors are not those that were saved."""
-        for at in documents[~self._trusted[documents]].tolist():
-            span = slice(self.offsets[at], self.offsets[at + 1])
-            if checksum(self.values[span], None if self.scales is None else self.scales[span]) != self._sums[at]:
-                said = f"damaged; the token vectors of document {at} are not those that were saved"
-                raise DataError(f"{self.folder / VALUES}: {said}. {REMEDY}")
-            self._trusted[at] = True
+        new = documents[~self._trusted[documents]]
+        parts = [new[low : low + _MANY] for low in range(0, len(new), _MANY)]
+
+        def damaged(some: Places) -> list[int]:
+            sums = checksums(self._arrays(), self.offsets[some], self.offsets[some + 1])
+            return list(some[sums != self._sums[some]].tolist())
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for wrong in pool.map(damaged, parts):
+                if wrong:
+                    said = f"damaged; the token vectors of document {wrong[0]} are not those that were saved"
+                    raise DataError(f"{self.folder / VALUES}: {said}. {REMEDY}")
+        self._trusted[new] = True
 
     def take(self, documents: Places) -> tuple[Packed, Tensor]:
         """Vectors of some documents, copied, and their offsets in int32."""
@@ -149,83 +163,110 @@ class TokenFiles:
 
 def arrays(found: Packed) -> list[npt.NDArray[Any]]:
     """Values, and scales if there are some, as they are written."""
-    parts = [
-        found.values,
-        *(part.view(torch.int16) if part.dtype == torch.bfloat16 else part for part in found[1:] if part is not None),
-    ]
+    parts = (part.view(torch.int16) if part.dtype == torch.bfloat16 else part for part in found if part is not None)
     return [np.ascontiguousarray(part.numpy()) for part in parts]
 
 
-def checksum(values: npt.NDArray[Any], scales: npt.NDArray[Any] | None = None) -> int:
-    """CRC-32 of the vectors of a document."""
-    found = zlib.crc32(np.ascontiguousarray(values).data) if values.size else 0
-    return found if scales is None or not scales.size else zlib.crc32(np.ascontiguousarray(scales).data, found)
+def checksums(arrays: Sequence[npt.NDArray[Any]], starts: Places, ends: Places) -> npt.NDArray[np.uint32]:
+    """CRC-32 of the vectors of documents, whose rows are from `starts` to `ends`, and then of their scales."""
+    views = [(each.reshape(-1).view(np.uint8).data, each[:1].nbytes) for each in arrays]
+    found = [0] * len(starts)
+    for number, (low, high) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        for data, width in views:
+            found[number] = zlib.crc32(data[low * width : high * width], found[number])
+    return np.array(found, np.uint32)
+
+
+class _Copier:
+    """Threads that copy to a GPU through two pinned buffers each; a single one is slower than the bus."""
+
+    def __init__(self) -> None:
+        self._pool, self._free = ThreadPoolExecutor(_THREADS), SimpleQueue[tuple[Tensor, Any]]()
+        for _ in range(2 * _THREADS):
+            buffer = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+            self._free.put((buffer, torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call]
+
+    def send(self, parts: Packed, there: Packed, stream: Any) -> list[Future[None]]:
+        """Copy vectors to memory on the GPU; when the futures are done, `stream` has been given the copies."""
+        flat = ([part.flatten().view(torch.uint8) for part in each if part is not None] for each in (parts, there))
+        cut = ([piece for part in each for piece in torch.split(part, _PIECE)] for each in flat)
+        return [self._pool.submit(self._copy, part, into, stream) for part, into in zip(*cut, strict=True)]
+
+    def _copy(self, part: Tensor, there: Tensor, stream: Any) -> None:
+        buffer, sent = self._free.get()
+        try:
+            sent.synchronize()
+            np.copyto(buffer.numpy()[: len(part)], part.numpy())  # lets other threads run
+            with torch.inference_mode(), torch.cuda.stream(stream):  # as the caller may, who made `there`
+                there.copy_(buffer[: len(part)], non_blocking=True)
+                sent.record(stream)
+        finally:
+            self._free.put((buffer, sent))
 
 
 class Share:
     """Documents `low` to `high` of a collection on one device: all in its memory if they fit, else block by block.
 
-    A GPU computes with one block while the next is copied: from the files to one of two pinned buffers, and from there
-    by a stream of its own.
+    A GPU computes with one block while the next are copied there, by a stream each.
     """
 
     def __init__(self, files: TokenFiles, device: torch.device, low: int, high: int, fits: bool) -> None:
         self.files, self.device, self.low, self.high = files, device, low, high
+        lengths = files.lengths[low:high]
         self.offsets = torch.from_numpy(files.offsets[low : high + 1].copy()).to(device)
-        self.held = files.between(low, high).to(device) if fits and device.type != "cpu" else None
+        self.without = None if lengths.all() else torch.from_numpy(lengths == 0).to(device)  # tokens
+        self.held = files.between(low, high).each(lambda part: part.to(device)) if fits else None
+        self._copier = _Copier() if device.type != "cpu" and not fits else None
+        self.length = int(lengths[0]) if device.type != "cpu" and (lengths == lengths[0]).all() else 0  # of all
 
-    def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor]]:
-        """First and last document (excluded), their vectors on the device, and int32 offsets there."""
+    def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor | None]]:
+        """First and last document (excluded), their vectors on the device, and int32 offsets, unless padded."""
         first = int(self.files.offsets[self.low])
         if self.held is not None:
             size = _DECODED if self.files.storage == "int4" else 1 << 30
             for low, high in spans(self.files.offsets, size, self.low, self.high):
                 span = (int(self.files.offsets[at]) - first for at in (low, high))
-                yield low, high, self.held.part(*span), self._offsets(low, high)
+                yield self._block(low, high, self.held.part(*span))
             return
-        ranges = spans(self.files.offsets, tokens, self.low, self.high)
-        yield from self._streamed(ranges) if self.device.type == "cuda" else map(self._mapped, ranges)
+        ranges = list(spans(self.files.offsets, tokens, self.low, self.high))
+        mapped = (self.files.between(*each) for each in ranges)
+        there = mapped if self._copier is None else self._streamed(ranges, self._copier)
+        for each, vectors in zip(ranges, there, strict=True):
+            yield self._block(*each, vectors)
 
-    def _mapped(self, span: tuple[int, int]) -> tuple[int, int, Packed, Tensor]:
-        return *span, self.files.between(*span).to(self.device), self._offsets(*span)
-
-    def _offsets(self, low: int, high: int) -> Tensor:
+    def _block(self, low: int, high: int, vectors: Packed) -> tuple[int, int, Packed, Tensor | None]:
+        if self.length:  # kernels of padded documents are faster
+            return low, high, vectors.each(lambda part: part.view(-1, self.length, *part.shape[1:])), None
         found = self.offsets[low - self.low : high - self.low + 1]
-        return (found - found[0]).int()
+        return low, high, vectors, (found - found[0]).int()
 
-    def _streamed(self, ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int, Packed, Tensor]]:
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        main = torch.cuda.current_stream(self.device)
-        buffers: list[list[Tensor]] = [[], []]
-        sent: list[Any] = [None, None]
-        ahead: tuple[int, int, Packed, Tensor, Any] | None = None
-        for number, (low, high) in enumerate(ranges):
-            slot = number % 2
-            if sent[slot] is not None:
-                sent[slot].synchronize()
-            parts = [part for part in self.files.between(low, high) if part is not None]
-            for place, part in enumerate(parts):
-                if len(buffers[slot]) <= place or len(buffers[slot][place]) < len(part):
-                    buffers[slot][place:] = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True)]
-                buffers[slot][place][: len(part)].copy_(part)
-            with torch.cuda.stream(stream):
-                copied = [
-                    buffers[slot][at][: len(part)].to(self.device, non_blocking=True) for at, part in enumerate(parts)
-                ]
-                sent[slot] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                sent[slot].record(stream)
-            for part in copied:
-                part.record_stream(main)
-            following = low, high, Packed(*copied), self._offsets(low, high), sent[slot]
-            if ahead is not None:
-                yield self._awaited(ahead, main)
-            ahead = following
-        if ahead is not None:
-            yield self._awaited(ahead, main)
+    def _streamed(self, ranges: Sequence[tuple[int, int]], copier: _Copier) -> Iterator[Packed]:
+        main, bounds = torch.cuda.current_stream(self.device), self.files.offsets
+        most = max(int(bounds[high] - bounds[low]) for low, high in ranges)
+        streams = [torch.cuda.Stream(self.device) for _ in ranges[:_SLOTS]]  # type: ignore[no-untyped-call]
+        none = self.files.between(0, 0)
+        rooms = [none.each(lambda part: part.new_empty(most, *part.shape[1:], device=self.device)) for _ in streams]
 
-    def _awaited(self, block: tuple[int, int, Packed, Tensor, Any], main: Any) -> tuple[int, int, Packed, Tensor]:
-        main.wait_event(block[4])
-        return block[:4]
+        def sent(number: int) -> tuple[list[Future[None]], Packed]:
+            slot, block = number % _SLOTS, self.files.between(*ranges[number])
+            streams[slot].wait_stream(main)  # for what reads the block that was there
+            there = rooms[slot].part(0, len(block.values))
+            return copier.send(block, there, streams[slot]), there
+
+        ahead = deque[tuple[list[Future[None]], Packed]]()
+        try:
+            ahead.extend(map(sent, range(len(streams))))
+            for number in range(len(ranges)):
+                for job in ahead[0][0]:
+                    job.result()
+                main.wait_stream(streams[number % _SLOTS])
+                yield ahead.popleft()[1]
+                if number + _SLOTS < len(ranges):
+                    ahead.append(sent(number + _SLOTS))
+        finally:  # nothing may write to memory that others are given
+            wait([job for jobs, _ in ahead for job in jobs])
+            for stream in streams:
+                main.wait_stream(stream)
 
 
 class Asked(NamedTuple):
@@ -236,15 +277,16 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, queries: Sequence[Tensor], device: torch.device) -> Asked:
-        lengths = torch.tensor([len(rows) for rows in queries])
-        vectors = pad_sequence([rows.float() for rows in queries], batch_first=True).to(device)
-        ragged = int(lengths.min()) < int(lengths.max())
-        mask = torch.arange(vectors.size(1)) < lengths[:, None] if ragged else None
-        return cls(vectors, None if mask is None else mask.to(device))
+        lengths = np.array([len(rows) for rows in queries])
+        vectors = np.zeros((len(queries), lengths.max(), queries[0].size(1)), np.float32)  # torch wakes all threads
+        for place, rows in zip(vectors, queries, strict=True):
+            place[: len(rows)] = rows.detach().cpu().numpy()
+        mask = np.arange(vectors.shape[1]) < lengths[:, None]
+        return cls(torch.from_numpy(vectors).to(device), None if mask.all() else torch.from_numpy(mask).to(device))
 
 
-def scores_of(asked: Asked, vectors: Packed, offsets: Tensor, reduction: str) -> Tensor:
-    """Scores ``[Nq, Nd]`` of packed documents."""
+def scores_of(asked: Asked, vectors: Packed, offsets: Tensor | None, reduction: str) -> Tensor:
+    """Scores ``[Nq, Nd]`` of packed documents, or padded ones without offsets."""
     documents = vectors.decoded()
     queries = asked.vectors if isinstance(documents, QuantizedTokens) else asked.vectors.to(documents.dtype)
     with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
