@@ -147,14 +147,15 @@ def train(options: argparse.Namespace, data: Path) -> None:
 
     def progress(step: int, steps: int, losses: object) -> None:
         nonlocal busy
+        import torch
+
         if step in (1, warm, steps):
             if options.device == "cuda":
-                import torch
-
                 torch.cuda.synchronize()
             times.append(time.time())
         if step == warm and options.device == "cuda":
-            command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "500"]
+            one = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"  # else the mean is of all GPUs of the machine
+            command = ["nvidia-smi", one, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "500"]
             busy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
 
     base = make_base(options.folder / "base", "splade", options.tiny)

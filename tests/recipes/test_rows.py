@@ -13,7 +13,7 @@ import pytest
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import LsrRecipe, train
-from tilefold.recipes._rows import _draw
+from tilefold.recipes._rows import Held, Reader, _draw
 from tilefold.recipes.lsr import make_examples
 from tilefold.retrieval import stored
 from tilefold.retrieval.datasets import load_collection
@@ -82,22 +82,22 @@ def test_draws_have_every_negative_equally_often_and_none_twice_while_there_are_
     assert all({*row[:2]} == {*row} == {0, 1} for row in _draw(np.full(50, 2), 5, 0).tolist())
 
 
-def test_documents_that_stay_in_their_file_train_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     small_collection().save_beir(tmp_path / "data")
-    put(tmp_path / "triples.tsv", "".join(f"q{i}\td{i}\td{(i + 3) % 12}\n" for i in range(12)))
+    triples = put(tmp_path / "triples.tsv", "".join(f"q{i}\td{i}\td{(i + 3) % 12}\n" for i in range(12)))
     base = str(tiny_masked_lm(tmp_path / "base", small_collection(), layers=1, bias=0.1))
     recipe = LsrRecipe(base_model=base, negatives=1, max_steps=3, batch_size=4, max_length=8, bf16=False, epochs=1)
     runs: list[Any] = []
     for part in (None, 0):
         data = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
         assert isinstance(data.documents, stored.Stored) == (part == 0)
-        made = train(recipe, data, tmp_path / str(part), negatives=tmp_path / "triples.tsv")
+        made = train(recipe, data, tmp_path / str(part), negatives=triples)
         runs.append([(tmp_path / str(part) / "model.safetensors").read_bytes(), made.truncated, made.loss])
     assert runs[0] == runs[1]
+    held, kept = (Reader(make_examples(recipe, part, triples).columns, None, "") for part in (small_collection(), data))
+    assert held.rows([3, 0]) == kept.rows([3, 0]) and all(held[row] == kept[row] for row in range(12))
+    assert len({*Held(["a", "b", "a"]).text_keys.tolist()}) == 2  # a text of two ids comes once in a batch
     data.qrels["train"]["q3"]["d99"] = 1
-    refused(
-        ValueError, "judges query 'q3' and document 'd99', of which it lacks one", make_examples, recipe, data, None
-    )
+    lacks = "judges query 'q3' and document 'd99', of which it lacks one"
+    refused(ValueError, lacks, make_examples, recipe, data, None)

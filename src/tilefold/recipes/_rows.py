@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from tilefold._typing import Model
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.stored import Stored, id_key
 from tilefold.retrieval.truncation import text_cutter
 
 if TYPE_CHECKING:
@@ -22,11 +24,22 @@ if TYPE_CHECKING:
 Places = npt.NDArray[np.int64]
 
 
+class Held(list[str]):
+    """Texts in memory, with what :class:`Stored` has."""
+
+    def at(self, places: Sequence[int]) -> list[str]:
+        return [self[place] for place in places]
+
+    @cached_property
+    def text_keys(self) -> npt.NDArray[np.uint64]:
+        return np.fromiter(map(id_key, self), np.uint64, len(self))
+
+
 @dataclass(frozen=True, eq=False)
 class Column(Sequence[str]):
-    """The texts of n rows, by their places ``[n]`` among all queries or documents, which `read` gives."""
+    """The texts of n rows, by their places ``[n]`` among all queries or documents."""
 
-    read: Callable[[int], str]
+    texts: Held | Stored[str]
     places: Places
 
     def __len__(self) -> int:
@@ -34,8 +47,8 @@ class Column(Sequence[str]):
 
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
-            return list(map(self.read, self.places[row].tolist()))
-        return self.read(int(self.places[row]))
+            return self.texts.at(self.places[row].tolist())
+        return self.texts.at([int(self.places[row])])[0]
 
 
 @dataclass(frozen=True)
@@ -87,9 +100,8 @@ def training_pairs(collection: Collection) -> Pairs:
 
 def document_texts(collection: Collection) -> Column:
     """The contents of all documents, in their order."""
-    contents = collection.contents()
-    read: Callable[[int], str] = getattr(contents, "at", None) or list(contents.values()).__getitem__
-    return Column(read, np.arange(len(contents)))
+    contents: Mapping[str, str] = collection.contents()
+    return Column(contents if isinstance(contents, Stored) else Held(contents.values()), np.arange(len(contents)))
 
 
 def pair_examples(collection: Collection, document: str) -> Examples:
@@ -100,7 +112,7 @@ def pair_examples(collection: Collection, document: str) -> Examples:
 
 def examples_of(collection: Collection, pairs: int, columns: dict[str, Any], note: str = "") -> Examples:
     """Examples with texts for places: those of queries in the column ``"query"``, else those of documents."""
-    queries, documents = list(collection.queries.values()).__getitem__, document_texts(collection).read
+    queries, documents = Held(collection.queries.values()), document_texts(collection).texts
     texts = {
         name: places if name == "label" else Column(queries if name == "query" else documents, places)
         for name, places in columns.items()
@@ -182,27 +194,39 @@ def _draw(sizes: Places, count: int, seed: int) -> Places:
 
 
 class Reader:
-    """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells readers apart."""
+    """Turns places in a batch into texts, without ends that `model` would not read; `digest` tells readers apart.
+
+    For a sampler, a data set of numbers, equal ones for equal texts, so that no text is read for being compared.
+    """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
-        self._read = {name: column.read for name, column in columns.items() if isinstance(column, Column)}
-        self._cut, self._digest = text_cutter(model, beside=True), digest
-        self._ends: dict[tuple[bool, int], int] = {}  # of texts that are cut, of queries and of documents, by place
+        self._columns, self._cut, self._digest = columns, text_cutter(model, beside=True), digest
+        self._ends: tuple[dict[int, int], ...] = {}, {}  # of texts that are cut, of documents and queries, by place
+
+    def __len__(self) -> int:
+        return len(self._columns["query"])
+
+    def __getitem__(self, row: int) -> dict[str, int]:
+        texts = ((name, column) for name, column in self._columns.items() if isinstance(column, Column))
+        return {name: column.texts.text_keys.item(column.places[row]) for name, column in texts}
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        return {
-            name: [self._text(name, place) for place in values] if name in self._read else values
-            for name, values in batch.items()
-        }
+        return {name: self._read(name, values) for name, values in batch.items()}
 
-    def _text(self, name: str, place: int) -> str:
-        text = self._read[name](place)
-        if (end := self._ends.get(key := (name == "query", place))) is None:
-            (short,) = self._cut([text])
-            if len(short) < len(text):
-                self._ends[key] = len(short)
-            return short
-        return text[:end]
+    def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows of a batch."""
+        values = {name: getattr(column, "places", column)[numbers].tolist() for name, column in self._columns.items()}
+        return [dict(zip(values, row, strict=True)) for row in zip(*self(values).values(), strict=True)]
+
+    def _read(self, name: str, places: list[Any]) -> list[Any]:
+        if not isinstance(column := self._columns[name], Column):
+            return places
+        texts, ends = column.texts.at(places), self._ends[name == "query"]
+        new = [row for row, place in enumerate(places) if place not in ends]
+        for row, short in zip(new, self._cut([texts[row] for row in new]), strict=True):
+            if len(short) < len(texts[row]):
+                ends[places[row]] = len(short)
+        return [text[: ends.get(place)] for text, place in zip(texts, places, strict=True)]
 
     def __deepcopy__(self, memo: object) -> Reader:
         return self

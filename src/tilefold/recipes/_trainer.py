@@ -17,6 +17,7 @@ from tilefold._typing import Module
 from tilefold.recipes._rows import Column, Reader
 from tilefold.recipes._run import NDCG, WHOLE, TrainingRun
 from tilefold.recipes._training import TrainingJob, TrainResult
+from tilefold.retrieval.truncation import Tally
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -60,7 +61,7 @@ def run_trainer(
     metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10" if job.evaluator else ""
     places = {name: column.places if isinstance(column, Column) else column for name, column in read.items()}
     dataset = Dataset.from_dict(places)
-    dataset.set_transform(Reader(read, job.model, job.examples.digest()))
+    dataset.set_transform(reader := Reader(read, job.model, job.examples.digest()))
     trainer = trainer_class(
         model=job.model,
         args=one_gpu(arguments_class)(**_settings(job) | settings, metric_for_best_model=metric or None),
@@ -70,12 +71,12 @@ def run_trainer(
         callbacks=[*callbacks, *annealed, *patient, watcher],
     )
     trainer._load_best_model = functools.partial(_load, trainer, job.run)  # the stock one only logs that it failed
-    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, read)
     if world.size > 1:  # the same parameters get gradients in every step: nothing need look for those that do not
         # the trainer of transformers 5.0 to 5.2 sets its own, which looks for them; those of a graph come all at once
         more: dict[str, Any] = {"bucket_cap_mb": WHOLE_MODEL} if recipe.graphs else {}
         trainer.accelerator.ddp_handler = ByBuckets(static_graph=True, gradient_as_bucket_view=True, **more)
     collate_ahead(trainer, graphs=recipe.graphs)
+    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, reader)
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
     checkpoint = job.run.checkpoint
@@ -94,10 +95,10 @@ def run_trainer(
             if row["step"] == kept:  # the stock card has the last one
                 card.eval_results_dict[job.evaluator] = {name[5:]: row[name] for name in row if "@" in name}
     warnings = job.result.warnings
-    cuts = type(trainer.data_collator.cut)()  # of all ranks, for each length
-    for found in itertools.chain(*world.all(list(trainer.data_collator.cut.seen.values()))):
+    cuts = Tally()  # of all ranks, for each length
+    for found in itertools.chain(*world.all(list(getattr(trainer.data_collator, "cut", cuts).seen.values()))):
         cuts.add("text", found.texts, found.count, found.max_length)
-    if recipe.graphs and trainer.model[0].forward.graphs.failed:
+    if getattr(getattr(trainer.model[0].forward, "graphs", None), "failed", False):
         warnings += ("the training ran without CUDA graphs, which could not be captured; leave --graphs out.",)
     return replace(
         job.result,
@@ -122,27 +123,16 @@ def _load(trainer: Trainer, run: TrainingRun) -> None:
     trainer._load_from_checkpoint(str(run.work_dir / f"checkpoint-{step}"))
 
 
-class _Rows:
-    """Rows of texts; each takes 25 microseconds in a table of Arrow."""
-
-    def __init__(self, columns: dict[str, Any]) -> None:
-        self._columns = {name: values for name, values in columns.items() if name != "label"}
-
-    def __len__(self) -> int:
-        return len(self._columns["query"])
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {name: values[row] for name, values in self._columns.items()}
-
-
-def _batches_by_epoch(make: Callable[[], Any], columns: dict[str, Any]) -> Any:
+def _batches_by_epoch(make: Callable[[], Any], reader: Reader) -> Any:
     """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
     loader = make()
     inner: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
         loader.batch_sampler.set_epoch = inner.set_epoch
     if hasattr(inner, "dataset"):  # whose rows it compares one by one
-        inner.dataset = _Rows(columns)
+        inner.dataset = reader
+    if hasattr(loader.collate_fn, "read"):  # rows by their numbers, in its thread
+        loader.dataset.__getitems__, loader.collate_fn.read = list, reader.rows
     return loader
 
 
@@ -188,9 +178,5 @@ def say_unused_gpus() -> None:
 
     gpus = torch.cuda.device_count()
     if gpus > 1 and not several():
-        _logger.warning(
-            "%d GPUs are visible and one is used, cuda:0. For all of them: tilefold train --devices all, or "
-            "torchrun --nproc-per-node %d SCRIPT",
-            gpus,
-            gpus,
-        )
+        remedy = "For all of them: tilefold train --devices all, or torchrun --nproc-per-node %d SCRIPT"
+        _logger.warning("%d GPUs are visible and one is used, cuda:0. " + remedy, gpus, gpus)

@@ -1,6 +1,6 @@
 """Documents that stay in their file, JSON lines or a table of ids and texts: where each line begins is kept in a cache.
 
-An 8-byte key of each id, sorted, and 12 bytes for its line: 8.8 million passages take 180 MB, mapped into memory.
+8-byte keys of an id, sorted, and of a text, 12 bytes for a line: 8.8 million passages take 250 MB, mapped into memory.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import hashlib
 import logging
 import os
 import time
-import weakref
 from array import array
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +28,10 @@ from tilefold.retrieval.provenance import TextsDigest
 __all__ = ["Stored", "id_key", "stored_documents"]
 
 SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within the resolution of its times
-_ARRAYS, _FACTS = ("keys.npy", "order.npy", "starts.npy"), "facts.json"
-_LAST_READ = 1 << 14  # texts that are kept: a sampler compares those of rows that are read next
+_ARRAYS, _FACTS = ("keys.npy", "order.npy", "starts.npy", "texts.npy"), "facts.json"
 
 V = TypeVar("V")
-Parse = Callable[[str, Path], tuple[str, V]]  # a line, and the file that it is of -> id and value
+Parse = Callable[[str, str], tuple[str, V]]  # a line, and the file that it is of -> id and value
 _logger = logging.getLogger(__name__)
 
 
@@ -43,6 +41,7 @@ class Stored(Mapping[str, V]):
     Attributes:
         path: the file.
         sha256: :func:`tilefold.retrieval.texts_digest` of all contents.
+        text_keys: :func:`id_key` of the contents of each place ``[N]``.
     """
 
     def __init__(
@@ -50,38 +49,27 @@ class Stored(Mapping[str, V]):
     ) -> None:
         self.path, self.state, self.sha256, self.arrays = path, state, sha256, arrays
         # sorted [N]; the place of each [N]; where each line begins, and the end of the file [N + 1]
-        self._keys, self._order, self._starts = arrays
+        self._keys, self._order, self._starts, self.text_keys = arrays
         self._parse = parse
 
     def contents(self) -> Stored[str]:
         """Document id -> contents."""
         return Stored(self.path, self.state, self.sha256, self.arrays, _contents)
 
-    @cached_property
-    def at(self) -> Callable[[int], V]:
-        """The value of a place in the file, from 0; those that were read last are kept."""
-        return lru_cache(_LAST_READ)(lambda place: self.pair(place)[1])
+    def at(self, places: Sequence[int]) -> list[V]:
+        """The values of places in the file, from 0."""
+        return [value for _, value in self.pairs_at(places)]
 
-    def pair(self, place: int) -> tuple[str, V]:
-        """Id and value of a place in the file."""
+    def pairs_at(self, places: Sequence[int]) -> list[tuple[str, V]]:
+        """Ids and values of places in the file, from 0."""
         self.check()
-        start, stop = int(self._starts[place]), int(self._starts[place + 1])
-        if hasattr(os, "pread"):
-            line = os.pread(self._opened, stop - start, start)
-        else:  # Windows
-            with self.path.open("rb") as stream:
+        chosen, found, name = np.asarray(places), [], str(self.path)
+        with self.path.open("rb", buffering=0) as stream:
+            for start, stop in zip(self._starts[chosen].tolist(), self._starts[chosen + 1].tolist(), strict=True):
                 stream.seek(start)
-                line = stream.readline()
-        return self._parse(line.decode(_encoding(start)).partition("\n")[0], self.path)
-
-    @cached_property
-    def _opened(self) -> int:
-        descriptor = os.open(self.path, os.O_RDONLY)
-        weakref.finalize(self, os.close, descriptor)
-        return descriptor
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_opened", "at")}
+                line = stream.read(stop - start).decode(_encoding(start))
+                found.append(self._parse(line.partition("\n")[0], name))
+        return found
 
     def check(self) -> None:
         """Raise a ``DataError`` if the file is not the one that was opened."""
@@ -114,7 +102,7 @@ class Stored(Mapping[str, V]):
         key = np.uint64(id_key(name))
         at = int(np.searchsorted(self._keys, key))
         while at < len(self._keys) and self._keys[at] == key:
-            if self.pair(place := int(self._order[at]))[0] == name:
+            if self.pairs_at([place := int(self._order[at])])[0][0] == name:
                 return place
             at += 1
         return None
@@ -123,7 +111,7 @@ class Stored(Mapping[str, V]):
         place = self._place(name) if isinstance(name, str) else None
         if place is None:
             raise KeyError(name)
-        return self.at(place)
+        return self.at([place])[0]
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str) or not self._distinct:
@@ -137,7 +125,7 @@ class Stored(Mapping[str, V]):
     def pairs(self) -> Iterator[tuple[str, V]]:
         """All ids and values, in the order of the file, which is read once."""
         self.check()
-        return (self._parse(text, self.path) for _, text in _lines(self.path))
+        return (self._parse(text, str(self.path)) for _, text in _lines(self.path))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self.pairs())
@@ -190,15 +178,16 @@ def _is_stored(file: Path) -> bool:
 
 
 def _indexed(file: Path, state: list[int]) -> Stored[Document]:
-    keys, starts, digest = array("Q"), array("q"), TextsDigest()
+    path, keys, starts, texts, digest = str(file), array("Q"), array("q"), array("Q"), TextsDigest()
     try:
         for start, text in _lines(file):
-            name, contents = _contents(text, file)
+            name, contents = _contents(text, path)
             if "\0" in name:
                 check_text_ids("documents", [name])
             keys.append(id_key(name))
             digest.add(name, contents)
             starts.append(start)
+            texts.append(id_key(contents))
     except (ValueError, RecursionError, UnicodeError):
         load_documents(file)  # says which line it is
         raise
@@ -207,7 +196,7 @@ def _indexed(file: Path, state: list[int]) -> Stored[Document]:
     if not len(found) or bool((np.diff(found[order]) == 0).any()):
         load_documents(file)  # raises an error, but for two ids of one key
     ends = np.append(np.frombuffer(starts, np.int64), state[0])
-    arrays = (found[order], order.astype(np.int32), ends)
+    arrays = (found[order], order.astype(np.int32), ends, np.frombuffer(texts, np.uint64))
     return Stored(file, state, digest.hexdigest(), arrays, _document)
 
 
@@ -226,17 +215,17 @@ def _encoding(start: int) -> str:
     return "utf-8" if start else "utf-8-sig"
 
 
-def _document(text: str, file: Path) -> tuple[str, Document]:
+def _document(text: str, file: str) -> tuple[str, Document]:
     """Id and document of a line."""
-    is_json = file.name.endswith(".jsonl")
-    row = json_object(text, str(file)) if is_json else dict(zip(("_id", "text"), _pair(text), strict=True))
-    document = document_of_row(row, str(file), ())
+    is_json = file.endswith(".jsonl")
+    row = json_object(text, file) if is_json else dict(zip(("_id", "text"), _pair(text), strict=True))
+    document = document_of_row(row, file, ())
     return document.id, document
 
 
-def _contents(text: str, file: Path) -> tuple[str, str]:
+def _contents(text: str, file: str) -> tuple[str, str]:
     """Id and contents of the document of a line."""
-    if not file.name.endswith(".jsonl"):
+    if not file.endswith(".jsonl"):
         return _pair(text)
     name, document = _document(text, file)
     return name, document.contents
@@ -263,7 +252,7 @@ def _cached(folder: Path, file: Path, state: list[int]) -> Stored[Document] | No
     except (OSError, ValueError, EOFError):
         return None
     count = facts.get("documents")
-    if not isinstance(count, int) or [found.shape for found in arrays] != [(count,), (count,), (count + 1,)]:
+    if not isinstance(count, int) or [found.shape for found in arrays] != [(count,), (count,), (count + 1,), (count,)]:
         return None
     return Stored(file, state, facts["texts_sha256"], arrays, _document)
 
@@ -284,5 +273,5 @@ def _keep(folder: Path, found: Stored[Document]) -> None:
 
 
 def id_key(name: str) -> int:
-    """64 bits of an id, which another one shares once in 2^64."""
+    """64 bits of an id or a text, which another one shares once in 2^64."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

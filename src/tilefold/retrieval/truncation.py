@@ -48,8 +48,6 @@ def text_cutter(model: Model, *, beside: bool = False) -> Callable[[Sequence[str
         return own, None if getattr(own, "backend_tokenizer", None) is None else Beginnings(own)
 
     def cut(texts: Sequence[str]) -> list[str]:
-        if all(len(text) <= longest for text in texts):
-            return list(texts)
         with unwatched():
             return [text if len(text) <= longest else _cut(*tools(), prompts, text, most) for text in texts]
 

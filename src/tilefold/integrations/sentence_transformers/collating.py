@@ -246,6 +246,8 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
 class AheadCollator:
     """A data collator that returns at once and works in a thread of its own; it has the attributes of the stock one."""
 
+    read: Callable[[list[Any]], list[Features]] = list  # in the thread: the rows of what a dataset gives
+
     def __init__(self, collator: Callable[[list[Features]], Features], join: bool = False) -> None:
         self.collator, self.join = collator, join
         self.cut = Tally()  # texts of the batches that were taken, and how many of them were cut
@@ -259,10 +261,10 @@ class AheadCollator:
     def __getstate__(self) -> Features:
         return vars(self) | {"_thread": None}
 
-    def __call__(self, features: list[Features]) -> Any:
+    def __call__(self, features: list[Any]) -> Any:
         """A :class:`PendingBatch`; in a worker process of a data loader, the batch itself."""
         if get_worker_info() is not None:
-            return self.collator(features)
+            return self.collator(self.read(features))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tilefold-collate")
         seen = Truncation()
@@ -274,7 +276,8 @@ class AheadCollator:
 
         return PendingBatch(self._thread, self._thread.submit(self._made, features, seen), taken)
 
-    def _made(self, features: list[Features], seen: Truncation) -> Batch:
+    def _made(self, features: list[Any], seen: Truncation) -> Batch:
+        features = self.read(features)
         with watching(seen):
             if not self.join:
                 return Batch(self.collator(features))
@@ -319,6 +322,6 @@ def _without_detours(collator: Any, model: Model) -> Any:
 
 def _preprocess(model: Any, inputs: list[object], **kwargs: object) -> Features:
     """``model.preprocess``, by the shortest way for texts."""
-    texts = bool(inputs) and all(type(text) is str for text in inputs)
+    texts = {*map(type, inputs)} == {str}
     found: Features = (model[0] if texts else model).preprocess(inputs, **kwargs)
     return found

@@ -112,7 +112,7 @@ class PackedInputs(Replacement):
             features = self._stock(inputs, prompt, kwargs)
             return lambda: features
         expansion = getattr(self.owner, "query_expansion", None) if kwargs.get("task") == "query" else None  # ColBERT's
-        if kwargs.keys() <= _PLANNED and all(type(text) is str for text in inputs):
+        if kwargs.keys() <= _PLANNED and {*map(type, inputs)} == {str}:
             if self._process != os.getpid():  # a forked process may have a copy of a lock that nobody will open
                 self._forget()
             with self._lock:
