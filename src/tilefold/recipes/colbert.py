@@ -112,21 +112,17 @@ def scores_of_all_ranks(
 
     The losses' own gathering asks for the longest document of all ranks, for which the host waits in every step.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.nn.functional import all_gather
+    from torch.nn.functional import pad
+
+    from tilefold.losses._collectives import own_and_others
 
     if documents.size(2) > length:  # other ranks would wait for tokens that never come
         raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")
-    room, rank = length - documents.size(2), dist.get_rank()
-    documents = torch.nn.functional.pad(documents, (0, 0, 0, room))
-    documents_mask = torch.nn.functional.pad(documents_mask, (0, room))
-    masks = [torch.empty_like(documents_mask) for _ in range(dist.get_world_size())]
-    dist.all_gather(masks, documents_mask.contiguous())
-    every = list(all_gather(documents.contiguous()))  # type: ignore[no-untyped-call]
-    own_first = [rank, *(other for other in range(len(every)) if other != rank)]
-    documents, documents_mask = (torch.cat([part[i] for i in own_first]) for part in (every, masks))
-    found: Tensor = scores(queries, documents, queries_mask=queries_mask, documents_mask=documents_mask)
+    room = length - documents.size(2)
+    masks = own_and_others(pad(documents_mask, (0, room)))
+    found: Tensor = scores(
+        queries, own_and_others(pad(documents, (0, 0, 0, room))), queries_mask=queries_mask, documents_mask=masks
+    )
     return found
 
 
