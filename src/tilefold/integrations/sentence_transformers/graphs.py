@@ -269,7 +269,7 @@ class StepGraphs:
     def _may_run(self, ids: Tensor) -> bool:
         if ids.numel() == 0 or (self._capture is Captured and not ids.is_cuda):
             return False
-        if not self._model.stands():
+        if self._model.modules[0] is not self.transformer.model or not self._model.stands():
             self._model = Structure(self.transformer.model)
         return not self._model.runs_more()
 
