@@ -136,9 +136,8 @@ class TokenFiles:
         """Vectors of some documents, copied, and their offsets in int32."""
         self.check(documents)
         found = [slice(*span) for span in zip(self.offsets[documents], self.offsets[documents + 1], strict=True)]
-        parts = [array if not found else np.concatenate([array[span] for span in found]) for array in self._arrays()]
-        offsets = offsets_of(self.lengths[documents]).astype(np.int32)
-        return self._tensors(parts), torch.from_numpy(offsets)
+        parts = [np.concatenate([array[:0], *(array[span] for span in found)]) for array in self._arrays()]
+        return self._tensors(parts), torch.from_numpy(offsets_of(self.lengths[documents]).astype(np.int32))
 
     def between(self, low: int, high: int) -> Packed:
         """Vectors of documents number `low` to `high`, as they lie in the files."""
