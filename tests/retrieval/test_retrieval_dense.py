@@ -75,8 +75,8 @@ def test_a_folder_gives_the_models_own_scores_in_every_storage_and_is_found_dama
     rocchio = searcher.rank(queries, r.SearchRequest(5, r.Feedback("rocchio", alpha=1.0, beta=0.0))).run
     plain = searcher.rank(queries, r.SearchRequest(5)).run
     assert rocchio == {query: pytest.approx(scores) for query, scores in plain.items()} and moved != plain
-    with pytest.raises(DataError, match="model: this is not the model that made the index"):
-        r.Searcher(index, load_dense_minilm().half())
+    other = load_dense_minilm().half()
+    refused(DataError, "model: this is not the model that made the index", r.Searcher, index, other)
     for read in (r.read_vectors, r.open_tokens):
         refused(DataError, "got dense vectors", read, tmp_path / "int8")
     refused(DataError, r"Use DenseIndex\.load", r.load_index, tmp_path / "index")
@@ -89,6 +89,7 @@ def test_what_is_no_dense_vector_is_refused(model: Any, splade: Any, late: Any, 
     index = held(torch.eye(4))
     for queries in (torch.ones(1, 3), torch.full((1, 4), torch.nan), torch.ones(4)):
         refused(ValueError, r"queries: expected finite vectors \[Q, 4\]", index.search, queries, 1)
+    assert held(torch.tensor([[3e38, -3e38], [1, 1]])).search(torch.full((1, 2), 10.0), 2) == [[("d1", 20.0)]], "no NaN"
     assert [hit.id for hit in index.search(torch.tensor([[0.0, 0, 1, 0, 9]]), 1)[0]] == ["d2"], "longer ones are cut"
     texts = {"a": "text", "b": "more"}
     for other in (splade, late):

@@ -215,13 +215,13 @@ class StoredIds(Sequence[str]):
 
 
 def hits_of(ids: Sequence[str], documents: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> list[list[Hit]]:
-    """Hits of each row of documents ``[Nq, k]`` and scores; those below 0, and of -infinity, are none and the last."""
+    """Hits of each row of documents ``[Nq, k]`` and scores, but for those below 0 and scores of -infinity or NaN."""
     found, collects, there = list[list[Hit]](), gc.isenabled(), (documents >= 0) & (scores > -np.inf)
     gc.disable()  # thousands of hits would have it look through all objects of the process, and hold no circles
     try:
-        for at, score, count in zip(documents, scores, there.sum(axis=1).tolist(), strict=True):
-            names = ids.named(at[:count]) if isinstance(ids, StoredIds) else map(ids.__getitem__, at[:count].tolist())
-            found.append(list(map(Hit._make, zip(names, score[:count].tolist(), strict=True))))
+        for at, score, keep in zip(documents, scores, there, strict=True):
+            names = ids.named(at[keep]) if isinstance(ids, StoredIds) else map(ids.__getitem__, at[keep].tolist())
+            found.append(list(map(Hit._make, zip(names, score[keep].tolist(), strict=True))))
     finally:
         if collects:
             gc.enable()
