@@ -59,27 +59,6 @@ def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Ten
     return statistics if group is None else _sum(statistics, group, 1)
 
 
-def own_and_others(rows: Tensor) -> Tensor:
-    """Rows of all ranks of the world, this rank's first, of equal shapes; a gradient is the sum of all ranks'."""
-    found: Tensor = _Gathered.apply(rows)  # type: ignore[no-untyped-call]
-    return found.flatten(0, 1)
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        own = rows.contiguous()
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own)
-        return torch.stack(every).roll(-dist.get_rank(), 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        every = grads[0].roll(dist.get_rank(), 0).contiguous()
-        dist.all_reduce(every)
-        return every[dist.get_rank()]
-
-
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:

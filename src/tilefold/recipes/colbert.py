@@ -114,15 +114,13 @@ def scores_of_all_ranks(
     """
     from torch.nn.functional import pad
 
-    from tilefold.losses._collectives import own_and_others
+    from tilefold._process_group import own_and_others
 
     if documents.size(2) > length:  # other ranks would wait for tokens that never come
         raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")
     room = length - documents.size(2)
-    masks = own_and_others(pad(documents_mask, (0, room)))
-    found: Tensor = scores(
-        queries, own_and_others(pad(documents, (0, 0, 0, room))), queries_mask=queries_mask, documents_mask=masks
-    )
+    masks, every = own_and_others(pad(documents_mask, (0, room))), own_and_others(pad(documents, (0, 0, 0, room)))
+    found: Tensor = scores(queries, every, queries_mask=queries_mask, documents_mask=masks)
     return found
 
 
