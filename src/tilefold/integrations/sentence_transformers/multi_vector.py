@@ -283,6 +283,13 @@ class XTRScores:
 
 
 class XTRKDScores(XTRScores):
-    """:func:`xtr_kd_scores` with options of its own; arguments and errors are those of :class:`XTRScores`."""
+    """:func:`xtr_kd_scores` with options of its own.
+
+    Args:
+        top_k, chunk_elements, impl: as in :func:`xtr_scores`.
+
+    Raises:
+        ValueError: for a ``top_k`` below 1, when scores are asked for.
+    """
 
     _scores = staticmethod(xtr_kd_scores)
