@@ -108,11 +108,11 @@ def run(
     watch = (watch_type or Watch)(model, steps, GRAPH_WARM_STEPS if side in GRAPHS and bf16 else WARM_STEPS)
     if side != "stock":
         accelerate(model, packed=side != "padded")
-    loss = _loss(kind, model, side)
+    loss = make_loss(kind, model, side)
     loss.register_forward_hook(lambda _, __, out: watch.saw(out))
     try:
         with tempfile.TemporaryDirectory(prefix="tilefold-bench-") as folder:
-            trainer = _trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total, bf16)
+            trainer = make_trainer(kind, model, loss, folder, batch, Dataset.from_dict(dict(rows)), watch.total, bf16)
             trainer.add_callback(Callback())
             trainer.remove_callback(PrinterCallback)
             if side in {"packed", *GRAPHS}:
@@ -129,7 +129,8 @@ def run(
     return watch
 
 
-def _loss(kind: str, model: Any, side: str) -> Any:
+def make_loss(kind: str, model: Any, side: str) -> Any:
+    """The stock loss of a kind; the scores of ColBERT are fused but on the stock side."""
     if kind == "splade":
         from sentence_transformers.sparse_encoder import losses
 
@@ -149,7 +150,9 @@ def _loss(kind: str, model: Any, side: str) -> Any:
     return MultiVectorMultipleNegativesRankingLoss(model, **fused)
 
 
-def _trainer(kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int, bf16: bool) -> Any:
+def make_trainer(
+    kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int, bf16: bool
+) -> Any:
     if kind == "splade":
         from sentence_transformers.sparse_encoder import SparseEncoderTrainer as Trainer
         from sentence_transformers.sparse_encoder import (
