@@ -122,7 +122,7 @@ def make_encoder(
             model_kwargs={"local_files_only": True, "dtype": torch.float32},
             processor_kwargs={"local_files_only": True},
         )
-        model = _splade(transformer, device) if kind == "splade" else _colbert(transformer, sizes[0])
+        model = (_splade(transformer, device) if kind == "splade" else _colbert(transformer, sizes[0])).to(device)
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     model.model_card_data.widget = [{"text": "a"}]

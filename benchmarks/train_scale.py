@@ -31,10 +31,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.train_data import BASE, MAX_LENGTH, TINY, load_tokenizer, made_pairs
 from benchmarks.train_run import busy_seconds
@@ -43,6 +44,7 @@ from tilefold.bench.results import collect, read_csv, write_csv
 
 FILE = "train_scale.csv"
 KERNELS = 25
+TEN = 10  # steps between two losses of the log, for which the host waits
 SCALE = 30.0  # over V, of scores and penalties: those of fresh weights are dense, and grow with V
 SEEDS = (0, 1, 2)
 
@@ -63,9 +65,9 @@ class Setting:
 
 RUNS = {
     "splade": Setting("splade", 128, 10, 50),
-    "splade-graphs": Setting("splade", 128, 70, 80, graphs=True),
+    "splade-graphs": Setting("splade", 128, 150, 100, graphs=True),
     "colbert": Setting("colbert", 128, 10, 50),
-    "colbert-graphs": Setting("colbert", 128, 70, 80, graphs=True),
+    "colbert-graphs": Setting("colbert", 128, 150, 100, graphs=True),
     "splade-512": Setting("splade", 512, 5, 25),
     "splade-4096": Setting("splade", 4096, 2, 3, mini=512, profiled=1),
     "splade-4096-by-2048": Setting("splade", 4096, 2, 3, mini=2048, profiled=1),
@@ -110,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int) -> dict[str, Any]:
     """Train, and tell what the clock saw, and the losses of the log."""
+    from tilefold.integrations.sentence_transformers.graphs import StepGraphs
     from tilefold.recipes import train
 
     curve = setting.seed is not None
@@ -120,7 +123,8 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
         base = still_minilm(work / "minilm") if curve else make_base(work / "base", setting.kind, options.tiny)
     clock = Clock(setting, options.device == "cuda")
     recipe = make_recipe(setting, base, batch, steps)
-    train(recipe, collection(batch * min(steps, 20), found=curve), work / name, progress=clock)
+    with mock.patch.object(StepGraphs, "_made", clock.counting(StepGraphs._made)):
+        train(recipe, collection(batch * min(steps, 20), found=curve), work / name, progress=clock)
     if rank:
         return {}
     if clock.kernels:
@@ -191,6 +195,8 @@ class Clock:
     def __init__(self, setting: Setting, on_gpu: bool) -> None:
         self.setting, self.on_gpu = setting, on_gpu
         self.times: list[float] = []
+        self.ends: list[float] = []  # of every step, as the host saw them
+        self.captures: list[float] = []  # when a graph was captured
         self.kernels: list[str] = []
         self.facts: dict[str, Any] = {"peak_gib": 0.0, "reserved_gib": 0.0, "busy": ""}
 
@@ -198,6 +204,7 @@ class Clock:
         import torch
 
         marks = (self.setting.warm, self.setting.warm + self.setting.timed, steps)
+        self.ends.append(time.perf_counter())
         if step not in marks:
             return
         if self.on_gpu:
@@ -224,9 +231,22 @@ class Clock:
             ]
 
     def row(self, batch: int) -> dict[str, Any]:
-        """Rates of the timed steps."""
+        """Rates of the timed steps: of all of them, and the median of tens, in which no graph is captured as a rule."""
         seconds = (self.times[1] - self.times[0]) / self.setting.timed
-        return {"step_ms": 1e3 * seconds, "pairs_per_s": batch / seconds, **self.facts}
+        ends = self.ends[self.setting.warm - 1 : self.setting.warm + self.setting.timed]
+        tens = [(after - before) / TEN for before, after in zip(ends[::TEN], ends[TEN::TEN], strict=False)]
+        made = sum(self.times[0] < at < self.times[1] for at in self.captures)
+        facts = {"step_ms": 1e3 * seconds, "pairs_per_s": batch / seconds, "captures": made}
+        return facts | ({"median_ms": 1e3 * statistics.median(tens)} if tens else {}) | self.facts
+
+    def counting(self, capture: Callable[..., Any]) -> Callable[..., Any]:
+        """What captures a graph, and is noted."""
+
+        def noted(*arguments: Any) -> Any:
+            self.captures.append(time.perf_counter())
+            return capture(*arguments)
+
+        return noted
 
 
 def beside_one(name: str, row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -237,6 +257,9 @@ def beside_one(name: str, row: dict[str, Any], options: argparse.Namespace) -> d
     if name not in ones:
         return {}
     ratio = {"x_one": row["pairs_per_s"] / float(ones[name]["pairs_per_s"])}
+    if row.get("median_ms") and ones[name].get("median_ms"):
+        per_step = float(ones[name]["batch"]) / float(ones[name]["median_ms"])
+        ratio["x_one_by_medians"] = row["batch"] / row["median_ms"] / per_step
     if not name.startswith("curve"):
         return ratio
     curves = {key: [float(loss) for loss in found["losses"].split()] for key, found in ones.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import importlib.util
@@ -15,6 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+
+from tilefold._memory import memory_left
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
@@ -31,21 +32,6 @@ def _cores() -> int:
     if importlib.util.find_spec("joblib"):
         return int(importlib.import_module("joblib").cpu_count(only_physical_cores=True))
     return os.cpu_count() or 1
-
-
-def _memory_left() -> int | None:
-    """Bytes that are left to the machine and to the container, or None where nobody says."""
-    left, group = [], Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        left = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-            left.append(int((group / limit).read_text()) - int((group / used).read_text()))
-    return min(left, default=None)
 
 
 def _spread_over_gpus() -> None:
@@ -79,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What ``-n auto`` means: a worker per core that the process may use, as long as each has memory."""
-    left = _memory_left()
+    left = memory_left()
     return max(1, min(_cores(), MOST_WORKERS, MOST_WORKERS if left is None else left // WORKER_BYTES))
 
 

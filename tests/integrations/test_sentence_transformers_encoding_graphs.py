@@ -38,7 +38,7 @@ class Repeated:
 
     made = 0
 
-    def __init__(self, body: Body, pool: object, stream: object) -> None:
+    def __init__(self, body: Body, turns: object) -> None:
         Repeated.made += 1
         self.body = body
         self.launch()

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from tilefold._memory import memory_left
 from tilefold.bench.spec import DTYPES, Ceilings
 
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
@@ -168,10 +169,7 @@ def _max_rss_kib() -> int:
 
 def free_memory_bytes(device: torch.device) -> int | None:
     """Memory that ``device`` can still hand out, or ``None`` where that cannot be read."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = _proc_kib("meminfo", "MemAvailable")
-    return None if available is None else 1024 * available
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_left()
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:

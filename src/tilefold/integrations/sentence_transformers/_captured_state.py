@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import itemgetter, methodcaller
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,20 +17,21 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
         self._vars = [vars(module) for module in self.modules]
-        parts = [part for each in self.modules for part in (each._modules, each._parameters, each._buffers)]
-        self._parts = [part for part in parts if part]
-        self._kept = list(chain.from_iterable(part.values() for part in self._parts))  # so that their ids are theirs
-        self._ids = list(map(id, self._kept))
+        parts: list[Any] = [part for each in self.modules for part in (each._modules, each._parameters, each._buffers)]
+        self._views = [part.values() for part in parts if part]
+        self._kept = list(chain.from_iterable(self._views))
         self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
-        self._sized: list[Any] = [*parts, *self._hooks]
-        self._sizes = list(map(len, self._sized))
+        self._empty = [each for each in (*parts, *self._hooks) if not each]  # most of them
+        self._filled = [each for each in (*parts, *self._hooks) if each]
+        self._sizes = list(map(len, self._filled))
         self.tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
 
     def stands(self) -> bool:
         """Whether modules, parameters and buffers are those that they were, and hooks as many."""
         return (
-            list(map(len, self._sized)) == self._sizes
-            and list(map(id, chain.from_iterable(map(_VALUES, self._parts)))) == self._ids
+            not any(self._empty)
+            and list(map(len, self._filled)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._views), self._kept))
         )
 
     def runs_more(self) -> bool:
@@ -52,8 +53,8 @@ class State(Structure):
         named = [[name for name in values if name not in _OF_EVERY_MODULE] for values in self._vars]
         self._own = [(itemgetter(*names), values) for names, values in zip(named, self._vars, strict=True) if names]
         self._values = [get(values) for get, values in self._own]
-        self._sized += self._vars
-        self._sizes = list(map(len, self._sized))
+        self._filled += self._vars
+        self._sizes = list(map(len, self._filled))
         configs = {id(values["config"]): values["config"] for values in self._vars if "config" in values}
         self._configs = [(vars(each), dict(vars(each))) for each in configs.values() if hasattr(each, "__dict__")]
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
@@ -75,7 +76,6 @@ class State(Structure):
             return False
 
 
-_VALUES = methodcaller("values")
 _TRAINING = itemgetter("training")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

@@ -90,14 +90,27 @@ class Inputs:
         return found | self.others
 
 
+class Turns:
+    """Memory that all graphs of a model share, so that each comes after the one before it, on whatever stream."""
+
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._last = self.stream
+
+    def next(self) -> torch.cuda.Stream:
+        """The current stream, after all that the one before it was given, such as reads of results."""
+        stream = torch.cuda.current_stream(self.stream.device)
+        if stream != self._last:
+            stream.wait_stream(self._last)
+            self._last = stream
+        return stream
+
+
 class Captured:
-    """Graph of a function of static tensors: its results on the device, and their copies on the host.
+    """Graph of a function of static tensors: its results on the device, and their copies on the host."""
 
-    All graphs of a model share one pool of memory and one stream.
-    """
-
-    def __init__(self, body: Body, pool: Any, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, body: Body, turns: Turns) -> None:
+        self._turns, stream = turns, turns.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_RUNS):
@@ -105,7 +118,7 @@ class Captured:
         stream.synchronize()
         self.host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in found]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=turns.pool, stream=stream, capture_error_mode="thread_local"):
             self.device = list(body())
             for host, tensor in zip(self.host, self.device, strict=True):
                 host.copy_(tensor, non_blocking=True)
@@ -113,17 +126,12 @@ class Captured:
 
     def launch(self) -> None:
         """Begin, after what the current stream was given before, such as changes of weights."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._graph.replay()
-            self._done.record(self._stream)
+        stream = self._turns.next()
+        self._graph.replay()
+        self._done.record(stream)
 
     def wait(self) -> None:
         self._done.synchronize()
-
-    def lent(self) -> None:
-        """Let the next launch, of whatever thread, come after what the current stream was given to read results."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
 
 class _Asked(NamedTuple):
@@ -153,13 +161,12 @@ class EncodingGraphs(Replacement):
         self._lock = threading.RLock()
         self.failed, self.capacity = False, CAPACITY
         self._rooms: dict[tuple[int, int], int] = {}  # where a row had more entries
-        self._pool: Any = None
-        self._stream: Any = None
         self.device = torch.device("cpu")
         self._forget()
 
     def _forget(self) -> None:
         self.graphs: OrderedDict[tuple[Any, ...], tuple[Inputs, Any]] = OrderedDict()
+        self._turns: Turns | None = None
         self._state: State | None = None
         self._by_task: bool | None = None  # whether a module reads the task
 
@@ -203,10 +210,7 @@ class EncodingGraphs(Replacement):
             there = not to_host and count == 1 and self.device.type == "cuda"
             if there:
                 parts[2:] = graph.device[2:]
-            rows = rows_in_room(parts, self._room(*inputs.sizes), self._vocab_size)
-            if there:
-                graph.lent()
-            return rows
+            return rows_in_room(parts, self._room(*inputs.sizes), self._vocab_size)
 
         while self.may_run(texts):
             try:
@@ -247,8 +251,6 @@ class EncodingGraphs(Replacement):
         def read(_: Inputs, graph: Any, count: int) -> list[Tensor]:
             counts = graph.host[0][:count].tolist()
             rows: Tensor = (graph.host if to_host else graph.device)[1][: sum(counts)].clone()
-            if rows.is_cuda:
-                graph.lent()
             return list(torch.split(rows, counts))
 
         return self._run(texts, prompt, _Asked(body, ("vectors", normalize), task), read)
@@ -329,13 +331,12 @@ class EncodingGraphs(Replacement):
         there: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         try:
             with _capturing, torch.inference_mode(), there:
-                if self._pool is None and self._capture is Captured:
-                    self._pool = torch.cuda.graph_pool_handle()
-                    self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                if self._turns is None and self._capture is Captured:
+                    self._turns = Turns()
                 with torch.inference_mode(False):  # or nobody could write to them later
                     inputs = Inputs(features, *sizes, device)
                 inputs.fill(features)
-                graph = self._capture(lambda: asked.body(inputs.features(), sizes[0]), self._pool, self._stream)
+                graph = self._capture(lambda: asked.body(inputs.features(), sizes[0]), self._turns)
         except Exception as error:  # out of memory, or an operation that cannot be captured
             self._forget()
             self.failed = True

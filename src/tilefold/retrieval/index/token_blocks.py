@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilefold._memory import memory_left
 from tilefold.ops import QuantizedTokens, maxsim, quantize_tokens
 from tilefold.pipeline.ragged import offsets_of, spans
 from tilefold.retrieval.errors import DataError
@@ -32,8 +34,10 @@ _DTYPES: dict[str, tuple[type, type | None]] = {  # of values, and of scales: in
 }
 STREAMED = 1 << 21  # tokens of a block that is copied to a GPU
 _DECODED = 1 << 24  # and of one that is unpacked there
-_SLOTS, _PIECE = 3, 1 << 23  # blocks on a GPU at a time; bytes that a thread copies
-_THREADS = min(12, os.cpu_count() or 1)  # that copy or check; one reads 6 to 9 GB/s
+_SLOTS = 3  # blocks on a GPU at a time
+_LEFT = 1.5  # times the bytes of the files that must be left to lock them
+_ANY_GPU = 1  # cudaHostRegisterPortable
+_THREADS = min(12, os.cpu_count() or 1)  # that check
 _MANY = 512  # documents that a thread checks
 
 Places = npt.NDArray[np.int64]
@@ -104,7 +108,7 @@ class TokenFiles:
         kind, factors = _DTYPES[storage]
         self.values = self._mapped(VALUES, kind, (self.n_tokens, dimension // 2 if storage == "int4" else dimension))
         self.scales = None if factors is None else self._mapped(SCALES, factors, (self.n_tokens,))
-        self._trusted = np.zeros(count, bool)
+        self._trusted, self._locked = np.zeros(count, bool), False
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +135,24 @@ class TokenFiles:
                     said = f"damaged; the token vectors of document {wrong[0]} are not those that were saved"
                     raise DataError(f"{self.folder / VALUES}: {said}. {REMEDY}")
         self._trusted[new] = True
+
+    def lock(self) -> bool:
+        """Lock what the files are mapped to in memory, whence GPUs copy at the rate of the bus, if there is room.
+
+        Pages become this process's own: the size of the files once more, for as long as this object lives.
+        """
+        left = memory_left()
+        if self._locked or left is None or left < _LEFT * self.nbytes:
+            return self._locked
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for array in self._arrays():
+            if int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
+                with contextlib.suppress(RuntimeError):  # the error stays until something is launched
+                    torch.ones(1, device="cuda").add_(1)
+                return False
+            weakref.finalize(self, runtime.cudaHostUnregister, array.ctypes.data).atexit = False
+        self._locked = True
+        return True
 
     def take(self, documents: Places) -> tuple[Packed, Tensor]:
         """Vectors of some documents, copied, and their offsets in int32."""
@@ -176,37 +198,11 @@ def checksums(arrays: Sequence[npt.NDArray[Any]], starts: Places, ends: Places) 
     return np.array(found, np.uint32)
 
 
-class _Copier:
-    """Threads that copy to a GPU through two pinned buffers each; a single one is slower than the bus."""
-
-    def __init__(self) -> None:
-        self._pool, self._free = ThreadPoolExecutor(_THREADS), SimpleQueue[tuple[Tensor, Any]]()
-        for _ in range(2 * _THREADS):
-            buffer = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-            self._free.put((buffer, torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call]
-
-    def send(self, parts: Packed, there: Packed, stream: Any) -> list[Future[None]]:
-        """Copy vectors to memory on the GPU; when the futures are done, `stream` has been given the copies."""
-        flat = ([part.flatten().view(torch.uint8) for part in each if part is not None] for each in (parts, there))
-        cut = ([piece for part in each for piece in torch.split(part, _PIECE)] for each in flat)
-        return [self._pool.submit(self._copy, part, into, stream) for part, into in zip(*cut, strict=True)]
-
-    def _copy(self, part: Tensor, there: Tensor, stream: Any) -> None:
-        buffer, sent = self._free.get()
-        try:
-            sent.synchronize()
-            np.copyto(buffer.numpy()[: len(part)], part.numpy())  # lets other threads run
-            with torch.inference_mode(), torch.cuda.stream(stream):  # as the caller may, who made `there`
-                there.copy_(buffer[: len(part)], non_blocking=True)
-                sent.record(stream)
-        finally:
-            self._free.put((buffer, sent))
-
-
 class Share:
     """Documents `low` to `high` of a collection on one device: all in its memory if they fit, else block by block.
 
-    A GPU computes with one block while the next are copied there, by a stream each.
+    A GPU computes with one block while the next are copied there, by a stream each: at the rate of the bus from files
+    whose memory is locked (:meth:`TokenFiles.lock`), slower else.
     """
 
     def __init__(self, files: TokenFiles, device: torch.device, low: int, high: int, fits: bool) -> None:
@@ -215,7 +211,8 @@ class Share:
         self.offsets = torch.from_numpy(files.offsets[low : high + 1].copy()).to(device)
         self.without = None if lengths.all() else torch.from_numpy(lengths == 0).to(device)  # tokens
         self.held = files.between(low, high).each(lambda part: part.to(device)) if fits else None
-        self._copier = _Copier() if device.type != "cpu" and not fits else None
+        if device.type == "cuda" and not fits:
+            files.lock()
         self.length = int(lengths[0]) if device.type != "cpu" and (lengths == lengths[0]).all() else 0  # of all
 
     def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor | None]]:
@@ -229,7 +226,7 @@ class Share:
             return
         ranges = list(spans(self.files.offsets, tokens, self.low, self.high))
         mapped = (self.files.between(*each) for each in ranges)
-        there = mapped if self._copier is None else self._streamed(ranges, self._copier)
+        there = mapped if self.device.type == "cpu" else self._streamed(ranges)
         for each, vectors in zip(ranges, there, strict=True):
             yield self._block(*each, vectors)
 
@@ -239,31 +236,31 @@ class Share:
         found = self.offsets[low - self.low : high - self.low + 1]
         return low, high, vectors, (found - found[0]).int()
 
-    def _streamed(self, ranges: Sequence[tuple[int, int]], copier: _Copier) -> Iterator[Packed]:
+    def _streamed(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Packed]:
         main, bounds = torch.cuda.current_stream(self.device), self.files.offsets
         most = max(int(bounds[high] - bounds[low]) for low, high in ranges)
         streams = [torch.cuda.Stream(self.device) for _ in ranges[:_SLOTS]]  # type: ignore[no-untyped-call]
         none = self.files.between(0, 0)
         rooms = [none.each(lambda part: part.new_empty(most, *part.shape[1:], device=self.device)) for _ in streams]
 
-        def sent(number: int) -> tuple[list[Future[None]], Packed]:
-            slot, block = number % _SLOTS, self.files.between(*ranges[number])
-            streams[slot].wait_stream(main)  # for what reads the block that was there
-            there = rooms[slot].part(0, len(block.values))
-            return copier.send(block, there, streams[slot]), there
+        def sent(number: int) -> Packed:
+            stream, block = streams[number % _SLOTS], self.files.between(*ranges[number])
+            stream.wait_stream(main)  # for what reads the block that was there
+            there = rooms[number % _SLOTS].part(0, len(block.values))
+            with torch.cuda.stream(stream):
+                for part, into in zip(block, there, strict=True):
+                    if part is not None and into is not None:
+                        into.copy_(part, non_blocking=True)
+            return there
 
-        ahead = deque[tuple[list[Future[None]], Packed]]()
+        ahead = deque(map(sent, range(len(streams))))
         try:
-            ahead.extend(map(sent, range(len(streams))))
             for number in range(len(ranges)):
-                for job in ahead[0][0]:
-                    job.result()
                 main.wait_stream(streams[number % _SLOTS])
-                yield ahead.popleft()[1]
+                yield ahead.popleft()
                 if number + _SLOTS < len(ranges):
                     ahead.append(sent(number + _SLOTS))
         finally:  # nothing may write to memory that others are given
-            wait([job for jobs, _ in ahead for job in jobs])
             for stream in streams:
                 main.wait_stream(stream)
 
