@@ -399,3 +399,18 @@ def test_dropout_draws_anew_in_each_repetition(compiled: bool, tokenizer_folder:
             found.append(output.detach())
     assert len(found) == 4 and not torch.equal(found[1], found[2]) and torch.equal(found[1], found[3])
     assert graphs.compiled is compiled
+
+
+def test_gradients_go_where_ddp_keeps_them_and_add_up(transformer: Any) -> None:
+    graphs, features = StepGraphs(transformer, Repeated), batch(transformer, [3, 5])
+    right = gradients(transformer, plain(transformer, features))
+    graphs.places = {id(tensor): torch.full_like(tensor, torch.nan) for tensor in transformer.parameters()}
+    output: Any = (graphs(features), graphs(features))[1]
+    got = gradients(transformer, output)
+    known = [tensor for tensor in transformer.parameters() if tensor.grad is not None]
+    assert [tensor.grad.data_ptr() for tensor in known] == [graphs.places[id(tensor)].data_ptr() for tensor in known]
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    (graphs(features) * weights).sum().backward()  # type: ignore[operator]
+    for name, gradient in got.items():
+        assert_close(gradient, right[name], ROUNDING)
+        assert torch.equal(transformer.get_parameter(name).grad, 2 * gradient)

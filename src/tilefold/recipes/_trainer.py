@@ -45,10 +45,19 @@ def run_trainer(
     from tilefold.recipes._watch import NAMES, Watcher
 
     class ByBuckets(DistributedDataParallelKwargs):
-        """Divides whole buckets by the number of ranks, not one gradient after the other."""
+        """Divides whole buckets by the number of ranks, not one gradient after the other; graphs write into them."""
 
         def register_comm_hook(self, model: Any) -> None:
-            model.register_comm_hook(None, allreduce_hook)
+            places: dict[int, Any] = {}
+            if (graphs := getattr(job.model[0].forward, "graphs", None)) is not None:
+                graphs.places = places
+
+            def reduced(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
+                if graphs is not None:
+                    places.update(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
+                return allreduce_hook(group, bucket)
+
+            model.register_comm_hook(None, reduced)
 
     say_unused_gpus()
     recipe, read, world = job.recipe, job.examples.columns, job.world

@@ -12,7 +12,7 @@ import math
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -209,6 +209,7 @@ class StepGraphs:
     """
 
     failed = False
+    places: Mapping[int, Tensor] = {}  # by the id of a parameter, where DDP keeps its gradient
     serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
 
     def __init__(
@@ -260,6 +261,17 @@ class StepGraphs:
         used = [tensor for tensor, known in zip(self.parameters, self.gradients, strict=True) if known is not None]
         output: Tensor = _Replay.apply(self, graph, ids.size(1), self._waiting(), *used)  # type: ignore[no-untyped-call]
         return output
+
+    def handed_out(self) -> list[Tensor]:
+        """The gradients, for autograd to keep: where DDP has them, if nothing is there to be added to, else copies."""
+        pairs = zip(self.parameters, self.gradients, strict=True)
+        used = [(tensor, known) for tensor, known in pairs if known is not None]
+        found = [known for _, known in used]
+        if any(id(tensor) not in self.places or tensor.grad is not None for tensor, _ in used):
+            return copies_of(found)
+        there = [self.places[id(tensor)].view_as(tensor) for tensor, _ in used]
+        copy_each(there, found)
+        return there
 
     def _waiting(self) -> _Waits:  # in a frame of its own, which no traceback keeps
         waits = _Waits()
@@ -358,4 +370,4 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {remedy}")
         ctx.graph.backward(gradient)
         ctx.waits = None
-        return None, None, None, None, *copies_of([known for known in owner.gradients if known is not None])
+        return None, None, None, None, *owner.handed_out()
