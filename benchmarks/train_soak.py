@@ -35,7 +35,7 @@ from tilefold.testing.lsr_head import lsr_head_inputs, lsr_head_results
 from tilefold.testing.maxsim import maxsim_inputs
 
 SLACK = 1 << 20  # bytes: small tensors that live as long as a kernel or a size that was met for the first time
-STEPS, CALLS = 120, 60  # of a trainer, and of the operators, in a round
+STEPS, CALLS = 120, 20  # of a trainer, and of the operators, in a round
 LAYOUTS = ("full", "right", "holes", "packed")
 ALPHAS = (1.5, 2.0, 1.3)
 ROUNDS = tuple(itertools.product(("splade", "colbert"), ("graphs", "packed", "padded")))
@@ -99,7 +99,7 @@ def called(seed: int, device: torch.device) -> int:
 def rounds(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """Rows until the time is over."""
     began = time.monotonic()
-    for seed in itertools.count():
+    for seed in itertools.count(options.first):
         kind, side = ROUNDS[seed % len(ROUNDS)]
         first = CALLS * seed
         works: list[tuple[str, Callable[[], tuple[int, int]]]] = [
@@ -130,6 +130,7 @@ def memory(device: torch.device) -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--first", type=int, default=0, help="round, where several processes share the rounds")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and four steps of a trainer")
     parser.add_argument("--output", type=Path, required=True)
