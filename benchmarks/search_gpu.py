@@ -40,7 +40,7 @@ from tilefold.retrieval.index import late, token_blocks
 
 K, DIMS, QUERY_TOKENS, TOKENS = 100, 128, 32, 64
 SEVERAL, BATCH, TURNS, TINY = 16, 512, 64, 2000  # queries of a pass, of a batch, and that take turns; documents
-BATCHES, TOGETHER = 16, 4  # of texts; batches that one call encodes
+BATCHES, TOGETHER = 48, 4  # of texts; batches that one call encodes
 COPY, PIECE = 1 << 28, 1 << 16  # bytes of a copy from pinned memory; documents that torch scores at a time
 BUDGET, ONCE = TimeBudget(seconds=0.8, min_reps=7, max_reps=30), TimeBudget(0.0, 1, 1)
 
