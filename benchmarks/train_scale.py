@@ -7,7 +7,8 @@
 Everything goes through :func:`tilefold.recipes.train`, as `tilefold train` does, on made pairs of texts and a BERT-base
 without pretrained weights under bf16 autocast; ranks are started as `--devices` starts them. A row has the pairs a
 second and the milliseconds of the timed steps (data loader, log and optimizer included; the device is waited for before
-and after), the memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
+and after), the median of tens of them, how often a graph was captured in them, which takes as long as several, the
+memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
 first GPU and which ran longest. `--one` is the folder of the rows of one device, with which those of several are
 compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, queries of
 words of their documents, the pairs of 128 in the order of the seed, 60 steps), which must differ less from that of one
