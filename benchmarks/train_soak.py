@@ -88,7 +88,7 @@ def called(seed: int, device: torch.device) -> int:
     scores = maxsim(*leaves, **late.layout)
     made += [scores.detach(), *torch.autograd.grad(scores, leaves, late.dscores.to(scores.dtype))]
     rows = torch.randn(batch, wide, device=device).to(dtype).requires_grad_()
-    chances = entmax(rows, ALPHAS[chosen.integers(3)])
+    chances: Any = entmax(rows, ALPHAS[chosen.integers(3)])
     made += [chances.detach(), *torch.autograd.grad(chances, rows, torch.randn_like(chances))]
     weights = rows.detach()[:, :300].abs().requires_grad_()
     summed = token_scatter(weights, torch.randint(vocab, weights.shape, device=device), vocab_size=vocab)

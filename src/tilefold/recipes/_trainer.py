@@ -26,6 +26,33 @@ WHOLE_MODEL = 1024  # MB of gradients that several ranks add up at a time
 _logger = logging.getLogger(__name__)
 
 
+def _by_buckets(graphs: Any) -> Any:
+    """DDP's options: the same parameters get gradients in every step, so that nothing looks for those that do not.
+
+    Whole buckets are divided by the number of ranks, not one gradient after the other. Those of `graphs` come all at
+    once, and are written into the buckets.
+    """
+    from accelerate import DistributedDataParallelKwargs
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    class ByBuckets(DistributedDataParallelKwargs):
+        def register_comm_hook(self, model: Any) -> None:
+            seen: dict[int, int] = {}  # memory of buckets
+
+            def reduced(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
+                place = bucket.buffer().data_ptr()
+                if graphs is not None and (seen.get(bucket.index()) != place or not graphs.places):
+                    seen[bucket.index()] = place
+                    graphs.places.update(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
+                return allreduce_hook(group, bucket)
+
+            model.register_comm_hook(None, reduced)
+
+    # the trainer of transformers 5.0 to 5.2 sets its own, which looks for such parameters
+    more: dict[str, Any] = {} if graphs is None else {"bucket_cap_mb": WHOLE_MODEL}
+    return ByBuckets(static_graph=True, gradient_as_bucket_view=True, **more)
+
+
 def run_trainer(
     job: TrainingJob,
     trainer_class: Callable[..., Trainer],
@@ -35,29 +62,12 @@ def run_trainer(
     **settings: object,
 ) -> TrainResult:
     """Run a stock trainer over the job's model in place; `settings` are further arguments of the trainer."""
-    from accelerate import DistributedDataParallelKwargs
     from datasets import Dataset
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerState
 
     from tilefold.integrations.sentence_transformers import collate_ahead
     from tilefold.integrations.transformers import AlphaSchedule, one_gpu
     from tilefold.recipes._watch import NAMES, Watcher
-
-    class ByBuckets(DistributedDataParallelKwargs):
-        """Divides whole buckets by the number of ranks, not one gradient after the other; graphs write into them."""
-
-        def register_comm_hook(self, model: Any) -> None:
-            places: dict[int, Any] = {}
-            if (graphs := getattr(job.model[0].forward, "graphs", None)) is not None:
-                graphs.places = places
-
-            def reduced(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
-                if graphs is not None:
-                    places.update(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
-                return allreduce_hook(group, bucket)
-
-            model.register_comm_hook(None, reduced)
 
     say_unused_gpus()
     recipe, read, world = job.recipe, job.examples.columns, job.world
@@ -80,11 +90,9 @@ def run_trainer(
         callbacks=[*callbacks, *annealed, *patient, watcher],
     )
     trainer._load_best_model = functools.partial(_load, trainer, job.run)  # the stock one only logs that it failed
-    if world.size > 1:  # the same parameters get gradients in every step: nothing need look for those that do not
-        # the trainer of transformers 5.0 to 5.2 sets its own, which looks for them; those of a graph come all at once
-        more: dict[str, Any] = {"bucket_cap_mb": WHOLE_MODEL} if recipe.graphs else {}
-        trainer.accelerator.ddp_handler = ByBuckets(static_graph=True, gradient_as_bucket_view=True, **more)
     collate_ahead(trainer, graphs=recipe.graphs)
+    graphs = getattr(job.model[0].forward, "graphs", None)
+    trainer.accelerator.ddp_handler = _by_buckets(graphs)
     trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, reader)
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
@@ -93,8 +101,12 @@ def run_trainer(
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load(trainer, job.run)
     else:
-        with watcher.heeding_interrupts():
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        try:
+            with watcher.heeding_interrupts():
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            if graphs is not None:
+                graphs.places = {}  # the model outlives DDP
     state, kept = trainer.state, trainer.state.best_global_step
     for row in state.log_history:
         if "loss" in row:

@@ -95,15 +95,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._last = self.stream
-
-    def next(self) -> torch.cuda.Stream:
-        """The current stream, after all that the one before it was given, such as reads of results."""
-        stream = torch.cuda.current_stream(self.stream.device)
-        if stream != self._last:
-            stream.wait_stream(self._last)
-            self._last = stream
-        return stream
+        self.last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # where one ran, and when it was read
 
 
 class Captured:
@@ -126,12 +118,20 @@ class Captured:
 
     def launch(self) -> None:
         """Begin, after what the current stream was given before, such as changes of weights."""
-        stream = self._turns.next()
+        stream = torch.cuda.current_stream(self._turns.stream.device)
+        last, self._turns.last = self._turns.last, (stream, self._done)
+        if last is not None and last[0] != stream:
+            stream.wait_event(last[1])
         self._graph.replay()
         self._done.record(stream)
 
     def wait(self) -> None:
         self._done.synchronize()
+
+    def lent(self) -> None:
+        """Let the next launch, of whatever thread, come after what this one's stream was given to read results."""
+        if self._turns.last is not None:
+            self._done.record(self._turns.last[0])
 
 
 class _Asked(NamedTuple):
@@ -210,7 +210,10 @@ class EncodingGraphs(Replacement):
             there = not to_host and count == 1 and self.device.type == "cuda"
             if there:
                 parts[2:] = graph.device[2:]
-            return rows_in_room(parts, self._room(*inputs.sizes), self._vocab_size)
+            rows = rows_in_room(parts, self._room(*inputs.sizes), self._vocab_size)
+            if there:
+                graph.lent()
+            return rows
 
         while self.may_run(texts):
             try:
@@ -251,6 +254,8 @@ class EncodingGraphs(Replacement):
         def read(_: Inputs, graph: Any, count: int) -> list[Tensor]:
             counts = graph.host[0][:count].tolist()
             rows: Tensor = (graph.host if to_host else graph.device)[1][: sum(counts)].clone()
+            if rows.is_cuda:
+                graph.lent()
             return list(torch.split(rows, counts))
 
         return self._run(texts, prompt, _Asked(body, ("vectors", normalize), task), read)

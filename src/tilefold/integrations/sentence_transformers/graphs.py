@@ -12,7 +12,7 @@ import math
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -209,7 +209,6 @@ class StepGraphs:
     """
 
     failed = False
-    places: Mapping[int, Tensor] = {}  # by the id of a parameter, where DDP keeps its gradient
     serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
 
     def __init__(
@@ -229,6 +228,7 @@ class StepGraphs:
         self._stream: torch.cuda.Stream | None = None
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
+        self.places: dict[int, Tensor] = {}  # by the id of a parameter, where DDP keeps its gradient
         self._pending: Callable[[], object] = lambda: None
 
     def __getstate__(self) -> Features:
@@ -266,12 +266,12 @@ class StepGraphs:
         """The gradients, for autograd to keep: where DDP has them, if nothing is there to be added to, else copies."""
         pairs = zip(self.parameters, self.gradients, strict=True)
         used = [(tensor, known) for tensor, known in pairs if known is not None]
-        found = [known for _, known in used]
-        if any(id(tensor) not in self.places or tensor.grad is not None for tensor, _ in used):
+        found, there = [known for _, known in used], [self.places.get(id(tensor)) for tensor, _ in used]
+        if any(place is None or tensor.grad is not None for place, (tensor, _) in zip(there, used, strict=True)):
             return copies_of(found)
-        there = [self.places[id(tensor)].view_as(tensor) for tensor, _ in used]
-        copy_each(there, found)
-        return there
+        kept = [place.view_as(place) for place in there if place is not None]
+        copy_each(kept, found)
+        return kept
 
     def _waiting(self) -> _Waits:  # in a frame of its own, which no traceback keeps
         waits = _Waits()

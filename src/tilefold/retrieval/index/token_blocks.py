@@ -136,23 +136,33 @@ class TokenFiles:
                     raise DataError(f"{self.folder / VALUES}: {said}. {REMEDY}")
         self._trusted[new] = True
 
-    def lock(self) -> bool:
+    def lock(self) -> None:
         """Lock what the files are mapped to in memory, whence GPUs copy at the rate of the bus, if there is room.
 
         Pages become this process's own: the size of the files once more, for as long as this object lives.
         """
-        left = memory_left()
-        if self._locked or left is None or left < _LEFT * self.nbytes:
-            return self._locked
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for array in self._arrays():
-            if int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
-                with contextlib.suppress(RuntimeError):  # the error stays until something is launched
-                    torch.ones(1, device="cuda").add_(1)
-                return False
-            weakref.finalize(self, runtime.cudaHostUnregister, array.ctypes.data).atexit = False
-        self._locked = True
-        return True
+        with (self.folder / VALUES).open("rb") as file:
+            with contextlib.suppress(ImportError, OSError):  # Windows, and some network file systems
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)  # processes that open an index together look one after the other
+            left = memory_left()
+            if self._locked or left is None or left < _LEFT * self.nbytes:
+                return
+            runtime, held = torch.cuda.cudart(), list[weakref.finalize[..., TokenFiles]]()  # type: ignore[no-untyped-call]
+            for array in self._arrays():
+                if int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
+                    for each in held:
+                        each()
+                    with contextlib.suppress(RuntimeError):  # the error stays until something is launched
+                        torch.ones(1, device="cuda").add_(1)
+                    return
+                held.append(weakref.finalize(self, runtime.cudaHostUnregister, array.ctypes.data))
+                held[-1].atexit = False
+            self._locked = True
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_locked": False}
 
     def take(self, documents: Places) -> tuple[Packed, Tensor]:
         """Vectors of some documents, copied, and their offsets in int32."""
@@ -212,7 +222,8 @@ class Share:
         self.without = None if lengths.all() else torch.from_numpy(lengths == 0).to(device)  # tokens
         self.held = files.between(low, high).each(lambda part: part.to(device)) if fits else None
         if device.type == "cuda" and not fits:
-            files.lock()
+            with torch.cuda.device(device):
+                files.lock()
         self.length = int(lengths[0]) if device.type != "cpu" and (lengths == lengths[0]).all() else 0  # of all
 
     def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor | None]]:
@@ -253,16 +264,19 @@ class Share:
                         into.copy_(part, non_blocking=True)
             return there
 
-        ahead = deque(map(sent, range(len(streams))))
+        ahead = deque[Packed]()
         try:
+            ahead.extend(map(sent, range(len(streams))))
             for number in range(len(ranges)):
                 main.wait_stream(streams[number % _SLOTS])
                 yield ahead.popleft()
                 if number + _SLOTS < len(ranges):
                     ahead.append(sent(number + _SLOTS))
-        finally:  # nothing may write to memory that others are given
+        finally:  # nothing may write to memory that others are given, or read what is locked no more
             for stream in streams:
                 main.wait_stream(stream)
+                if ahead:
+                    stream.synchronize()
 
 
 class Asked(NamedTuple):
