@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.refusals import refused
+from tilefold import _memory
 from tilefold.bench import results
 from tilefold.bench.runner import CSV_KEY, BenchRow, measure_peaks
 from tilefold.bench.spec import OPERATORS, BenchCase, Ceilings, Work, get_spec, parse_dtype
@@ -134,3 +136,14 @@ def test_the_rate_of_encoding_is_that_of_the_row_it_was_fitted_to() -> None:
     # a small model is not faster than its tokenizer
     assert texts_per_second(Shape(32, 1, 32, 30522), 230) == pytest.approx(21096, rel=0.01)
     assert training(BERT, 256, 24, 1.0, 512, checkpointing=False).largest_batch == 0, "a model that does not fit"
+
+
+def test_memory_that_is_left_is_that_of_the_tightest_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cgroup").write_text("1:cpu:/elsewhere\n0::/job/step\n")
+    for place, limit in (("job/step", "max"), ("job", "1000")):
+        (group := tmp_path / "fs" / place).mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(limit)
+        (group / "memory.current").write_text("700")
+        (group / "memory.stat").write_text("anon 400\ninactive_file 250\n")
+    monkeypatch.setattr(_memory, "_groups", partial(_memory._groups, tmp_path / "cgroup", tmp_path / "fs"))
+    assert _memory.memory_left() == 1000 - 700 + 250

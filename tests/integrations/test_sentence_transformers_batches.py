@@ -22,12 +22,7 @@ from tests.integrations.splade_models import (
     logged_losses,
     without_dropout,
 )
-from tests.integrations.test_sentence_transformers_packed import (
-    PAIRS,
-    assert_same,
-    gradients_of,
-    splade_loss,
-)
+from tests.integrations.test_sentence_transformers_packed import PAIRS, assert_same, gradients_of, splade_loss
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores

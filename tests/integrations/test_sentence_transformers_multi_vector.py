@@ -11,14 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.multi_vector_models import (
-    NEGATIVES,
-    POSITIVES,
-    QUERIES,
-    needs_stock,
-    problem,
-    results_of,
-)
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, needs_stock, problem, results_of
 from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import multi_vector

@@ -13,14 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import (
-    FallbackWarning,
-    KernelUnavailableError,
-    Launch,
-    MaxSimOptions,
-    MaxSimTensors,
-    Setting,
-)
+from tests.ops.base import FallbackWarning, KernelUnavailableError, Launch, MaxSimOptions, MaxSimTensors, Setting
 from tests.ops.conftest import Target
 from tests.ops.launching import combine_kernel, owner_kernel
 from tests.ops.launching import launch as shared_launch

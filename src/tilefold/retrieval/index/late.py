@@ -248,12 +248,7 @@ class LateIndex(TorchIndex):
         return found
 
     def _best(
-        self,
-        queries: list[Tensor],
-        k: int,
-        places: Sequence[torch.device],
-        usable: Mask,
-        reduction: str = "sum",
+        self, queries: list[Tensor], k: int, places: Sequence[torch.device], usable: Mask, reduction: str = "sum"
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Scores and positions ``[Nq, k]`` of the best of all documents, found in one pass for all queries."""
         passes = [self._pass(share, queries, k, usable, reduction) for share in self._on(places)]

@@ -108,7 +108,8 @@ class TokenFiles:
         kind, factors = _DTYPES[storage]
         self.values = self._mapped(VALUES, kind, (self.n_tokens, dimension // 2 if storage == "int4" else dimension))
         self.scales = None if factors is None else self._mapped(SCALES, factors, (self.n_tokens,))
-        self._trusted, self._locked = np.zeros(count, bool), False
+        self._trusted = np.zeros(count, bool)
+        self._locked: bool | None = None  # False if that failed
 
     @property
     def nbytes(self) -> int:
@@ -141,17 +142,21 @@ class TokenFiles:
 
         Pages become this process's own: the size of the files once more, for as long as this object lives.
         """
-        with (self.folder / VALUES).open("rb") as file:
+        if self._locked is not None:
+            return
+        with contextlib.ExitStack() as alone:
             with contextlib.suppress(ImportError, OSError):  # Windows, and some network file systems
                 import fcntl
 
+                file = alone.enter_context((self.folder / VALUES).open("rb"))
                 fcntl.flock(file, fcntl.LOCK_EX)  # processes that open an index together look one after the other
             left = memory_left()
-            if self._locked or left is None or left < _LEFT * self.nbytes:
+            if left is None or left < _LEFT * self.nbytes:
                 return
-            runtime, held = torch.cuda.cudart(), list[weakref.finalize[..., TokenFiles]]()  # type: ignore[no-untyped-call]
+            runtime, held = torch.cuda.cudart(), list[Any]()  # type: ignore[no-untyped-call]
             for array in self._arrays():
                 if int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
+                    self._locked = False
                     for each in held:
                         each()
                     with contextlib.suppress(RuntimeError):  # the error stays until something is launched
@@ -162,7 +167,7 @@ class TokenFiles:
             self._locked = True
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_locked": False}
+        return vars(self) | {"_locked": None}
 
     def take(self, documents: Places) -> tuple[Packed, Tensor]:
         """Vectors of some documents, copied, and their offsets in int32."""
@@ -211,8 +216,8 @@ def checksums(arrays: Sequence[npt.NDArray[Any]], starts: Places, ends: Places) 
 class Share:
     """Documents `low` to `high` of a collection on one device: all in its memory if they fit, else block by block.
 
-    A GPU computes with one block while the next are copied there, by a stream each: at the rate of the bus from files
-    whose memory is locked (:meth:`TokenFiles.lock`), slower else.
+    A GPU computes with one block while the next are copied there, by a stream each: slower for the first search, then
+    at the rate of the bus from files whose memory is locked (:meth:`TokenFiles.lock`).
     """
 
     def __init__(self, files: TokenFiles, device: torch.device, low: int, high: int, fits: bool) -> None:
@@ -221,9 +226,7 @@ class Share:
         self.offsets = torch.from_numpy(files.offsets[low : high + 1].copy()).to(device)
         self.without = None if lengths.all() else torch.from_numpy(lengths == 0).to(device)  # tokens
         self.held = files.between(low, high).each(lambda part: part.to(device)) if fits else None
-        if device.type == "cuda" and not fits:
-            with torch.cuda.device(device):
-                files.lock()
+        self._streams = False  # for the first time, which may be the only one
         self.length = int(lengths[0]) if device.type != "cpu" and (lengths == lengths[0]).all() else 0  # of all
 
     def blocks(self, tokens: int = STREAMED) -> Iterator[tuple[int, int, Packed, Tensor | None]]:
@@ -248,6 +251,10 @@ class Share:
         return low, high, vectors, (found - found[0]).int()
 
     def _streamed(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Packed]:
+        if self._streams:
+            with torch.cuda.device(self.device):
+                self.files.lock()
+        self._streams = True
         main, bounds = torch.cuda.current_stream(self.device), self.files.offsets
         most = max(int(bounds[high] - bounds[low]) for low, high in ranges)
         streams = [torch.cuda.Stream(self.device) for _ in ranges[:_SLOTS]]  # type: ignore[no-untyped-call]
