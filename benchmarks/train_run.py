@@ -153,6 +153,7 @@ def make_loss(kind: str, model: Any, side: str) -> Any:
 def make_trainer(
     kind: str, model: Any, loss: Any, folder: str, batch: int, dataset: Any, steps: int, bf16: bool
 ) -> Any:
+    """The stock trainer of a kind, which saves and reports nothing."""
     if kind == "splade":
         from sentence_transformers.sparse_encoder import SparseEncoderTrainer as Trainer
         from sentence_transformers.sparse_encoder import (

@@ -38,6 +38,6 @@ def _groups(
             own |= {kind: place for kind in kinds.split(",") if kind in own}
     for kind, place in own.items():
         inner = (root / kind / place.lstrip("/")).resolve()
-        for group in (inner, *inner.parents):
+        for group in (inner, *inner.parents, root / kind):  # which a path of another namespace may not reach
             if group.is_relative_to(root):
                 yield group, _FILES[kind]

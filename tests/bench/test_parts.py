@@ -142,8 +142,7 @@ def test_memory_that_is_left_is_that_of_the_tightest_group(tmp_path: Path, monke
     (tmp_path / "cgroup").write_text("1:cpu:/elsewhere\n0::/job/step\n")
     for place, limit in (("job/step", "max"), ("job", "1000")):
         (group := tmp_path / "fs" / place).mkdir(parents=True, exist_ok=True)
-        (group / "memory.max").write_text(limit)
-        (group / "memory.current").write_text("700")
-        (group / "memory.stat").write_text("anon 400\ninactive_file 250\n")
+        for name, text in {"max": limit, "current": "700", "stat": "anon 400\ninactive_file 250\n"}.items():
+            (group / f"memory.{name}").write_text(text)
     monkeypatch.setattr(_memory, "_groups", partial(_memory._groups, tmp_path / "cgroup", tmp_path / "fs"))
     assert _memory.memory_left() == 1000 - 700 + 250

@@ -291,3 +291,9 @@ def test_integers_on_a_cpu_give_the_scores_of_the_specification() -> None:
     asked = queries.values, quantize_tokens(documents.values)
     lengths = {"cu_seqlens_q": queries.offsets.int(), "cu_seqlens_d": documents.offsets.int()}
     assert_within_budget(maxsim(*asked, **lengths), maxsim(*asked, **lengths, impl="reference"), dtype=torch.float32)
+
+
+def test_too_little_memory_to_lock_an_index_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_blocks, "memory_left", lambda: 10)
+    with pytest.warns(UserWarning, match=r"not locked in memory \(10 bytes are left, \d+ are wanted\)"):
+        r.LateIndex.build(made(names(range(3))), tmp_path / "index").files.lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 import zlib
 from collections import deque
@@ -109,7 +110,7 @@ class TokenFiles:
         self.values = self._mapped(VALUES, kind, (self.n_tokens, dimension // 2 if storage == "int4" else dimension))
         self.scales = None if factors is None else self._mapped(SCALES, factors, (self.n_tokens,))
         self._trusted = np.zeros(count, bool)
-        self._locked: bool | None = None  # False if that failed
+        self._locked: bool | None = None  # not tried yet
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +141,8 @@ class TokenFiles:
     def lock(self) -> None:
         """Lock what the files are mapped to in memory, whence GPUs copy at the rate of the bus, if there is room.
 
-        Pages become this process's own: the size of the files once more, for as long as this object lives.
+        Pages become this process's own: the size of the files once more, for as long as this object lives. It is tried
+        once; a ``UserWarning`` says why it was not done.
         """
         if self._locked is not None:
             return
@@ -150,21 +152,28 @@ class TokenFiles:
 
                 file = alone.enter_context((self.folder / VALUES).open("rb"))
                 fcntl.flock(file, fcntl.LOCK_EX)  # processes that open an index together look one after the other
-            left = memory_left()
-            if left is None or left < _LEFT * self.nbytes:
-                return
-            runtime, held = torch.cuda.cudart(), list[Any]()  # type: ignore[no-untyped-call]
-            for array in self._arrays():
-                if int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
-                    self._locked = False
-                    for each in held:
-                        each()
-                    with contextlib.suppress(RuntimeError):  # the error stays until something is launched
-                        torch.ones(1, device="cuda").add_(1)
-                    return
-                held.append(weakref.finalize(self, runtime.cudaHostUnregister, array.ctypes.data))
-                held[-1].atexit = False
-            self._locked = True
+            refused = self._refused()
+        self._locked = not refused
+        if refused:
+            said = f"{self.folder} is not locked in memory ({refused}): its vectors are copied to the GPU more slowly."
+            warnings.warn(said, UserWarning, stacklevel=2)
+
+    def _refused(self) -> str:
+        """Why nothing was locked, empty where all was."""
+        left, wanted = memory_left(), int(_LEFT * self.nbytes)
+        if left is None or left < wanted:
+            return f"{'an unknown number of' if left is None else left} bytes are left, {wanted} are wanted"
+        runtime, held = torch.cuda.cudart(), list[Any]()  # type: ignore[no-untyped-call]
+        for array in self._arrays():
+            if error := int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, _ANY_GPU)):
+                for each in held:
+                    each()
+                with contextlib.suppress(RuntimeError):  # the error stays until something is launched
+                    torch.ones(1, device="cuda").add_(1)
+                return f"cudaHostRegister gave error {error}"
+            held.append(weakref.finalize(self, runtime.cudaHostUnregister, array.ctypes.data))
+            held[-1].atexit = False
+        return ""
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_locked": None}
