@@ -74,8 +74,7 @@ def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(tmp_path:
     text = "functions that read and write zip archives"
     scores = first.encode([text], convert_to_sparse_tensor=False)[0]
     own = set(first.tokenizer(text, add_special_tokens=False)["input_ids"])
-    best = set(scores.topk(len(own)).indices.tolist())
-    assert best == own
+    assert set(scores.topk(len(own)).indices.tolist()) == own
     assert int((scores > 0).sum()) < len(own) + 20
     assert scores[first.tokenizer.all_special_ids].max() == 0
 

@@ -30,8 +30,7 @@ VERBS = ("demo", "train", "encode", "index", "search", "evaluate", "fuse", "benc
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_the_program_a_version(verb: str, call: Call) -> None:
-    outcome = done(call(verb, "--help"))
-    assert f"tilefold {verb}" in outcome.out
+    assert f"tilefold {verb}" in done(call(verb, "--help")).out
     version = call("--version")
     assert (version.code, version.out) == (0, f"tilefold {__version__}\n")
 

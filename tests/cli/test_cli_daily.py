@@ -251,8 +251,7 @@ def test_encode_says_how_many_texts_were_cut_alone_and_with_others(call: Call, c
     many = programs.run("-m", "tilefold.cli", *args)
     assert many.returncode == 0 and many.stderr == outcome.err
     assert read_manifest(tmp_path / "two").shards == read_manifest(tmp_path / "one").shards
-    queries = done(call(*asked, tmp_path / "q", "--queries"))
-    assert queries.err == ""
+    assert done(call(*asked, tmp_path / "q", "--queries")).err == ""
 
 
 def test_training_says_how_many_texts_were_cut(call: Call, cut: Path, masked_lm: str, tmp_path: Path) -> None:
@@ -268,8 +267,7 @@ def test_training_says_how_many_texts_were_cut(call: Call, cut: Path, masked_lm:
 def test_queries_and_dense_texts_that_were_cut_are_said(call: Call, cut: Path) -> None:
     index = ("--index", cut / "index", "--model", cut / "model")
     assert call("evaluate", *index, "--data", cut / "data", "--json").err == ""
-    searched = call("search", "words " * 30, *index, "--json")
-    assert searched.err == "1 of 1 queries was cut at 24 tokens\n"
+    assert call("search", "words " * 30, *index, "--json").err == "1 of 1 queries was cut at 24 tokens\n"
     dense = call("evaluate", "--model", "minilm", "--max-length", "12", "--data", cut / "data", "--json")
     said = re.findall(r"(\d+) of (\d+) (\w+) were cut at 12 tokens", dense.err)
     assert [(total, what) for _, total, what in said] == [("16", "documents")], dense.err

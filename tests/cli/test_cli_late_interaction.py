@@ -148,8 +148,7 @@ def test_a_collection_is_searched_by_late_interaction(call: Call, shared: Path, 
     (tmp_path / "gone.txt").write_text(hits[0]["id"])
     change = ("index", "--output", place)
     assert measured(call(*change, "--delete", tmp_path / "gone.txt", "--json"))["deleted"] == 1
-    left = measured(call("search", *asked))["hits"]
-    assert left[0]["id"] == hits[1]["id"]
+    assert measured(call("search", *asked))["hits"][0]["id"] == hits[1]["id"]
     assert measured(call(*change, "--update", "--tokens", shared / "tokens", "--json"))["written"] == 16
     assert measured(call(*change, "--merge", "--json"))["n_documents"] == 16
     assert measured(call("search", *asked))["hits"] == hits

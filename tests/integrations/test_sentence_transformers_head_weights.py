@@ -173,8 +173,7 @@ def test_a_changed_weight_is_seen_whatever_changed_it(model: SparseEncoder, chan
 def test_a_model_that_moved_encodes_with_the_weight_it_has_there(model: SparseEncoder) -> None:
     accelerate(model, quantize="fp8")
     here = encode(model)
-    there = encode(model.to("cuda"))
-    assert relative_error(there.cpu(), here) < FP8_SCORES
+    assert relative_error(encode(model.to("cuda")).cpu(), here) < FP8_SCORES
 
 
 def test_copies_and_pickles_carry_no_rounded_weight(model: SparseEncoder) -> None:

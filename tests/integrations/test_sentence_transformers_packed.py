@@ -210,8 +210,7 @@ def test_all_columns_go_through_the_encoder_together(tiny: SparseEncoder) -> Non
     with torch.no_grad():
         alone = [stock(stock.preprocess(column))["sentence_embedding"] for column in texts]
         for index in (2, 0, 1, 1):
-            got = packed(dict(columns[index]))["sentence_embedding"]
-            assert_close(got, alone[index], 1e-5)
+            assert_close(packed(dict(columns[index]))["sentence_embedding"], alone[index], 1e-5)
     assert len(runs) == 3
     cached = gradients_of(stock, splade_loss(stock, cached=True, mini_batch_size=8), list(map(stock.preprocess, texts)))
     again = splade_loss(packed, cached=True, mini_batch_size=8)
@@ -280,8 +279,7 @@ def test_batches_are_made_in_a_thread_and_their_errors_come_out() -> None:
     made = batch.to("cpu", non_blocking=True)
     assert made["x_input_ids"].tolist() == [1, 2] and made["dataset_name"] == "a"
     assert seen[0].startswith("tilefold-collate")
-    failed = ahead([])
-    refused(ValueError, "no rows", failed.to, "cpu")
+    refused(ValueError, "no rows", ahead([]).to, "cpu")
     refused(TypeError, "must be a trainer of sentence-transformers", collate_ahead, object())
 
 

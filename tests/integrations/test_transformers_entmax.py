@@ -204,8 +204,7 @@ def test_a_checkpoint_runs_the_attention_and_the_alphas_that_it_was_saved_with(n
     assert (again["attn_implementation"], again["entmax_alpha"]) == ("entmax", [1.3, 2.0])
     use_softmax(loaded, "eager")
     assert {"attn_implementation", "entmax_alpha"} & set(saved(loaded, tmp_path / "softmax")) == set()
-    stock = model(name, "eager")
-    assert torch.equal(output(loaded, tokens, mask), output(stock, tokens, mask))
+    assert torch.equal(output(loaded, tokens, mask), output(model(name, "eager"), tokens, mask))
 
 
 def test_a_model_that_was_loaded_by_hand_is_remembered_once_it_ran_and_followed_everywhere(tmp_path: Path) -> None:
@@ -236,8 +235,7 @@ def test_learned_alphas_are_saved_and_loaded(name: str, tmp_path: Path, caplog: 
     alphas = load_alpha(loaded, tmp_path)
     assert len(alphas) == 2 and all(alpha.theta.requires_grad for alpha in alphas)
     assert torch.equal(output(loaded, tokens, mask), expected)
-    twin = copy.deepcopy(loaded)
-    assert torch.equal(output(twin, tokens, mask), expected)
+    assert torch.equal(output(copy.deepcopy(loaded), tokens, mask), expected)
     set_alpha(loaded, 1.4)  # and back to numbers
     assert not [key for key in loaded.state_dict() if "entmax_alpha" in key] and loaded.config.entmax_alpha == 1.4
 

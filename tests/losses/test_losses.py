@@ -203,8 +203,7 @@ def test_the_loss_of_deepct_is_least_at_the_recall_of_a_term() -> None:
     assert value.item() == pytest.approx(((0.5 - 1) ** 2 + (1 - 0) ** 2) / 2)  # the third term is not in the document
     document = torch.full((4, 2), 0.5, requires_grad=True)
     queries = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    shared = document.mean(dim=0, keepdim=True).expand(4, 2)
-    TermRecallLoss().compute_loss_from_embeddings([queries, shared]).backward()
+    TermRecallLoss().compute_loss_from_embeddings([queries, document.mean(dim=0, keepdim=True).expand(4, 2)]).backward()
     at_recall = torch.tensor([[0.75, 0.25]]).expand(4, 2).clone().requires_grad_()
     TermRecallLoss().compute_loss_from_embeddings([queries, at_recall]).backward()
     assert document.grad.sum(dim=0).abs().min() > 0.1

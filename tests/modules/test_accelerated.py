@@ -49,8 +49,7 @@ def trained_once(model: SparseEncoder) -> dict[str, torch.Tensor]:
     model.zero_grad()
     found: dict[str, torch.Tensor] = {}
     for task, texts in (("query", QUERIES), ("document", TEXTS[:2])):
-        features = model.preprocess(texts, task=task)
-        found[task] = model(features, task=task)["sentence_embedding"]
+        found[task] = model(model.preprocess(texts, task=task), task=task)["sentence_embedding"]
     weights = torch.rand(found["query"].shape, generator=torch.Generator().manual_seed(0)).double()
     ((found["query"] * found["document"] * weights).sum() + (found["document"] ** 2).sum()).backward()
     return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -319,8 +319,7 @@ def test_untrained_it_is_the_mlm_head_on_colberts_states(colbert: MultiVectorEnc
     with torch.no_grad():
         logits = masked(input_ids=features["input_ids"], attention_mask=features["attention_mask"]).logits
     expected = (logits.relu().log1p() * features["attention_mask"][:, :, None]).amax(1)
-    got = model.encode(TEXTS, convert_to_sparse_tensor=False)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.encode(TEXTS, convert_to_sparse_tensor=False), expected, rtol=0, atol=1e-5)
 
 
 def test_formula_and_gradients_by_hand() -> None:

@@ -97,8 +97,7 @@ def test_tied_and_untied_heads_score_with_their_own_matrix(tmp_path: Path) -> No
         model = causal_splade(folder, device="cpu")
         network = model[0].model
         assert (network.get_output_embeddings().weight is network.get_input_embeddings().weight) is tied
-        features = model.preprocess(TEXTS[:1])
-        hidden = network.base_model(input_ids=features["input_ids"]).last_hidden_state[0]
+        hidden = network.base_model(input_ids=model.preprocess(TEXTS[:1])["input_ids"]).last_hidden_state[0]
         expected = (hidden @ network.lm_head.weight.T).amax(0).relu().log1p()
         torch.testing.assert_close(dense(model, TEXTS[:1])[0], expected, rtol=0, atol=1e-6)
 

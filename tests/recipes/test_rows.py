@@ -13,7 +13,7 @@ import pytest
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.refusals import refused
 from tilefold.recipes import LsrRecipe, train
-from tilefold.recipes._rows import Held, Reader, _draw
+from tilefold.recipes._rows import Column, Dealt, Held, Reader, _draw
 from tilefold.recipes.lsr import make_examples
 from tilefold.retrieval import stored
 from tilefold.retrieval.datasets import load_collection
@@ -97,7 +97,20 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
     assert runs[0] == runs[1]
     held, kept = (Reader(make_examples(recipe, part, triples).columns, None, "") for part in (small_collection(), data))
     assert held.rows([3, 0]) == kept.rows([3, 0]) and all(held[row] == kept[row] for row in range(12))
+    assert np.corrcoef(held.sizes(range(12)), kept.sizes(range(12)))[0, 1] > 0.9  # of texts, and of their lines
     assert len({*Held(["a", "b", "a"]).text_keys.tolist()}) == 2  # a text of two ids comes once in a batch
     data.qrels["train"]["q3"]["d99"] = 1
     lacks = "judges query 'q3' and document 'd99', of which it lacks one"
     refused(ValueError, lacks, make_examples, recipe, data, None)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_get_parts_of_a_batch_that_take_about_equally_long(ranks: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 1000, 100) ** 2 // 1000
+    columns = {name: Column(Held("x" * length for length in lengths), np.arange(100)) for name in ("query", "document")}
+    reader = Reader(columns, None, "")
+    batches = [[*range(at, at + 24)] for at in (0, 24, 48, 76)] + [[7]]
+    for given, dealt in zip(batches, Dealt(batches, reader, ranks), strict=True):
+        assert sorted(dealt) == given  # 1 row cannot be dealt
+        parts = reader.sizes(dealt).reshape(-1, len(dealt) // ranks or 1).sum(1)
+        assert len(given) == 1 or parts.max() <= 1.05 * parts.mean()

@@ -188,8 +188,7 @@ def test_the_mapping_says_what_made_the_vectors(make_vectors: Make, tmp_path: Pa
 def test_vespa_keeps_tokens_that_are_words_of_its_format(tmp_path: Path) -> None:
     vectors = SparseVectors.from_rows({"a": {0: 1.0, 1: 2.0, 2: 0.5, 3: 0.25}, "empty": {}}, 4)
     export_vespa(vectors, tmp_path / "out", ["cells", "values", "type", "a.b"], document="article", field="splade")
-    found = read_back(tmp_path / "out")
-    assert found == {"a": {"cells": 1.0, "values": 2.0, "type": 0.5, "a.b": 0.25}, "empty": {}}
+    assert read_back(tmp_path / "out") == {"a": {"cells": 1.0, "values": 2.0, "type": 0.5, "a.b": 0.25}, "empty": {}}
     schema = (tmp_path / "out" / "article.sd").read_text()
     assert "schema article {" in schema and "field splade type tensor<float>(token{}) {" in schema
     assert "expression: sum(query(q) * attribute(splade))" in schema and "field text" not in schema

@@ -378,8 +378,7 @@ def test_an_index_on_a_server_is_a_folder_with_its_url(make_vectors: Make, tmp_p
     assert [path.name for path in (tmp_path / "index").iterdir()] == ["index.json"]
     text = (tmp_path / "index" / "index.json").read_text()
     assert http.key not in text and json.loads(text)["options"]["url"] == http.url
-    again = load_index(tmp_path / "index")
-    assert same_hits(again.search(queries, 10), build_index(vectors).search(queries, 10))
+    assert same_hits(load_index(tmp_path / "index").search(queries, 10), build_index(vectors).search(queries, 10))
     other = make_vectors(20, seed=4)
     with pytest.raises(DataError, match=r"got 50 documents. Choose another place, or drop it \(overwrite=True\)"):
         build_index(other, "qdrant", url=http.url, collection="papers")

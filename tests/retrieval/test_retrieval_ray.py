@@ -101,8 +101,7 @@ def test_after_kills_the_bytes_are_those_of_one_process(saved: Path, tmp_path: P
 
 
 def test_shards_come_in_any_order_and_a_single_process_takes_them(held: Held, alone: Path, splade: Any) -> None:
-    worker = held.worker()
-    assert held.ask(worker, 4, 1) == ["", ""]
+    assert held.ask(held.worker(), 4, 1) == ["", ""]
     assert held.writer.receive([4, 1]) == {4, 1}
     assert held.writer.manifest.shards == [], "none is listed before the first"
     encode_collection(splade, TEXTS, held.folder, top_k=20, batch_size=2, shard_size=2)

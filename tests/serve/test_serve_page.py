@@ -178,8 +178,7 @@ def test_rankings_stand_side_by_side_and_lead_to_the_results(page: Any, client: 
     page.check("#columns")
     page.wait_for_selector("#rankings section")
     answer = client.post("/v1/small/search", {"query": "read csv files", "columns": True}).json
-    heads = page.locator("#rankings h3").all_inner_texts()
-    assert heads == ["learned sparse", "BM25", "late interaction"]
+    assert page.locator("#rankings h3").all_inner_texts() == ["learned sparse", "BM25", "late interaction"]
     for section, name in zip(page.locator("#rankings section").all(), ("sparse", "words", "late"), strict=True):
         expected = [f"{entry['rank']}. {entry['title']}" for entry in answer["columns"][name]]
         assert section.locator("li .name").all_inner_texts() == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.training_rows import TrainingRows
 
 Places = npt.NDArray[np.int64]
+_CHARACTERS = 4  # of a token, about
 
 
 class Held(list[str]):
@@ -29,6 +30,9 @@ class Held(list[str]):
 
     def at(self, places: Sequence[int]) -> list[str]:
         return [self[place] for place in places]
+
+    def sizes(self, places: Places) -> Places:
+        return np.array([len(self[place]) for place in places], np.int64)
 
     @cached_property
     def text_keys(self) -> npt.NDArray[np.uint64]:
@@ -202,6 +206,7 @@ class Reader:
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
         self._columns, self._cut, self._digest = columns, text_cutter(model, beside=True), digest
         self._ends: tuple[dict[int, int], ...] = {}, {}  # of texts that are cut, of documents and queries, by place
+        self._longest = _CHARACTERS * (getattr(model, "max_seq_length", None) or 10**6)
 
     def __len__(self) -> int:
         return len(self._columns["query"])
@@ -218,6 +223,11 @@ class Reader:
         values = {name: getattr(column, "places", column)[numbers].tolist() for name, column in self._columns.items()}
         return [dict(zip(values, row, strict=True)) for row in zip(*self(values).values(), strict=True)]
 
+    def sizes(self, numbers: Sequence[int]) -> Places:
+        """About how long the texts of n rows are that the model reads, ``[n]``."""
+        columns = [column for column in self._columns.values() if isinstance(column, Column)]
+        return sum(np.minimum(one.texts.sizes(one.places[numbers]), self._longest) for one in columns)  # type: ignore[return-value]
+
     def _read(self, name: str, places: list[Any]) -> list[Any]:
         if not isinstance(column := self._columns[name], Column):
             return places
@@ -233,3 +243,25 @@ class Reader:
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:  # datasets takes a fingerprint of what it pickles
         return str, (self._digest,)
+
+
+class Dealt:
+    """Batches of a sampler, whose rows are dealt to ranks, a part each, so that the parts take about equally long."""
+
+    def __init__(self, sampler: Any, reader: Reader, ranks: int) -> None:
+        self._sampler, self._reader, self._ranks = sampler, reader, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._sampler:
+            if len(batch) % self._ranks:
+                yield batch
+                continue
+            dealt = np.array(batch)[np.argsort(-self._reader.sizes(batch), kind="stable")].reshape(-1, self._ranks)
+            dealt[1::2] = dealt[1::2, ::-1]
+            yield dealt.T.ravel().tolist()

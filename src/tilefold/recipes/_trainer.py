@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from tilefold._files import read_json
 from tilefold._ranks import several
 from tilefold._typing import Module
-from tilefold.recipes._rows import Column, Reader
+from tilefold.recipes._rows import Column, Dealt, Reader
 from tilefold.recipes._run import NDCG, WHOLE, TrainingRun
 from tilefold.recipes._training import TrainingJob, TrainResult
+from tilefold.recipes._world import World
 from tilefold.retrieval.truncation import Tally
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def run_trainer(
     collate_ahead(trainer, graphs=recipe.graphs)
     graphs = getattr(job.model[0].forward, "graphs", None)
     trainer.accelerator.ddp_handler = _by_buckets(graphs)
-    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, reader)
+    trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, reader, world)
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
     checkpoint = job.run.checkpoint
@@ -144,7 +145,7 @@ def _load(trainer: Trainer, run: TrainingRun) -> None:
     trainer._load_from_checkpoint(str(run.work_dir / f"checkpoint-{step}"))
 
 
-def _batches_by_epoch(make: Callable[[], Any], reader: Reader) -> Any:
+def _batches_by_epoch(make: Callable[[], Any], reader: Reader, world: World) -> Any:
     """A loader of a trainer, whose sampler hears of every epoch, where a rank takes a part of each batch, too."""
     loader = make()
     inner: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
@@ -152,6 +153,8 @@ def _batches_by_epoch(make: Callable[[], Any], reader: Reader) -> Any:
         loader.batch_sampler.set_epoch = inner.set_epoch
     if hasattr(inner, "dataset"):  # whose rows it compares one by one
         inner.dataset = reader
+    if world.size > 1:
+        loader.batch_sampler.batch_sampler = Dealt(inner, reader, world.size)
     if hasattr(loader.collate_fn, "read"):  # rows by their numbers, in its thread
         loader.dataset.__getitems__, loader.collate_fn.read = list, reader.rows
     return loader

@@ -60,6 +60,10 @@ class Stored(Mapping[str, V]):
         """The values of places in the file, from 0."""
         return [value for _, value in self.pairs_at(places)]
 
+    def sizes(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes of the lines of n places, ``[n]``; none is read."""
+        return np.asarray(self._starts[places + 1] - self._starts[places])
+
     def pairs_at(self, places: Sequence[int]) -> list[tuple[str, V]]:
         """Ids and values of places in the file, from 0."""
         self.check()

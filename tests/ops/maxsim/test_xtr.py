@@ -48,8 +48,7 @@ def test_scores_by_hand() -> None:
 @here
 def test_imputed_scores_by_hand() -> None:
     # the second largest are 2, 4 and 1
-    expected = [(3 + 6 + 1) / 3, (2 + 4 + 4) / 3, (2 + 4 + 1) / 3]
-    assert score(2, impute=True) == pytest.approx(expected)
+    assert score(2, impute=True) == pytest.approx([(3 + 6 + 1) / 3, (2 + 4 + 4) / 3, (2 + 4 + 1) / 3])
     assert score(99, impute=True) == score(99)
     kept = torch.tensor([[1, 0, 1]])
     assert score(2, impute=True, query_mask=kept) == [(3 + 1) / 2, (2 + 4) / 2, (2 + 1) / 2]

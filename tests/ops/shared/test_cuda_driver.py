@@ -192,8 +192,7 @@ def test_a_changed_release_is_said_once_and_what_only_triton_launches_is_not_bou
         for _ in range(2):
             assert bind(compiled, (1, 1, 1), (torch.ones(4), 1.5), ()) is None
     assert len(said) == 1
-    kernel = unbound({"ptx": PTX})
-    assert bind(kernel, (1, 1, 1), (torch.ones(4), 9), ()) is not None
+    assert bind(unbound({"ptx": PTX}), (1, 1, 1), (torch.ones(4), 9), ()) is not None
     for other in (unbound({"amdgcn": ""}), unbound({"ptx": PTX}, launch_cooperative_grid=True)):  # only by Triton
         assert bind(other, (1, 1, 1), (torch.ones(4), 9), ()) is None
 
