@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.integrations.splade_models import (
 from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
+from tilefold.integrations.sentence_transformers._backward import Found, backward_parts, prepared, write_gradients
 from tilefold.integrations.sentence_transformers.graphs import (
     LIMIT,
     Run,
@@ -33,7 +34,6 @@ from tilefold.integrations.sentence_transformers.graphs import (
     StepGraphs,
     compiled_layers,
     sizes_for,
-    write_gradients,
 )
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_features
 from tilefold.integrations.transformers.packed import padding_position
@@ -52,21 +52,27 @@ class Repeated:
         self, run: Run, inputs: StaticInputs, parameters: list[Tensor], gradients: list[Tensor | None], *_: Any
     ) -> None:
         self.run, self.inputs, self.gradients = run, inputs, gradients
-        self.forward()
-        found = torch.autograd.grad(self.output.sum(), parameters, allow_unused=True)
         self.model = run.__self__.transformer.model  # type: ignore[attr-defined]
-        gradients[:] = [None if new is None else torch.zeros_like(new) for new in found]
+        self.forward()
+        self.late = prepared(gradients, parameters, self._parts(torch.ones_like(self.output)))
+
+    def _parts(self, gradient: Tensor) -> Iterator[Found]:
+        parameters = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
+        return backward_parts(self.output, self.noted, parameters, gradient)
 
     def forward(self) -> Tensor:
         with torch.enable_grad():
-            self.output = self.run(self.inputs.features())
+            self.output, self.noted = self.run(self.inputs.features())
         return self.output.detach()
 
     def backward(self, gradient: Tensor) -> None:
         whole = torch.zeros_like(self.output)
         whole[:, : gradient.size(1)] = gradient
-        parameters = [tensor for tensor in self.model.parameters() if tensor.requires_grad]
-        write_gradients(self.gradients, torch.autograd.grad(self.output, parameters, whole, allow_unused=True))
+        self.parts = self._parts(whole)
+        write_gradients(self.gradients, next(self.parts), {*range(len(self.gradients))} - self.late)
+
+    def backward_late(self) -> None:
+        write_gradients(self.gradients, next(self.parts), self.late)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -138,7 +144,8 @@ def test_batches_of_random_texts_need_few_graphs(transformer: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_of_a_plain_step(kind: str, device: str, tokenizer_folder: Path) -> None:
     encoder = encoder_of(kind, tokenizer_folder, device)
-    graphs, other = (StepGraphs(encoder, *([Repeated] if device == "cpu" else [])) for _ in range(2))
+    how = [Repeated] if device == "cpu" else []
+    graphs, other = (StepGraphs(encoder, *how, halved=halved) for halved in (True, False))
     assert graphs(batch(encoder, [3, 5, 4])) is None  # met for the first time
     for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [1, 1, 1])):
         assert_as_without(encoder, graphs, batch(encoder, list(lengths), seed))
@@ -401,8 +408,9 @@ def test_dropout_draws_anew_in_each_repetition(compiled: bool, tokenizer_folder:
     assert graphs.compiled is compiled
 
 
-def test_gradients_go_where_ddp_keeps_them_and_add_up(transformer: Any) -> None:
-    graphs, features = StepGraphs(transformer, Repeated), batch(transformer, [3, 5])
+@pytest.mark.parametrize("halved", [True, False])
+def test_gradients_go_where_ddp_keeps_them_and_add_up(halved: bool, transformer: Any) -> None:
+    graphs, features = StepGraphs(transformer, Repeated, halved=halved), batch(transformer, [3, 5])
     assert graphs(features) is None
     right = gradients(transformer, graphs(features))  # type: ignore[arg-type]  # copies
     graphs.places = {id(tensor): torch.full_like(tensor, torch.nan) for tensor in transformer.parameters()}

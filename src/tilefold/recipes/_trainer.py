@@ -23,16 +23,18 @@ from tilefold.retrieval.truncation import Tally
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-WHOLE_MODEL = 1024  # MB of gradients that several ranks add up at a time
+BUCKETS = 4  # in which several ranks add up gradients, where graphs hand out many at once
 _logger = logging.getLogger(__name__)
 
 
-def _by_buckets(graphs: Any) -> Any:
+def _by_buckets(graphs: Any, weights: int) -> Any:
     """DDP's options: the same parameters get gradients in every step, so that nothing looks for those that do not.
 
-    Whole buckets are divided by the number of ranks, not one gradient after the other. Those of `graphs` come all at
-    once, and are written into the buckets.
+    Whole buckets are divided by the number of ranks, not one gradient after the other. Those of `graphs` are written
+    into the buckets, which hold a part of the fp32 `weights` each. Buffers are sent again only where training changes
+    them.
     """
+    import torch.distributed as dist
     from accelerate import DistributedDataParallelKwargs
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -41,16 +43,20 @@ def _by_buckets(graphs: Any) -> Any:
             seen: dict[int, int] = {}  # memory of buckets
 
             def reduced(group, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotation that is a string
-                place = bucket.buffer().data_ptr()
-                if graphs is not None and (seen.get(bucket.index()) != place or not graphs.places):
+                place, parameters = bucket.buffer().data_ptr(), bucket.parameters()
+                if graphs is not None and (seen.get(bucket.index()) != place or id(parameters[0]) not in graphs.places):
                     seen[bucket.index()] = place
-                    graphs.places.update(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
-                return allreduce_hook(group, bucket)
+                    graphs.places.update(zip(map(id, parameters), bucket.gradients(), strict=True))
+                if dist.get_backend() != "nccl":
+                    return allreduce_hook(group, bucket)
+                work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True)
+                return work.get_future().then(lambda done: done.value()[0])
 
             model.register_comm_hook(None, reduced)
+            model.broadcast_buffers = any(hasattr(module, "running_mean") for module in model.modules())
 
     # the trainer of transformers 5.0 to 5.2 sets its own, which looks for such parameters
-    more: dict[str, Any] = {} if graphs is None else {"bucket_cap_mb": WHOLE_MODEL}
+    more: dict[str, Any] = {} if graphs is None else {"bucket_cap_mb": max(1, 4 * weights // BUCKETS >> 20)}
     return ByBuckets(static_graph=True, gradient_as_bucket_view=True, **more)
 
 
@@ -93,7 +99,7 @@ def run_trainer(
     trainer._load_best_model = functools.partial(_load, trainer, job.run)  # the stock one only logs that it failed
     collate_ahead(trainer, graphs=recipe.graphs)
     graphs = getattr(job.model[0].forward, "graphs", None)
-    trainer.accelerator.ddp_handler = _by_buckets(graphs)
+    trainer.accelerator.ddp_handler = _by_buckets(graphs, sum(tensor.numel() for tensor in job.model.parameters()))
     trainer.get_train_dataloader = functools.partial(_batches_by_epoch, trainer.get_train_dataloader, reader, world)
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)

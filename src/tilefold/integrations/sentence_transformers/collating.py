@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tilefold._ranks import several
 from tilefold._typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers.graphs import LONGEST, OFFSETS, TOKENS, StepGraphs, autocast_dtype
@@ -194,9 +195,10 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
     :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed. Unused
-    sequences pad batches to a few total sizes (at most a fifth more tokens); a new size runs eagerly the first time and
-    is captured the second time. Gradients are copied (memory of the weights once more), and come all at the end of the
-    backward pass, so that several GPUs overlap nothing. Steps that a graph cannot repeat run as usual: see
+    sequences pad batches to a few total sizes (at most a tenth more tokens); a new size runs eagerly the first time and
+    is captured the second time. Gradients are copied (memory of the weights once more) and come all at the end of the
+    backward pass; with several ranks those of most layers come before those of the lowest ones, and are added up
+    meanwhile. Steps that a graph cannot repeat run as usual: see
     :class:`tilefold.integrations.sentence_transformers.graphs.StepGraphs`. Dropout draws other numbers.
 
     With ``compiled``, too, what is captured in 16 bits (bf16 or fp16 weights or autocast) are layers that
@@ -237,7 +239,7 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
         raise ValueError("compiled must be False without graphs, got True; pass graphs=True, too.")
     trainer.args.logging_nan_inf_filter = False
     if one:
-        model[0].forward.graphs = StepGraphs(model[0], compiled=compiled) if graphs else None
+        model[0].forward.graphs = StepGraphs(model[0], compiled=compiled, halved=several()) if graphs else None
     if not isinstance(collator, AheadCollator):
         collator = _without_detours(collator, model) if one else collator
         trainer.data_collator = AheadCollator(collator, join and one)

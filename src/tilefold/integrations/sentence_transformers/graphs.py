@@ -22,14 +22,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilefold._typing import Transformer
+from tilefold.integrations.sentence_transformers._backward import backward_parts, cut, prepared, write_gradients
 from tilefold.integrations.sentence_transformers._captured_state import Structure
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each, tf32_allowed
 
 LIMIT = 16  # graphs that are kept; each has its inputs and outputs to itself and shares all other memory
 _SMALLEST = 64  # tokens; sizes are multiples of this
-_HEADROOM = 1 / 16  # tokens that a graph holds above those of the batch that it is captured with
-_WASTE = 1 / 5  # of the tokens of a batch that a graph may compute for nothing
+_HEADROOM = 1 / 32  # tokens that a graph holds above those of the batch that it is captured with
+_WASTE = 1 / 10  # of the tokens of a batch, which a graph may compute for nothing, with some more of small ones
 _WARM_RUNS = 2  # before the first capture, in which libraries set themselves up; one before the others
 TOKENS = ("input_ids", "position_ids", "token_type_ids")
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -37,7 +38,7 @@ LONGEST = ("max_length_q", "max_length_k")
 _KIND = attrgetter("requires_grad", "dtype")
 KNOWN = {*TOKENS, *OFFSETS, *LONGEST, "modality"}  # of the features of a batch
 
-Run = Callable[[Features], Tensor]
+Run = Callable[[Features], tuple[Tensor, list[Tensor]]]  # features to ``[1, T, D]``, and where it was cut
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -71,14 +72,18 @@ class Sizes(NamedTuple):
         if self.sequences != sequences or self.longest < longest or self.tokens < tokens:
             return False
         rest = self.tokens - tokens
-        return rest <= max(2 * _SMALLEST, tokens * _WASTE) and rest <= self.extra * self.longest
+        return rest <= max_rest(tokens) and rest <= self.extra * self.longest
+
+
+def max_rest(tokens: int) -> int:
+    """How many tokens more than those of a batch a graph may compute for nothing."""
+    return max(2 * _SMALLEST, _SMALLEST + math.ceil(tokens * _WASTE))
 
 
 def sizes_for(tokens: int, sequences: int, longest: int) -> Sizes:
     """Sizes of a graph for a pack and for those that are a little larger or smaller."""
     tokens, longest = (math.ceil(max(1, n) / _SMALLEST) * _SMALLEST for n in (tokens * (1 + _HEADROOM), longest))
-    rest = max(2 * _SMALLEST, math.ceil(tokens * _WASTE))
-    return Sizes(tokens, sequences, math.ceil(rest / longest), longest)
+    return Sizes(tokens, sequences, math.ceil(max_rest(tokens) / longest), longest)
 
 
 class StaticInputs:
@@ -106,11 +111,15 @@ class StaticInputs:
 
 
 class Captured:
-    """Forward and backward of one size; all graphs share a pool and a stream, so that one's memory serves the next."""
+    """Forward and backward of one size; all graphs share a pool and a stream, so that one's memory serves the next.
+
+    Attributes:
+        late: numbers of the parameters whose gradients come in the second part of the backward pass, if there is one.
+    """
 
     def __init__(
         self,
-        run: Run,  # the encoder; features to ``[1, T, D]``
+        run: Run,  # the encoder
         inputs: StaticInputs,
         parameters: list[Tensor],  # leaves that get gradients, while the graph is made
         gradients: list[Tensor | None],  # where these are written, None for parameters that the encoder does not use
@@ -121,21 +130,23 @@ class Captured:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(1 if any(known is not None for known in gradients) else _WARM_RUNS):
-                warm = run(inputs.features())
-                found = torch.autograd.grad(warm, parameters, torch.zeros_like(warm), allow_unused=True)
-            for i, gradient in enumerate(found):
-                if gradient is not None and gradients[i] is None:
-                    gradients[i] = torch.zeros_like(parameters[i])
-            self.output_gradient = torch.zeros_like(warm)
-            del warm, found
+                warm, noted = run(inputs.features())
+                self.output_gradient = torch.zeros_like(warm)
+                parts = backward_parts(warm, noted, parameters, self.output_gradient)
+                self.late = prepared(gradients, parameters, parts)
+            del warm, noted, parts
         torch.cuda.current_stream().wait_stream(stream)
         how: Features = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.late_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward_graph, **how):
-            output = run(inputs.features())
+            output, noted = run(inputs.features())
+        parts = backward_parts(output, noted, parameters, self.output_gradient)
         with torch.cuda.graph(self.backward_graph, **how):
-            found = torch.autograd.grad(output, parameters, self.output_gradient, allow_unused=True)
-            write_gradients(gradients, found)
+            write_gradients(gradients, next(parts), {*range(len(parameters))} - self.late)
+        if self.late:
+            with torch.cuda.graph(self.late_graph, **how):
+                write_gradients(gradients, next(parts), self.late)
         self.output = output.detach()
 
     def forward(self) -> Tensor:
@@ -144,11 +155,15 @@ class Captured:
         return self.output
 
     def backward(self, gradient: Tensor) -> None:
-        """Write the gradients of the last forward, for those of its first tokens."""
+        """Write the gradients of the last forward, for those of its first tokens, but for late ones."""
         count = gradient.size(1)
         self.output_gradient[:, :count].copy_(gradient)
         self.output_gradient[:, count:].zero_()
         self.backward_graph.replay()
+
+    def backward_late(self) -> None:
+        """Write the late gradients, after all others."""
+        self.late_graph.replay()
 
 
 @contextlib.contextmanager
@@ -182,15 +197,6 @@ def compiled_layers(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def write_gradients(to: list[Tensor | None], found: tuple[Tensor | None, ...]) -> None:
-    """Copy what was found, and 0 where this time there is none."""
-    pairs = [(kept, new) for kept, new in zip(to, found, strict=True) if kept is not None]
-    copy_each([kept for kept, new in pairs if new is not None], [new for _, new in pairs if new is not None])
-    for kept, new in pairs:
-        if new is None:
-            kept.zero_()
-
-
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:
     """Copies in one piece of memory, by a launch or two; what nobody else holds autograd keeps without a copy more."""
     if len({tensor.dtype for tensor in tensors}) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
@@ -205,16 +211,22 @@ class StepGraphs:
     A batch runs without a graph if its size is new, if an output of a graph still waits for its backward pass, without
     gradients, with gradient checkpointing, with hooks on the network's modules, on a CPU, and with sharded parameters.
     Where parameters, buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms change, new graphs are
-    captured. ``compiled``: see :func:`collate_ahead`.
+    captured. ``compiled``: see :func:`collate_ahead`. ``halved``: gradients of most layers are handed out before those
+    of the lowest are computed, so that DDP sends them meanwhile.
     """
 
     failed = False
     serial = 0  # of the last forward; never begins anew, so that no backward takes another one's numbers
 
     def __init__(
-        self, transformer: Transformer, capture: Callable[..., Any] = Captured, *, compiled: bool = False
+        self,
+        transformer: Transformer,
+        capture: Callable[..., Any] = Captured,
+        *,
+        compiled: bool = False,
+        halved: bool = False,
     ) -> None:
-        self.transformer, self.compiled, self._capture = transformer, compiled, capture
+        self.transformer, self.compiled, self.halved, self._capture = transformer, compiled, halved, capture
         self._forget()
 
     def _forget(self) -> None:
@@ -232,7 +244,7 @@ class StepGraphs:
         self._pending: Callable[[], object] = lambda: None
 
     def __getstate__(self) -> Features:
-        return {"transformer": self.transformer, "compiled": self.compiled, "_capture": self._capture}
+        return {name: vars(self)[name] for name in ("transformer", "compiled", "halved", "_capture")}
 
     def __setstate__(self, state: Features) -> None:
         vars(self).update(state)
@@ -257,26 +269,32 @@ class StepGraphs:
         self.graphs.move_to_end(sizes)
         graph.inputs.fill(features)
         self.serial += 1
-        # DDP takes part in every gradient that a backward pass hands out, be it None
-        used = [tensor for tensor, known in zip(self.parameters, self.gradients, strict=True) if known is not None]
-        output: Tensor = _Replay.apply(self, graph, ids.size(1), self._waiting(), *used)  # type: ignore[no-untyped-call]
+        return self._replayed(graph, ids.size(1))
+
+    def _replayed(self, graph: Any, count: int) -> Tensor:  # a frame that no traceback keeps
+        waits, first = _Waits(), None
+        self._pending = weakref.ref(waits)
+        late, early = self._used(graph.late), self._used({*range(len(self.parameters))} - graph.late)
+        if late:
+            first = _Late.apply(self, graph, waits, [*late], *late.values())  # type: ignore[no-untyped-call]
+        given = self, graph, count, waits, [*early], first
+        output: Tensor = _Replay.apply(*given, *early.values())  # type: ignore[no-untyped-call]
         return output
 
-    def handed_out(self) -> list[Tensor]:
+    def _used(self, numbers: set[int]) -> dict[int, Tensor]:
+        """Those of some parameters that have gradients: DDP takes part in all that a backward hands out, be it None."""
+        return {number: self.parameters[number] for number in sorted(numbers) if self.gradients[number] is not None}
+
+    def handed_out(self, numbers: list[int]) -> list[Tensor]:
         """The gradients, for autograd to keep: where DDP has them, if nothing is there to be added to, else copies."""
-        pairs = zip(self.parameters, self.gradients, strict=True)
-        used = [(tensor, known) for tensor, known in pairs if known is not None]
-        found, there = [known for _, known in used], [self.places.get(id(tensor)) for tensor, _ in used]
-        if any(place is None or tensor.grad is not None for place, (tensor, _) in zip(there, used, strict=True)):
+        found = [known for number in numbers if (known := self.gradients[number]) is not None]
+        used = [self.parameters[number] for number in numbers]
+        there = [self.places.get(id(tensor)) for tensor in used]
+        if any(place is None or tensor.grad is not None for place, tensor in zip(there, used, strict=True)):
             return copies_of(found)
         kept = [place.view_as(place) for place in there if place is not None]
         copy_each(kept, found)
         return kept
-
-    def _waiting(self) -> _Waits:  # in a frame of its own, which no traceback keeps
-        waits = _Waits()
-        self._pending = weakref.ref(waits)
-        return waits
 
     def _may_run(self, ids: Tensor) -> bool:
         if ids.numel() == 0 or (self._capture is Captured and not ids.is_cuda):
@@ -343,11 +361,12 @@ class StepGraphs:
         with fresh_leaves(self.transformer.model, self.parameters) as leaves:
             return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
 
-    def _run(self, features: Features) -> Tensor:
+    def _run(self, features: Features) -> tuple[Tensor, list[Tensor]]:
         transformer = self.transformer
-        with uncached_autocast(features["input_ids"].device.type):
+        once = cut(transformer.model) if self.halved else contextlib.nullcontext(list[Tensor]())
+        with uncached_autocast(features["input_ids"].device.type), once as noted:
             output: Tensor = type(transformer).forward(transformer, features)[transformer.module_output_name]
-        return output
+        return output, noted
 
 
 class _Waits:
@@ -356,8 +375,10 @@ class _Waits:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, owner: StepGraphs, graph: Any, count: int, waits: _Waits, *parameters: Tensor) -> Tensor:
-        ctx.owner, ctx.graph, ctx.waits, ctx.serial = owner, graph, waits, owner.serial
+    def forward(
+        ctx: Any, owner: StepGraphs, graph: Any, count: int, waits: _Waits, used: list[int], _: object, *__: Tensor
+    ) -> Tensor:
+        ctx.owner, ctx.graph, ctx.waits, ctx.used, ctx.serial = owner, graph, waits, used, owner.serial
         output: Tensor = graph.forward()
         return output[:, :count].clone()
 
@@ -370,4 +391,21 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {remedy}")
         ctx.graph.backward(gradient)
         ctx.waits = None
-        return None, None, None, None, *owner.handed_out()
+        first = gradient.new_empty(0) if ctx.needs_input_grad[5] else None  # for _Late
+        return *[None] * 5, first, *owner.handed_out(ctx.used)
+
+
+class _Late(torch.autograd.Function):
+    """An empty tensor that :class:`_Replay` is given, so that the late gradients come after its own."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: StepGraphs, graph: Any, waits: _Waits, used: list[int], *late: Tensor) -> Tensor:
+        ctx.owner, ctx.graph, ctx.waits, ctx.used = owner, graph, waits, used
+        return late[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[object, ...]:
+        ctx.graph.backward_late()
+        ctx.waits = None
+        return *[None] * 4, *ctx.owner.handed_out(ctx.used)
