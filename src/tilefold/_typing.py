@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["Model", "Module", "Network", "Tokenizer", "Transformer"]
+__all__ = [
+    "Model", "Module", "MultiVectorEncoder", "Network", "SentenceTransformer", "SparseEncoder", "Tensor", "Tokenizer",
+    "Transformer",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
     from sentence_transformers.base.modules import Module, Transformer
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     Model = SparseEncoder | MultiVectorEncoder | SentenceTransformer
     Network = PreTrainedModel
     Tokenizer = PreTrainedTokenizerBase
 else:
-    Model = Module = Network = Tokenizer = Transformer = object
+    Model = Module = Network = Tensor = Tokenizer = Transformer = object
+    MultiVectorEncoder = SentenceTransformer = SparseEncoder = object

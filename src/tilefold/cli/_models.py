@@ -7,13 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._typing import Model
+from tilefold._typing import Model, SparseEncoder
 from tilefold.cli._common import CommandError, UsageError, first_line, note
 from tilefold.retrieval.provenance import texts_digest
 
 if TYPE_CHECKING:
-    from sentence_transformers import SparseEncoder
-
     from tilefold.retrieval.collection import Collection
 
 PACKAGED = "minilm"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,12 +17,10 @@ from tilefold.cli import _demo_steps as steps
 from tilefold.cli._common import CommandError, UsageError, Values, note
 from tilefold.cli._demo_steps import DEPTH, DOCUMENT_TERMS, EXAMPLE, NDCG, RECALL, Size, Tokens
 from tilefold.cli._options import Number, flag, option, preset
+from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.errors import MissingPackageError
+from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.provenance import texts_digest
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.fusion import Run
 
 ANSWERS = 3
 SYSTEMS = ("BM25", "dense zero-shot (all-MiniLM-L6-v2)", "SPLADE (trained here)", "fusion", "SPLADE + late interaction")

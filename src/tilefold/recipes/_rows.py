@@ -6,20 +6,18 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tilefold._typing import Model
+from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import texts_digest
 from tilefold.retrieval.stored import Stored, id_key
+from tilefold.retrieval.training_rows import TrainingRows
 from tilefold.retrieval.truncation import text_cutter
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
-    from tilefold.retrieval.training_rows import TrainingRows
 
 Places = npt.NDArray[np.int64]
 _CHARACTERS = 4  # of a token, about

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tilefold._files import naming_full_disk
 from tilefold._ranks import each_for_itself, first_rank_first, joined, several
@@ -20,10 +20,8 @@ from tilefold.recipes._rows import Examples, document_texts, pair_examples
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._world import World
 from tilefold.recipes.loading import quiet_libraries, supports_bf16
+from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.provenance import texts_digest
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
 
 EXPLODED = 4.0
 Losses = _run.Losses

@@ -7,16 +7,13 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilefold._files import sha256_file
-from tilefold._typing import Model, Tokenizer
+from tilefold._typing import Model, SentenceTransformer, SparseEncoder, Tokenizer
 from tilefold.recipes._settings import number, whole
 from tilefold.recipes.loading import local_only, quiet_libraries, seeded, stay_offline
 from tilefold.retrieval.errors import MissingPackageError
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer, SparseEncoder
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 MINILM_NAME = "sentence-transformers/all-MiniLM-L6-v2"

@@ -7,17 +7,14 @@ import string
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from tilefold._typing import MultiVectorEncoder, Tensor
 from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, checked, flag, is_whole, rule, whole
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
-
-if TYPE_CHECKING:
-    from sentence_transformers import MultiVectorEncoder
-    from torch import Tensor
 
 __all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold._typing import Module, Network, Tokenizer
+from tilefold._typing import Module, Network, SparseEncoder, Tokenizer, Transformer
 from tilefold.recipes._builders import Base, head_pooling, load_transformer, shared_network, usual_scale
 from tilefold.recipes._settings import EncoderSpec
 from tilefold.recipes.loading import local_only, saved_architectures, seeded, whole_weights
 from tilefold.retrieval.errors import MissingPackageError
-
-if TYPE_CHECKING:
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.base.modules import Transformer
 
 VARIANTS = ("causal", "bidirectional", "echo")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

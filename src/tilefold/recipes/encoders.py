@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold._typing import Module, Network, Transformer
+from tilefold._typing import Module, MultiVectorEncoder, Network, SparseEncoder, Tensor, Transformer
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.recipes import _builders as builders
 from tilefold.recipes._builders import Base, load_transformer, network_of, usual_scale
@@ -20,9 +20,6 @@ from tilefold.recipes.decoders import build_causal, build_prosper
 from tilefold.recipes.loading import quiet_libraries, seeded, stay_offline
 
 if TYPE_CHECKING:
-    from sentence_transformers import MultiVectorEncoder, SparseEncoder
-    from torch import Tensor
-
     from tilefold.modules.splate import SplateHead
 
 __all__ = [

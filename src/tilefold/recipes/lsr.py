@@ -8,21 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from tilefold._typing import Model, Module
+from tilefold._typing import Model, Module, SparseEncoder
 from tilefold.recipes import _settings as rules
 from tilefold.recipes._rows import Examples, Mined, examples_of, pair_examples, training_pairs
 from tilefold.recipes._settings import REGULARIZERS, EncoderSpec, RegularizerSpec, Settings
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.encoders import Base, build_encoder
+from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.training_rows import read_training_rows
-
-if TYPE_CHECKING:
-    from sentence_transformers import SparseEncoder
-
-    from tilefold.retrieval.collection import Collection
 
 __all__ = [
     "LOSSES", "REGULARIZERS", "LsrRecipe", "RegularizerSpec", "TrainResult", "fused_head", "length_grouped_batches",

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tilefold._files import InUseError, atomic_directory
+from tilefold._typing import SparseEncoder
 from tilefold._version import __version__
 from tilefold.recipes import loading
 from tilefold.recipes._settings import NAME, NOT_NEGATIVE, POSITIVE, RATIO, checked, whole
@@ -21,9 +21,6 @@ from tilefold.recipes.backbone import freeze_lower_layers, minilm_splade
 from tilefold.recipes.lsr import LsrRecipe, RegularizerSpec, SparseRecipe, fit_sparse
 from tilefold.retrieval.datasets import default_cache_dir
 from tilefold.retrieval.provenance import texts_digest
-
-if TYPE_CHECKING:
-    from sentence_transformers import SparseEncoder
 
 __all__ = ["SpladeRecipe", "TrainResult", "train", "untrained_splade"]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tilefold._typing import Tensor
 from tilefold.pipeline.ragged import gathered, offsets_of
 from tilefold.retrieval._checks import check_offsets, no_weight, outside
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
-
-if TYPE_CHECKING:
-    import torch
 
 Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
@@ -109,7 +107,7 @@ class SparseVectors:
 
     @classmethod
     def from_torch(
-        cls, ids: Sequence[str], matrix: torch.Tensor, fingerprint: str | None = None, min_weight: float = 0.0
+        cls, ids: Sequence[str], matrix: Tensor, fingerprint: str | None = None, min_weight: float = 0.0
     ) -> SparseVectors:
         """From a torch tensor ``[N, V]``: dense, sparse COO or CSR; any device, any float dtype.
 

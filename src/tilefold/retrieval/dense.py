@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from tilefold._typing import Model
+from tilefold._typing import Model, Tensor
 from tilefold.pipeline.truncated import Truncation, tell, watching
 from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval._files import check_text_ids
@@ -14,8 +14,6 @@ from tilefold.retrieval.provenance import model_fingerprint, provenance_of
 from tilefold.retrieval.truncation import cut_texts
 
 if TYPE_CHECKING:
-    import torch
-
     from tilefold.retrieval.index.dense import DenseIndex
 
 __all__ = ["encode_dense", "encoded_index"]
@@ -48,7 +46,7 @@ def encode_dense(
     kind: Literal["document", "query"],
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The vectors ``[N, D]`` of id -> text with the model's prompt and route for `kind`, on its device."""
     check_choice("kind", kind, ("document", "query"))
     if not texts:

@@ -6,18 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
+from tilefold._typing import Tensor
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_choice, check_count, check_share
 from tilefold.retrieval._sparse import Row, SparseVectors, check_same_vocabulary
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Fusion, Normalization, Run
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Feedback", "Interpolation", "expand_dense", "expand_sparse", "feedback_documents", "with_feedback"]
 
@@ -164,13 +162,13 @@ def expand_sparse(queries: SparseVectors, documents: SparseVectors, run: Run, fe
 
 
 def expand_dense(
-    queries: torch.Tensor,
+    queries: Tensor,
     query_ids: Sequence[str],
-    documents: torch.Tensor,
+    documents: Tensor,
     document_ids: Sequence[str],
     run: Run,
     feedback: Feedback,
-) -> torch.Tensor:
+) -> Tensor:
     """Expand dense vectors ``[Q, D]`` by ``[N, D]``, as :func:`expand_sparse`: float32 ``[Q, D]``, on their device.
 
     With a model that compares by cosine, give normalised vectors or ask for ``equal_lengths``. Shapes that do not fit

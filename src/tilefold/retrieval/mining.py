@@ -6,17 +6,14 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import check_text_ids
+from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_rows import TrainingRows
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
 
 __all__ = ["FalseNegatives", "Window", "drop_false_negatives", "mine_negatives"]
 

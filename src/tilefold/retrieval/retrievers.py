@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tilefold._typing import Model
+from tilefold._typing import Model, Tensor
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
 from tilefold.retrieval.dense import encode_dense
@@ -21,8 +21,6 @@ from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.vectors import read_manifest, read_rows
 
 if TYPE_CHECKING:
-    import torch
-
     from tilefold.retrieval.tokens import TokenVectors
 
 __all__ = ["DenseRetriever", "LateRetriever", "SparseRetriever", "WordsRetriever"]
@@ -134,10 +132,10 @@ class DenseRetriever(_IndexRetriever):
 
     made_by = "SentenceTransformer"
 
-    def encode(self, queries: Mapping[str, str]) -> torch.Tensor:
+    def encode(self, queries: Mapping[str, str]) -> Tensor:
         return encode_dense(self._encoder(), queries, kind="query")[:, : self.index.dimension]
 
-    def expand(self, queries: torch.Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> torch.Tensor:
+    def expand(self, queries: Tensor, names: Sequence[str], basis: Run, feedback: Feedback) -> Tensor:
         found = feedback_documents(basis, feedback)
         if self.index.similarity == "cosine":
             queries = queries / queries.norm(dim=1, keepdim=True).clamp_min(1e-12)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,13 @@ from tilefold.retrieval._files import Json, require
 from tilefold.retrieval._shards import Manifest
 from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.bm25 import BM25Index
+from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.encoding import encode_collection, encode_queries
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import model_fingerprint, texts_digest
 from tilefold.retrieval.training_rows import Floats, TrainingRows
 from tilefold.retrieval.truncation import tell_truncated
 from tilefold.retrieval.vectors import read_vectors
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
 
 __all__ = ["KINDS", "NORMALIZATIONS", "Teacher", "ensemble", "score_rows", "with_relevant"]
 

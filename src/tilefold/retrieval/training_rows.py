@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,9 @@ from tilefold._files import atomic_file
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._files import Json, arrow
 from tilefold.retrieval._published import read_published
+from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import Provenance, texts_digest
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.collection import Collection
 
 __all__ = ["QueryRows", "TrainingRows", "read_training_rows", "write_training_rows"]
 

@@ -7,14 +7,13 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from tilefold._typing import Tensor
 
 Vector = npt.NDArray[np.float32]
 

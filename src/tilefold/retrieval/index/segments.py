@@ -12,19 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tilefold._typing import Tensor
 from tilefold.retrieval._files import Json, read_json_object
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
 from tilefold.retrieval.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
-
-if TYPE_CHECKING:
-    import torch
 
 _FEW = 32  # documents removed from a part that a search looks past; more are masked
 
@@ -82,7 +80,7 @@ class Segments:
                 row += [hit for hit in hits if hit.id not in gone]
         return [sorted(row, key=lambda hit: -hit.score)[:k] for row in found]
 
-    def vectors(self, names: Iterable[str]) -> torch.Tensor:
+    def vectors(self, names: Iterable[str]) -> Tensor:
         """The dense vectors of documents, as :meth:`DenseIndex.vectors`."""
         import torch
 
