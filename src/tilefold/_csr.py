@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["coo_tensor", "csr_tensor"]
+__all__ = ["coo_tensor", "csr_tensor", "to_csr"]
 
 
 def csr_tensor(row_starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -17,9 +17,14 @@ def csr_tensor(row_starts: Tensor, columns: Tensor, values: Tensor, shape: tuple
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
         # without a device, torch would take its default one
-        return torch.sparse_csr_tensor(
-            row_starts, columns, values, size=shape, device=values.device, check_invariants=False
-        )
+        return torch.sparse_csr_tensor(row_starts, columns, values, shape, device=values.device, check_invariants=False)
+
+
+def to_csr(rows: Tensor) -> Tensor:
+    """Dense ``[R, V]`` as CSR."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+        return rows.to_sparse_csr()
 
 
 def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -202,10 +202,6 @@ def _late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
     return inputs.bind(packed, "maxsim_varlen")
 
 
-def _score(queries: Tensor, documents: Tensor, offsets: Tensor | None, impl: str) -> Tensor:
-    return maxsim(queries, documents, cu_seqlens_d=offsets, impl=impl)
-
-
 def _quantized(dtype: str) -> spec.Build:
     def build(inputs: spec.Inputs) -> spec.Runnable:
         queries, documents = (leaf.detach() for leaf in inputs.leaves)
@@ -216,7 +212,7 @@ def _quantized(dtype: str) -> spec.Build:
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(_score, chosen_impl, graph=True),
+    *spec.ours(lambda q, d, offsets, impl: maxsim(q, d, cu_seqlens_d=offsets, impl=impl), chosen_impl, graph=True),
     spec.on_gpu("tilefold-int8", _quantized("int8")),
     spec.on_gpu("tilefold-int8-graph", lambda inputs: spec.captured(_quantized("int8")(inputs))),
     spec.on_gpu("tilefold-fp8", _quantized("fp8")),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilefold._csr import to_csr
 from tilefold.bench import spec
 from tilefold.ops.token_scatter import chosen_impl, token_scatter, token_scatter_sparse
 
@@ -25,12 +24,8 @@ class CsrInputs(spec.Inputs):
     def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> spec.Runnable:
         """``call`` without gradients, and its scores to CSR."""
 
-        def sparse(*arguments: Any) -> Tensor:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-                return call(*arguments).to_sparse_csr()
-
-        return spec.Runnable(super().bind(sparse, label).forward, label=f"{label}, to_sparse_csr")
+        bound = super().bind(lambda *arguments: to_csr(call(*arguments)), label)
+        return spec.Runnable(bound.forward, label=f"{label}, to_sparse_csr")
 
 
 def zipf_ids(shape: tuple[int, ...], vocab: int, generator: torch.Generator) -> Tensor:
@@ -118,10 +113,6 @@ def _torch(scatter: Scatter, label: str) -> spec.Build:
     return build
 
 
-def _scatter(weights: Tensor, input_ids: Tensor, unused: Tensor, vocab_size: int, impl: str) -> Tensor:
-    return token_scatter(weights, input_ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
-
-
 def _csr(inputs: spec.Inputs) -> spec.Runnable:
     if not isinstance(inputs, CsrInputs):
         raise spec.NotApplicable("token_scatter_sparse returns CSR scores")
@@ -133,7 +124,11 @@ def _csr(inputs: spec.Inputs) -> spec.Runnable:
 
 
 IMPLEMENTATIONS = (
-    *spec.ours(_scatter, chosen_impl, tiled_on=("cuda",)),
+    *spec.ours(
+        lambda weights, ids, _, size, impl: token_scatter(weights, ids, size, ignore_ids=SPECIAL_IDS, impl=impl),
+        chosen_impl,
+        tiled_on=("cuda",),
+    ),
     spec.Implementation("tilefold-csr", _csr, "ours"),
     *(
         spec.Implementation(f"{name}{end}", _torch(scatter, label), "baseline", where)

@@ -123,17 +123,6 @@ def _continue_weights(weights: Module, base_model: str) -> None:
     weights.load_state_dict(trained.state_dict())
 
 
-def build_binary(spec: EncoderSpec, base: Base) -> list[Module]:
-    """1 for each distinct token, times a number."""
-    return _static(spec, base, [BINARY_SCALE if spec.scale is None else spec.scale])
-
-
-def build_idf(spec: EncoderSpec, base: Base) -> list[Module]:
-    """The inverse document frequency of each distinct token."""
-    weights = _counted_idf(base) if spec.idf is None else _listed_idf(spec.idf, base)
-    return _static(spec, base, weights)
-
-
 def _listed_idf(file: str, base: Base) -> list[float]:
     """The weights of a JSON file of token -> weight; 1 for tokens that it does not list, as OpenSearch has it."""
     try:
@@ -167,13 +156,17 @@ def _counted_idf(base: Base) -> list[float]:
     return [math.log1p((total - found[v] + 0.5) / (found[v] + 0.5)) for v in range(base.vocab_size)]
 
 
-def _static(spec: EncoderSpec, base: Base, weights: list[float]) -> list[Module]:
-    """The stock module where it can be trained, saved and loaded with these weights."""
+def build_static(spec: EncoderSpec, base: Base) -> list[Module]:
+    """A number for each distinct token, or its inverse document frequency; in the stock module where that holds it."""
     import torch
     from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 
     from tilefold.modules import StaticQuery
 
+    if spec.kind == "binary":
+        weights = [BINARY_SCALE if spec.scale is None else spec.scale]
+    else:
+        weights = _counted_idf(base) if spec.idf is None else _listed_idf(spec.idf, base)
     vocab_size, weight, tokenizer = base.vocab_size, torch.tensor(weights), base.network.tokenizer
     if spec.trainable or len(tokenizer.get_vocab()) != vocab_size:
         module = StaticQuery(tokenizer, weight, frozen=not spec.trainable, vocab_size=vocab_size)

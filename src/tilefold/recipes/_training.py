@@ -167,6 +167,8 @@ def train(
         RankError: another rank failed or ended; its checkpoints are kept.
         RuntimeError: the environment names several processes, and no launcher that is known started them.
     """
+    import torch.distributed as dist
+
     if negatives is not None and not recipe.reads_negatives:
         raise ValueError(f"negatives must be left out for a {type(recipe).__name__}, which reads none.")
     if hours is not None and not hours > 0:
@@ -177,7 +179,10 @@ def train(
         if report_to not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
             raise ValueError(f"report_to must be none, all or one of {known}, got {report_to!r}.")
-    check_launcher()
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if processes > 1 and not several() and not (dist.is_available() and dist.is_initialized()):
+        remedy = "Start it with torchrun, accelerate launch or tilefold train --devices, or unset WORLD_SIZE."
+        raise RuntimeError(f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}")
     with joined(training=True):
         world = World()
         try:
@@ -298,13 +303,3 @@ def check_graphs(graphs: bool) -> None:
 
     if graphs and (torch.version.cuda is None or not torch.cuda.is_available()):
         raise ValueError("graphs must be False without a GPU of CUDA, got True; leave --graphs out on this machine.")
-
-
-def check_launcher() -> None:
-    """Raise a ``RuntimeError`` where the environment names several processes that cannot meet each other."""
-    import torch.distributed as dist
-
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if processes > 1 and not several() and not (dist.is_available() and dist.is_initialized()):
-        remedy = "Start it with torchrun, accelerate launch or tilefold train --devices, or unset WORLD_SIZE."
-        raise RuntimeError(f"several processes must come from a known launcher, got WORLD_SIZE={processes}. {remedy}")

@@ -34,7 +34,10 @@ def read_published(path: Path) -> dict[str, Any]:
             continue
         try:
             is_json = line[0] in "[{"
-            name, found = _group(json.loads(line) if is_json else _three(line.rstrip("\r\n").split("\t")))
+            fields = json.loads(line) if is_json else line.rstrip("\r\n").split("\t")
+            if not is_json and len(fields) != 3:
+                raise ValueError(f"{len(fields)} fields")
+            name, found = _group(fields)
             for other, is_relevant, score in found:
                 document.append(documents.setdefault(other, len(documents)))
                 query.append(queries.setdefault(name, len(queries)))
@@ -81,12 +84,6 @@ def _group(value: Any) -> tuple[str, Iterator[_Row]]:
         raise ValueError("fewer than two documents")
     pairs = (each if isinstance(each, list) else (each, None) for each in found)
     return _id(name), ((_id(each), place == 0, score) for place, (each, score) in enumerate(pairs))
-
-
-def _three(fields: list[str]) -> list[str]:
-    if len(fields) != 3:
-        raise ValueError(f"{len(fields)} fields")
-    return fields
 
 
 def _id(value: object) -> str:

@@ -7,7 +7,6 @@ alone touches the model, launches the next batches before it collects the rows o
 from __future__ import annotations
 
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilefold._csr import csr_tensor
+from tilefold._csr import csr_tensor, to_csr
 from tilefold._typing import Model
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.integrations.sentence_transformers.encoding_graphs import CAPACITY, MAX_CAPACITY, graphs_of
@@ -129,11 +128,7 @@ def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
 def _pruned(rows: Tensor, options: SparseOptions) -> Tensor:
     """Dense ``[B, V]`` to CSR, under the same options."""
     kept = rows.where(rows > options.min_weight, 0)
-    if options.top_k is not None:
-        kept = keep_heaviest(kept, options.top_k)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-        return kept.to_sparse_csr()
+    return to_csr(kept if options.top_k is None else keep_heaviest(kept, options.top_k))
 
 
 class Work(NamedTuple):
