@@ -78,8 +78,7 @@ class DiskFullError(OSError):
 def hold_path(path: Path) -> Iterator[None]:
     """Keep other processes from writing the file or folder `path` while the block runs; blocks may be nested."""
     folder = path.parent.resolve() / f".{path.name}{SCRATCH}"
-    lock = _hold_scratch(folder, again=True)
-    if lock is None:
+    if (lock := _hold_scratch(folder, again=True)) is None:
         raise InUseError(f"{path}: another process is writing it. Wait for it, or choose another place.")
     try:
         yield
@@ -184,8 +183,7 @@ def check_replaceable(path: Path, own_names: Collection[str]) -> None:
     if not path.is_dir():
         raise FileExistsError(f"{expected} a file. Choose another path.")
     remove_leftovers(path)  # of files in it that somebody was writing when killed
-    strange = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
-    if strange:
+    if strange := sorted(entry.name for entry in path.iterdir() if entry.name not in own_names):
         raise FileExistsError(
             f"{expected} one with other files ({', '.join(strange[:3])}). Choose another path; nothing was overwritten."
         )

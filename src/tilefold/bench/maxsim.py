@@ -66,8 +66,7 @@ class MaxSimGate(spec.Gate):
 
     def check(self, runnable: spec.Runnable, kind: str) -> spec.GateResult:
         """Compare slices; quantised documents have no gradient."""
-        stored = runnable.label.partition(",")[0]
-        if stored not in ("int8", "fp8"):
+        if (stored := runnable.label.partition(",")[0]) not in ("int8", "fp8"):
             return super().check(runnable, kind)
         out, worst = runnable.forward(), 0.0
         if out is None or not bool(out.isfinite().all()):

@@ -157,8 +157,7 @@ def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
     """The rows of a CSV file, as text; ``ValueError`` if it lacks one of the ``key`` columns."""
     with Path(path).open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        missing = [name for name in key if name not in (reader.fieldnames or [])]
-        if missing:
+        if missing := [name for name in key if name not in (reader.fieldnames or [])]:
             raise ValueError(
                 f"{path} must have the columns {', '.join(key)} to be updated, {', '.join(missing)} missing; "
                 "choose another --output or move the file away."

@@ -127,8 +127,7 @@ def run_case(spec: BenchSpec, case: BenchCase, options: RunOptions, ceilings: Ce
         )
         rows.append(row)
         options.progress(f"{spec.op}: {case.name}: checking {implementation.name}")
-        runnable = _check_and_weigh(spec, case, gate, implementation, row, options)
-        if runnable is not None:
+        if (runnable := _check_and_weigh(spec, case, gate, implementation, row, options)) is not None:
             runnables[row.impl] = runnable
     for phase in PHASES:
         options.progress(f"{spec.op}: {case.name}: timing {phase.replace('_', ' + ')}")

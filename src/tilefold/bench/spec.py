@@ -26,8 +26,7 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp3
 
 def parse_dtype(name: str) -> str:
     """``"bf16"`` or ``"bfloat16"`` -> ``"bfloat16"``; ``ValueError`` for an unknown name."""
-    full = _DTYPE_ALIASES.get(name, name)
-    if full not in DTYPES:
+    if (full := _DTYPE_ALIASES.get(name, name)) not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}.")
     return full
 

@@ -74,8 +74,7 @@ def _report(error: Exception) -> int:
     if not known or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     note(f"Error: {text}", style="bold red")
-    context = getattr(error, "ctx", None)
-    if context is not None:
+    if (context := getattr(error, "ctx", None)) is not None:
         note(f"Try: {context.command_path} --help")
     elif not known:
         note("This is not expected. The same command with --debug shows where it happened.")

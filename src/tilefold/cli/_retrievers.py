@@ -106,8 +106,7 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
     """
     from tilefold.retrieval.searcher import check_model, open_index
 
-    path = asked.get("index")
-    if path is None:
+    if (path := asked.get("index")) is None:
         read = read_documents(asked["vectors"])
         index = (retrieval.build_index if isinstance(read, retrieval.SparseVectors) else retrieval.DenseIndex.build)(
             read
@@ -247,8 +246,7 @@ def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | Non
     """Feedback and interpolation, None without --prf."""
     from tilefold.retrieval.feedback import Feedback, Interpolation
 
-    method = asked["prf"]
-    if method is None:
+    if (method := asked["prf"]) is None:
         return None, None
     if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
         raise UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
@@ -268,8 +266,7 @@ def second_ranking(asked: Asked, queries: Mapping[str, str], made_of: Provenance
     from tilefold.retrieval.bm25 import BM25Index
     from tilefold.retrieval.searcher import open_index
 
-    path = asked["prf_with"]
-    if path is None:
+    if (path := asked["prf_with"]) is None:
         return None
     given = open_index(path) if path.is_dir() else _scores.read_run(path, "--prf-with")
     if "texts_sha256" in made_of.differs(given.provenance):
@@ -279,8 +276,7 @@ def second_ranking(asked: Asked, queries: Mapping[str, str], made_of: Provenance
     if not isinstance(given, _scores.NamedRun):
         remedy = "give a BM25 index, or save its run and give that: tilefold evaluate --save-run."
         raise UsageError(f"--prf-with: {path} is an index of vectors; {remedy}")
-    found = {query: given.run[query] for query in queries if query in given.run}
-    if not found:
+    if not (found := {query: given.run[query] for query in queries if query in given.run}):
         raise CommandError(f"{given.name}: no result for any of the {len(queries)} queries.")
     if len(found) < len(queries):
         note(f"{given.name}: results for {len(found)} of the {len(queries)} queries")

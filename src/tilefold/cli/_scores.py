@@ -162,8 +162,7 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
     """Refuse a run that answers no judged query of one of the splits, or knows no document of the collection."""
     for split in splits:
         judged = collection.qrels[split]
-        answered = [query for query in judged if named.run.get(query)]
-        if not answered:
+        if not (answered := [query for query in judged if named.run.get(query)]):
             seen = next(iter(named.run), None)
             example = f"its first query is {seen!r}, that of the split {next(iter(judged))!r}"
             of = f"any of the {len(judged)} judged queries of {collection.name}, {split}"
@@ -211,8 +210,7 @@ def score(
     """The measures of a run on the splits."""
     from tilefold.retrieval import evaluation
 
-    longest = max(map(len, named.run.values()))
-    if longest < min(deepest, len(collection.documents)):
+    if (longest := max(map(len, named.run.values()))) < min(deepest, len(collection.documents)):
         note(f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} sees no more")
     judged = {split: collection.qrels[split] for split in splits}
     return Scores(

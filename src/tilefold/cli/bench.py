@@ -57,8 +57,7 @@ def bench(
             claimed = _claims(choose_device(device), 0.15 if quick else seconds, minutes, output)
             raise typer.Exit(int(not claimed))
         names = OPERATORS if every or (listing and op is None) else (op,) if op is not None else ()
-        specs = [get_spec(name) for name in names]
-        if not specs:
+        if not (specs := [get_spec(name) for name in names]):
             raise ValueError(f"op must be given, one of {', '.join(OPERATORS)}, claims; or use --all.")
         if listing:
             for spec in specs:
@@ -117,8 +116,7 @@ def _cases(spec: BenchSpec, shape: list[str] | None, device: str, dtype: str | N
 
     if shape:
         cases = [spec.case(name) for name in shape]
-        foreign = [case.name for case in cases if case.device != device]
-        if foreign:
+        if foreign := [case.name for case in cases if case.device != device]:
             raise ValueError(f"shape {foreign[0]!r} belongs to another device than {device!r}; set --device.")
     else:
         cases = [case for case in spec.cases if case.device == device and (case.quick or not quick)]

@@ -188,8 +188,7 @@ def _tuned(
 def _in_sample(collection: Collection, tune: str, splits: list[str], asked: bool) -> dict[str, int]:
     """Split -> how many of its queries the weights are chosen on, of those that have any; refused unless asked for."""
     counts = {name: len(collection.qrels[name].keys() & collection.qrels[tune].keys()) for name in splits}
-    shared = {name: count for name, count in counts.items() if count}
-    if shared and not asked:
+    if (shared := {name: count for name, count in counts.items() if count}) and not asked:
         name, count = next(iter(shared.items()))
         some = f"{count} of the {len(collection.qrels[name])} queries of {name}, whose numbers are reported (--split)"
         remedy = "better than on new queries. Tune on a split of other queries, or give --in-sample."

@@ -49,8 +49,7 @@ def export(
     # of one of the engines
     own = {"field_type": field_type, "dots": dots, "document": document, "namespace": namespace}
     options = {"field": field, **_common.known(own)}
-    tokens = _tokens(vectors, model, names, field_type)
-    if tokens is None:
+    if (tokens := _tokens(vectors, model, names, field_type)) is None:
         _options.refuse_useless(["dots"], "where terms are called by their numbers")
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({to})"):
@@ -103,8 +102,7 @@ def _write(to: str, vectors: Path, output: Path, tokens: Sequence[str] | None, t
 def _tokens(vectors: Path, model: str | None, names: str | None, field_type: str | None) -> Sequence[str] | None:
     """The token of each term, or None for numbers."""
     numbers = field_type == "sparse_vector"
-    names = names or ("numbers" if numbers else "tokens")
-    if names == "numbers":
+    if (names := names or ("numbers" if numbers else "tokens")) == "numbers":
         _options.refuse(["model"], "gives the names of terms, and they are called by their numbers: leave it out")
         return None
     if numbers:

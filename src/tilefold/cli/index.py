@@ -177,8 +177,7 @@ def _metadata(data: str | None, vectors: Path | None, read: Any) -> Mapping[str,
 
 
 def _late(tokens: Path | None, data: str | None, output: Path, options: Values) -> Any:
-    queries = options.pop("queries", None)
-    if queries is not None:
+    if (queries := options.pop("queries", None)) is not None:
         store = retrieval.open_tokens(queries)
         if store.manifest.kind != "query" or store.manifest.storage == "int8":
             raise UsageError(f"--queries: expected vectors in fp16 of encode --queries, got others in {queries}.")

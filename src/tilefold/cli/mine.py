@@ -88,8 +88,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
         raise UsageError(f"--per-query: expected one for each of {len(spans)} --ranks, got {len(counts)}.")
     windows = []
     for span, count in zip(spans, counts, strict=True):
-        parts = re.fullmatch(r"(\d+)-(\d+)", span)
-        if parts is None:
+        if (parts := re.fullmatch(r"(\d+)-(\d+)", span)) is None:
             raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
         with _options.as_options("ranks", count="--per-query"):
             windows.append(retrieval.Window(int(parts[1]), int(parts[2]), count))
@@ -116,8 +115,7 @@ def _open(
         _scores.check_texts(named.name, named.provenance, collection, texts)
         _scores.check_answers(named, collection, [split])
         return named, iter(named.run.items())
-    source = next((name for name in ("index", "vectors") if asked[name] is not None), None)
-    if source is None:
+    if (source := next((name for name in ("index", "vectors") if asked[name] is not None), None)) is None:
         searcher = _retrievers.open_dense(asked, collection.contents())
     elif model is None and source == "vectors":
         raise UsageError(f"--vectors: name the model that made {asked['vectors']} with --model.")
@@ -186,8 +184,7 @@ def score(
     false_negatives = check_filter(margin, max_score_share)
     names = _names(teacher)
     _scores.check_writable(output, "--output")
-    models = [name for name in teacher if name != BM25 and not _is_index(name)]
-    if not models:
+    if not (models := [name for name in teacher if name != BM25 and not _is_index(name)]):
         _options.refuse_useless(("batch_size", "max_length"), "with teachers that read words, of BM25")
     for name in models:
         _models.find_model(name, "--teacher")

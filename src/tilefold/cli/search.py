@@ -118,8 +118,7 @@ def _save(searcher: Searcher, asked: Iterator[tuple[str, str]], request: SearchR
         run = {name: dict(scores) for name, scores in _retrievers.ranked(searcher, queries, request)}
     made_of = searcher.provenance if request.by == "passage" else replace(searcher.provenance, passages=None)
     _scores.save(_scores.NamedRun("the run", run, searcher.provenance), made_of, path)
-    empty = sum(not scores for scores in run.values())
-    if empty:
+    if empty := sum(not scores for scores in run.values()):
         note(f"{empty} of {len(run)} queries found no document, and have no line in the run")
     return {"output": str(path), "queries": len(run), "documents": sum(map(len, run.values())), "empty": empty}
 

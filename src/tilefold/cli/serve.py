@@ -122,8 +122,7 @@ def _key(file: Path | None) -> str | None:
     """The key of --api-key-file, else that of the environment, else None."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
-    key = _options.read_text(file, "--api-key-file").strip()
-    if not key or len(key.splitlines()) > 1:
+    if not (key := _options.read_text(file, "--api-key-file").strip()) or len(key.splitlines()) > 1:
         got = f"{len(key.splitlines())} lines" if key else "an empty one"
         raise UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
     return key

@@ -32,8 +32,7 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
     if scores.dim() != 2:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
     wide = torch.promote_types(scores.dtype, torch.float32)
-    found = _distributed_columns(scores)
-    if found is None:
+    if (found := _distributed_columns(scores)) is None:
         return Columns(scores.to(wide), None, ranks_of(group))
     local, mesh, dim = found
     if group == "world":

@@ -26,8 +26,7 @@ class WeightedTerms(nn.Module):
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
         super().__init__()
-        pairs = list(terms)
-        if not pairs:
+        if not (pairs := list(terms)):
             raise ValueError(f"terms must be at least one pair of {self.kind} and its weight, got an empty list.")
         for term, _ in pairs:
             check_term("terms", term, self.remedy)

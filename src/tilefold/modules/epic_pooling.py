@@ -76,8 +76,7 @@ class EpicPooling(PoolingModule):
 
     def _importance(self, features: Features) -> tuple[Tensor, Tensor]:
         """Last hidden states ``[B, S, D]`` (packed: ``[T, D]``) and the importance of each token."""
-        layers = features.pop("all_layer_embeddings", None)
-        if layers is None:
+        if (layers := features.pop("all_layer_embeddings", None)) is None:
             raise ValueError(
                 f"features must have all_layer_embeddings for EpicPooling, got {sorted(features)}; "
                 'load the Transformer with config_kwargs={"output_hidden_states": True}.'
@@ -92,8 +91,7 @@ class EpicPooling(PoolingModule):
 
     def _scores(self, best: Tensor, states: Tensor, features: Features) -> Tensor:
         """The floor, the activation and the quality of each text: 0 of one without tokens."""
-        offsets = features.get("cu_seq_lens_q")
-        if offsets is None:
+        if (offsets := features.get("cu_seq_lens_q")) is None:
             mask = features["attention_mask"] != 0
             some, texts = mask.any(dim=1), torch.arange(states.size(0), device=states.device)
             opening = states[texts, mask.int().argmax(dim=1)] if mask.size(1) else states.sum(1)

@@ -153,8 +153,7 @@ class Places(NamedTuple):
 
     def packed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Packed ``tokens`` ``[T, ..]`` without those that do not count, and their ``cu_seqlens``."""
-        offsets = self.cu_seqlens
-        if offsets is None:
+        if (offsets := self.cu_seqlens) is None:
             raise ValueError("features are padded; only packed ones have cu_seqlens.")
         if self.keep is None:
             return tokens, offsets

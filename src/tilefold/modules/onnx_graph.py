@@ -111,8 +111,7 @@ class OnnxGraph(FusedPooling, InputModule):
         given = place_of_files(kwargs)
         config = cls.load_config(model_name_or_path, subfolder=subfolder, **given)
         load_file_path(model_name_or_path, os.fspath(Path(subfolder, WEIGHTS)), **given)
-        path = load_file_path(model_name_or_path, os.fspath(Path(subfolder, GRAPH)), **given)
-        if path is None:
+        if (path := load_file_path(model_name_or_path, os.fspath(Path(subfolder, GRAPH)), **given)) is None:
             raise ValueError(f"{model_name_or_path}: expected {GRAPH} beside its settings, got none. Export it again.")
         cache = {"cache_dir": given.pop("cache_folder")} if "cache_folder" in given else {}
         tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, subfolder=subfolder, **given, **cache)

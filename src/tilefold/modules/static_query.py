@@ -68,11 +68,9 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         Raises:
             ValueError: if the vocabulary is not that of the tokenizer; stock cannot load such weights.
         """
-        tokens = len(self.tokenizer.get_vocab())
-        if tokens != self.vocab_size:
-            raise ValueError(
-                f"vocab_size must be {tokens}, the tokens, for stock, got {self.vocab_size}; keep the StaticQuery."
-            )
+        if (tokens := len(self.tokenizer.get_vocab())) != self.vocab_size:
+            got = f"{self.vocab_size}; keep the StaticQuery."
+            raise ValueError(f"vocab_size must be {tokens}, the tokens, for stock, got {got}")
         made = SparseStaticEmbedding(self.tokenizer, self.weight.detach().relu().expand(tokens).clone(), frozen=True)
         made.max_seq_length = self.max_seq_length
         return made

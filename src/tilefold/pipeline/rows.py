@@ -154,8 +154,7 @@ def rows_in_room(parts: Sequence[Tensor], capacity: int, vocab_size: int) -> Spa
     Columns and values may lie on a device, and stay there; nothing waits for it.
     """
     counts, kept, columns, values = parts
-    most = max(counts.tolist(), default=0)
-    if most > capacity:
+    if (most := max(counts.tolist(), default=0)) > capacity:
         raise NoRoomError(most)
     if columns.device.type != "cpu":
         kept = kept.to(torch.int64)

@@ -101,10 +101,8 @@ def _counting(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = stock(self, *args, **kwargs)
-        watch = _watch.get()
-        if watch is not None:
-            encodings = getattr(found, "encodings", None)
-            if encodings is not None:
+        if (watch := _watch.get()) is not None:
+            if (encodings := getattr(found, "encodings", None)) is not None:
                 special = bool(kwargs.get("add_special_tokens", True))
                 watch.see_encodings(encodings, self.backend_tokenizer.truncation, special)
             else:

@@ -132,8 +132,7 @@ def _listed_idf(file: str, base: Base) -> list[float]:
     weights, tokenizer = dict[int, float](), base.network.tokenizer
     for token, weight in listed.items() if isinstance(listed, dict) else ():
         NOT_NEGATIVE(f"idf: the weight of {token!r} in {file}", weight)
-        place = tokenizer.convert_tokens_to_ids(token)
-        if place not in (None, tokenizer.unk_token_id):
+        if (place := tokenizer.convert_tokens_to_ids(token)) not in (None, tokenizer.unk_token_id):
             weights[place] = float(weight)
     if not weights:
         remedy = "take the file of this model's vocabulary, or leave idf out."

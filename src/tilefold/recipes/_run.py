@@ -54,11 +54,9 @@ class TrainingRun:
         """The result of a finished run in this folder, if it has the same recipe and data."""
         if not self.output_dir.exists() or (self.output_dir.is_dir() and not any(self.output_dir.iterdir())):
             return None
-        record = read_json(self.output_dir / RECORD)
-        if record is None:
-            raise FileExistsError(
-                f"output_dir {self.output_dir} exists and holds no model that tilefold trained; choose another one."
-            )
+        if (record := read_json(self.output_dir / RECORD)) is None:
+            held = "exists and holds no model that tilefold trained; choose another one."
+            raise FileExistsError(f"output_dir {self.output_dir} {held}")
         if resume and not self._difference(record):
             left = read_json(self.work_dir / RECORD)
             if left is not None and not self._difference(left):  # interrupted after the model was in place

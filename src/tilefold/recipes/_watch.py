@@ -179,8 +179,7 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         if not logs or "loss" not in logs:
             return
         for side, counter in self.counters.items():
-            seen = counter.take(self.world)
-            if seen is None:
+            if (seen := counter.take(self.world)) is None:
                 continue
             self.first.setdefault(side, seen)
             self.last[side] = seen

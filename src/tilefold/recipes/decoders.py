@@ -101,8 +101,7 @@ def add_lora(transformer: Transformer, *, rank: int = 16, alpha: int = 32, dropo
     except ImportError as error:
         raise MissingPackageError("LoRA needs the package peft: pip install peft") from error
     names = {name.rpartition(".")[2] for name, _ in transformer.model.named_modules()}
-    targets = [name for name in PROJECTIONS if name in names]
-    if not targets:
+    if not (targets := [name for name in PROJECTIONS if name in names]):
         got = f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of your own."
         raise ValueError(f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got {got}")
     transformer.model.add_adapter(

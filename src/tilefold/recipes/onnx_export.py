@@ -246,8 +246,7 @@ def _compared(stock: Model, exported: Model, quantize: str | None, top_k: int | 
         return {"least_cosine": round(cosine, 6)}
     own, largest = float((rounded - exact).abs().max()), float(exact.abs().max())
     allowed = ALLOWED * max(own, EPSILON * largest)
-    difference = float((got - exact).abs().max())
-    if not difference <= allowed:
+    if not (difference := float((got - exact).abs().max())) <= allowed:
         expected = f"scores of the model within {allowed:.3g} on random texts"
         raise ValueError(f"model: expected {expected}, got a difference of {difference:.3g}. Leave it as it is.")
     return {"budget_used": round(difference / allowed, 4)}

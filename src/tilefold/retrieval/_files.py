@@ -50,8 +50,7 @@ def read_json_object(path: Path, remedy: str) -> Json:
         raise DataError(f"{path}: expected a JSON object, got malformed JSON ({error}). {remedy}") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}. {remedy}")
-    checksum = value.pop(CHECKSUM, None)
-    if checksum is not None and checksum != _checksum(value):
+    if (checksum := value.pop(CHECKSUM, None)) is not None and checksum != _checksum(value):
         said = f"damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy}"
         raise DataError(f"{path}: {said} After an edit of your own, remove its {CHECKSUM!r}.")
     return value

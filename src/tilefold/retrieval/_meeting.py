@@ -181,8 +181,7 @@ class RankShards(Generic[M, V]):
 
     def lead(self) -> M:
         """Encode, list what all ranks leave, and report; the complete manifest."""
-        late = self.job.opens_late()
-        if not late:
+        if not (late := self.job.opens_late()):
             self.writer = self.job.open_writer(True)
         numbers = range(len(self.chunks))
         self.left = [number for number in numbers if self.writer is None or not self.writer.has_shard(number)]
@@ -239,8 +238,7 @@ class RankShards(Generic[M, V]):
             while not self._places.acquire(timeout=POLL_SECONDS):
                 self.ranks.check()
                 yield None
-            place = self.ranks.count()
-            if place >= len(missing["shards"]):
+            if (place := self.ranks.count()) >= len(missing["shards"]):
                 return
             number = missing["shards"][place]
             shard: Shard[V] = Shard(number, self.chunks[number], self.job.texts)

@@ -67,8 +67,7 @@ class Manifest:
         if (layout := value.get("layout", "sparse")) != cls.LAYOUT:
             got = "token vectors of a multi-vector model" if layout == "tokens" else f"{layout} vectors"
             raise DataError(f"{folder}: expected {cls.WHAT}, got {got}. {cls.INSTEAD}")
-        version = value.get("schema_version")
-        if version != SCHEMA_VERSION:
+        if (version := value.get("schema_version")) != SCHEMA_VERSION:
             raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
         types = {name: kind for name, kind in get_type_hints(cls).items() if name.islower()}
         try:
@@ -206,8 +205,7 @@ class ShardWriter(ABC, Generic[M, V]):
         written = earlier is not None and bool(earlier.shards or earlier.partial or receipts)
         resume = resume and written  # else any settings do
         if earlier is not None and resume:
-            changed = differences(earlier.identity, manifest.identity, "before", "now")
-            if changed:
+            if changed := differences(earlier.identity, manifest.identity, "before", "now"):
                 remedy = f"Go on with the former ones, choose another folder, or take {_ANEW}."
                 raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
             manifest = earlier

@@ -84,8 +84,7 @@ def table_files(path: Path) -> list[Path]:
     """The files, or the saved dataset, whose rows :func:`table_rows` gives one after the other."""
     if not path.is_dir() or is_saved_dataset(path):
         return [path]
-    files = sorted(file for file in path.iterdir() if file.name.endswith(ROWS))
-    if not files:
+    if not (files := sorted(file for file in path.iterdir() if file.name.endswith(ROWS))):
         got = sorted(file.name for file in path.iterdir())[:3] or "an empty folder"
         raise DataError(f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got {got}.")
     return files

@@ -108,8 +108,7 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
 
 def _package() -> ModuleType:
     """The package, without JAX, which it starts where that is installed, and which takes 75% of a GPU's memory."""
-    hide = "jax" not in sys.modules
-    if hide:
+    if hide := "jax" not in sys.modules:
         sys.modules["jax"] = None  # type: ignore[assignment]
     try:
         return require("bm25s", "bm25s", "BM25")

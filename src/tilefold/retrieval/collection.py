@@ -181,8 +181,7 @@ def load_beir(
     collection = Collection(name.partition(".")[0] if alone else name, documents or load_documents(corpus), {}, {})
     if alone or documents_only:
         return collection
-    queries = find_table(folder, "queries", (*ROWS, ".tsv", TOPICS))
-    if queries is not None:
+    if (queries := find_table(folder, "queries", (*ROWS, ".tsv", TOPICS))) is not None:
         collection.queries = _texts(query_rows(queries), queries)
     elif files := sorted(folder.glob("queries.*.tsv")):
         collection.queries = _queries_of_splits(files)

@@ -131,8 +131,7 @@ def build_pydocs() -> Collection:
         if name not in texts and key not in seen and len(text.split()) >= MIN_WORDS:
             texts[name] = text
             seen.add(key)
-    queries = _held_out(texts)
-    if not queries:
+    if not (queries := _held_out(texts)):
         raise RuntimeError(f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR folder.")
     documents = {
         name: Document(name, name, _split(text)[1] if name in queries else text) for name, text in texts.items()
@@ -196,8 +195,7 @@ def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
-    text = ast.get_docstring(node)
-    if text:
+    if text := ast.get_docstring(node):
         yield name, _tidy(text)
     pending: list[ast.AST] = list(reversed(node.body))
     while pending:

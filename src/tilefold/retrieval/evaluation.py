@@ -231,8 +231,7 @@ def read_trec_run(path: str | Path) -> Run:
     """
     run, remedy = Run(), "Fix that line, or remove it if it names columns."
     for number, line in numbered_lines(_existing(path)):
-        fields = line.split()
-        if not fields:
+        if not (fields := line.split()):
             continue
         if len(fields) != 6:
             expected = "6 fields (query Q0 doc rank score tag)"

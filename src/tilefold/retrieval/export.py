@@ -239,8 +239,7 @@ def _parts(source: SparseVectors | Path) -> Iterator[SparseVectors]:
 
 
 def _text_of(texts: Mapping[str, str], name: str) -> str:
-    text = texts.get(name)
-    if text is None:
+    if (text := texts.get(name)) is None:
         raise DataError(f"texts: expected one per document, got no text for {name!r}. Give the collection encoded.")
     if not is_unicode(text):
         raise DataError(f"texts: expected Unicode, got half a surrogate pair in that of {name!r}. Mend the text.")

@@ -61,8 +61,7 @@ class Feedback:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), least)
         for name in ("alpha", "beta", "gamma"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}.")
         if self.method == "average" and (self.alpha, self.beta, self.gamma, self.bottom) != (None, None, 0.0, 0):
             raise ValueError("alpha, beta, gamma, bottom: expected none of them with method='average', got one.")
@@ -198,8 +197,7 @@ def expand_dense(
 def _parts(query: str, run: Run, row_of: Mapping[str, int], feedback: Feedback) -> tuple[list[int], list[int]]:
     """Rows of the best and the worst documents of a query."""
     best, worst = feedback.chosen(run.get(query, {}))
-    missing = next((name for name in (*best, *worst) if name not in row_of), None)
-    if missing is not None:
+    if (missing := next((name for name in (*best, *worst) if name not in row_of), None)) is not None:
         got = f"those of {len(row_of)} others, {list(row_of)[:3]} first. Give those searched"
         raise DataError(f"documents: expected a vector of {missing!r}, which was found for query {query!r}, got {got}.")
     return [row_of[name] for name in best], [row_of[name] for name in worst]

@@ -122,8 +122,7 @@ def mine_negatives(
     judged, mined, false_negatives = collection.split_qrels(split), Mined(), false_negatives or FalseNegatives()
     for query, scores in rankings:
         check_text_ids("rankings", [query, *scores])
-        positives = [name for name, grade in judged.get(query, {}).items() if grade > 0]
-        if not positives:
+        if not (positives := [name for name, grade in judged.get(query, {}).items() if grade > 0]):
             continue
         ranked = sorted(scores.items(), key=lambda item: -item[1])
         drawn = _draw(_candidates(mined, query, ranked, collection, false_negatives), windows, seed, query)

@@ -153,8 +153,7 @@ def _written(ray: ModuleType, pool: Pool, work: Work, missing: list[Range]) -> I
         )
         try:
             for batch in rows.iter_batches(batch_size=None):
-                problem = next(filter(None, batch["problem"]), "")
-                if problem:
+                if problem := next(filter(None, batch["problem"]), ""):
                     raise DataError(f"a worker could not go on: {problem} What was written is kept.")
                 yield [int(number) for number in batch["number"]]
         except ray.exceptions.RayError as error:
@@ -200,8 +199,7 @@ def _connected(cluster: RayCluster) -> Iterator[ModuleType]:
     if ray.is_initialized():
         yield ray
         return
-    address = cluster.address or os.environ.get("RAY_ADDRESS") or HERE
-    if address not in (HERE, "auto"):
+    if (address := cluster.address or os.environ.get("RAY_ADDRESS") or HERE) not in (HERE, "auto"):
         _check_reachable(address, cluster.patience)
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
@@ -245,10 +243,7 @@ def _pool_of(ray: ModuleType, cluster: RayCluster) -> Pool:
     of_gpus = cluster.worker_gpus if cluster.worker_gpus is not None else float(gpus >= 1)
     share = cores // int(gpus / of_gpus) if of_gpus and gpus >= of_gpus else min(4, cores)
     of_cores = cluster.worker_cpus or max(1, share)
-    room = cores // of_cores
-    if of_gpus:
-        room = min(room, int(gpus / of_gpus))
-    if not room:
+    if not (room := min(cores // of_cores, int(gpus / of_gpus) if of_gpus else cores)):
         wanted, got = f"a worker of {of_cores} cores and {of_gpus:g} GPUs", f"{cores} cores and {gpus:g} GPUs in all"
         raise ClusterError(f"Ray: expected room for {wanted}, got {got}. Lower worker_cpus or worker_gpus.")
     most = cluster.workers or room
@@ -309,8 +304,7 @@ class Worker:
     def __call__(self, batch: Mapping[str, Sequence[Sequence[Range]]]) -> dict[str, list[Any]]:
         """Write the shards of a task; rows of a number and a problem, which is empty where the shard is written."""
         (ranges,) = batch["ranges"]
-        problem = self.problem
-        if not problem:
+        if not (problem := self.problem):
             try:
                 self._write(ranges)
             except Exception as error:
@@ -320,8 +314,7 @@ class Worker:
 
     def _write(self, ranges: Sequence[Range]) -> None:
         folder, key = self.writer.path, self.writer.key
-        missing = [part for part in ranges if Receipt.read(folder, part.number, key) is None]
-        if missing:
+        if missing := [part for part in ranges if Receipt.read(folder, part.number, key) is None]:
             tried = self._tried(missing)
             with Behind(WAITING_SHARDS, "tilefold-writer") as behind:
                 list(encode_shards(self.job, map(self._read, missing), self._leave, behind))

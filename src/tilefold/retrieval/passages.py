@@ -50,8 +50,7 @@ class Passage(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Passage:
         """The passage of an :attr:`id`; ``DataError`` for another one."""
-        match = _ID.fullmatch(name)
-        if match is None:
+        if (match := _ID.fullmatch(name)) is None:
             raise DataError(f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the index again.")
         return cls(match[1], *map(int, match.groups()[1:]))
 
@@ -195,8 +194,7 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, Found]:
     for query, scores in run.items():
         documents[query], found[query] = {}, {}
         for name in sorted(scores, key=lambda name: -scores[name]):
-            document = document_of(name)
-            if document not in documents[query]:
+            if (document := document_of(name)) not in documents[query]:
                 documents[query][document], found[query][document] = scores[name], name
     return documents, found
 

@@ -162,8 +162,7 @@ class Reranker:
         of such, and the best one counts; without tokens, the one that it was found by, of `passages`. With
         ``by="passage"``, `run` names passages, which are ordered themselves.
         """
-        run = {query: scores for query, scores in run.items() if scores}
-        if not run:
+        if not (run := {query: scores for query, scores in run.items() if scores}):
             return run, run, {}
         depth, weight = reranking.depth, reranking.weight
         if encoded is None:
@@ -202,8 +201,7 @@ class Reranker:
 
         A document that is not there is a ``MissingDocumentError``.
         """
-        parts = self._parts(run, reranking.depth, by, passages)
-        if parts is None and by == "document":
+        if (parts := self._parts(run, reranking.depth, by, passages)) is None and by == "document":
             best = dict.fromkeys(name for scores in run.values() for name in _ordered(scores)[: reranking.depth])
             return {name: self._document(name).contents for name in best}
         if parts is None:
@@ -212,8 +210,7 @@ class Reranker:
         return {passage.id: passage.of_document(self._document(passage.document)).contents for passage in chosen}
 
     def _document(self, name: str) -> Document:
-        document = self.documents.get(name)
-        if document is None:
+        if (document := self.documents.get(name)) is None:
             raise MissingDocumentError("documents", name)
         return document
 
@@ -247,8 +244,7 @@ def _places(documents: TokenStore | TokenVectors, chosen: Mapping[str, list[str]
     else:
         known, failed = {name: (0, row) for row, name in enumerate(documents.ids)}, {}
     candidates = dict.fromkeys(name for names in chosen.values() for name in names)
-    missing = [name for name in candidates if name not in known and name not in failed]
-    if missing:
+    if missing := [name for name in candidates if name not in known and name not in failed]:
         lacking = f"{missing[0]!r} ({len(missing)} of {len(candidates)} candidates have none)"
         raise DataError(f"documents: no token vectors of candidate {lacking}. Encode the collection they come from.")
     return {name: known[name] for name in candidates if name in known}

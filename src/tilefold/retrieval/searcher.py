@@ -37,8 +37,7 @@ WHOLE = 1000  # documents of a ranking that is interpolated around feedback, or 
 
 def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
     """The saved index of any backend, of words, dense and token vectors too; errors as of ``load_index``."""
-    backend = read_description(path)["backend"]
-    if backend in (DENSE, LATE):
+    if (backend := read_description(path)["backend"]) in (DENSE, LATE):
         vectors: DenseIndex | LateIndex = open_parts(path, backend)
         return vectors
     return BM25Index.load(path) if backend == BM25Index.backend else load_index(path)

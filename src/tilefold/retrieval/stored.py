@@ -165,8 +165,7 @@ def stored_documents(file: Path, cache: Path) -> Stored[Document] | None:
         return None
     state = _state(file)
     folder = cache / "stored" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
-    found = _cached(folder, file, state)
-    if found is None:
+    if (found := _cached(folder, file, state)) is None:
         found = _indexed(file, state)
         _keep(folder, found)
     return found

@@ -113,8 +113,7 @@ def score_rows(
     """
     rows.check_collection(collection)
     task = _Task(teacher, rows, collection, Path(work), batch_size, progress or (lambda done, total: None))
-    scores = _kept(task.column, len(rows))
-    if scores is not None:
+    if (scores := _kept(task.column, len(rows))) is not None:
         task.report(len(rows), len(rows))
     else:
         scores = _SCORERS[teacher.kind](teacher.model, task)
@@ -184,8 +183,7 @@ def _dense(model: Model, task: _Task) -> Floats:
 
 
 def _sparse(model: Model, task: _Task) -> Floats:
-    compared = getattr(model, "similarity_fn_name", "dot")
-    if compared not in (None, "dot"):
+    if (compared := getattr(model, "similarity_fn_name", "dot")) not in (None, "dot"):
         wanted = "a sparse model that compares by dot product"
         raise ValueError(f"teacher {task.teacher.name}: expected {wanted}, got {compared!r}.")
     _check_all(task, encode_collection(model, task.documents, task.folder, batch_size=task.size, progress=task.report))

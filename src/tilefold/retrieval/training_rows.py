@@ -311,8 +311,7 @@ def _numbers(pa: ModuleType, column: Any, name: str, null: float | None) -> Floa
 
 
 def _made_by(schema: Any) -> Json:
-    text = (schema.metadata or {}).get(METADATA)
-    if text is None:
+    if (text := (schema.metadata or {}).get(METADATA)) is None:
         return {}
     try:
         value = json.loads(text)

@@ -86,8 +86,7 @@ def limit_length(model: Model, kind: str, max_length: int | None) -> dict[Model,
     own, name = getattr(model, "max_seq_length", None), f"{kind}_length"
     if isinstance(own, int) and max_length > own:
         raise ValueError(f"max_length: expected at most {own}, the tokens that the model reads, got {max_length}.")
-    modules = [module for module in model.modules() if hasattr(module, name)]
-    if not modules:
+    if not (modules := [module for module in model.modules() if hasattr(module, name)]):
         of = f"a model whose tokenizer takes a length for a {kind}, got {type(model).__name__} without one"
         raise ValueError(f"max_length: expected {of}. Set its max_seq_length.")
     before = {module: getattr(module, name) for module in modules}
@@ -130,8 +129,7 @@ def _cut(tokenizer: Tokenizer, beginnings: Beginnings | None, prompts: set[str],
 def _cut_at_space(tokenizer: Tokenizer, text: str, limit: int) -> str:
     size = _CHARACTERS_PER_TOKEN * limit
     while size < len(text):
-        space = _SPACE.search(text, size)
-        if space is None:
+        if (space := _SPACE.search(text, size)) is None:
             return text
         start = text[: space.start()]
         tokens = tokenizer(start, add_special_tokens=False, truncation=True, max_length=limit)["input_ids"]
@@ -168,8 +166,7 @@ class Beginnings:
         """The first `count` tokens of every text that begins with `text`; None if they cannot be told from it."""
         if sum(map(str.isalnum, text[-self.margin :])) < _PLAIN:
             return None
-        found = self._of_pieces(text, count)
-        if found is None:
+        if (found := self._of_pieces(text, count)) is None:
             return None
         settings = {"add_special_tokens": False, "truncation": True, "max_length": count}
         return found if list(self.tokenizer(text, **settings)["input_ids"]) == found else None  # no added tokens
@@ -194,8 +191,7 @@ class Beginnings:
 
     def _of_open(self, piece: str, count: int) -> list[int] | None:
         """The first `count` tokens of every piece that begins with `piece` but for its margin."""
-        end = len(piece) - _BYTES * self.margin
-        if end <= 2 * self.longest:
+        if (end := len(piece) - _BYTES * self.margin) <= 2 * self.longest:
             return None
         agreed: list[int] | None = None
         for stop in range(end, end - self.longest, -1):

@@ -128,8 +128,7 @@ def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
         file = shard_file(folder, shard, verify=False)
         with _as_data_error(file):
             there = arrow("Storing vectors")[1].read_table(file, columns=["id"]).column("id").to_pylist()
-        rows = [row for row, name in enumerate(there) if name in wanted]
-        if rows:
+        if rows := [row for row, name in enumerate(there) if name in wanted]:
             parts.append(_read_shard(folder, shard, manifest).take(rows))
             wanted -= set(parts[-1].ids)
     return SparseVectors.concatenate(parts)

@@ -158,8 +158,7 @@ class _Guard:
                 message["headers"] = [*message.get("headers", []), *own, *_HEADERS]
             await send(message)
 
-        refusal = self._refusal(scope)
-        if refusal is not None:
+        if (refusal := self._refusal(scope)) is not None:
             await _shown(*refusal)(scope, receive, tracked)
             return
         try:
@@ -270,8 +269,7 @@ def _field(name: str, field: Mapping[str, Any]) -> str:
 
 
 def _kind(field: Mapping[str, Any]) -> str:
-    several = field.get("anyOf") or field.get("oneOf")
-    if several:
+    if several := field.get("anyOf") or field.get("oneOf"):
         return " | ".join(map(_kind, several))
     if "enum" in field:
         return " | ".join(map(json.dumps, field["enum"]))

@@ -37,8 +37,7 @@ class TextTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         from tokenizers import Tokenizer  # a package of transformers
 
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
             remedy = "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that."
             got = type(tokenizer).__name__
             raise ValueError(f"model: expected a model with a fast tokenizer, got {got}. {remedy}")
@@ -64,8 +63,7 @@ class TextTokens:
     def known(self, ids: Sequence[int]) -> Sequence[int]:
         """Token ids as they are."""
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        wrong = next((id_ for id_ in ids if not 0 <= id_ < size), None)
-        if wrong is not None:
+        if (wrong := next((id_ for id_ in ids if not 0 <= id_ < size), None)) is not None:
             raise ServeError("Tokenizer", f"token ids: expected numbers from 0 to {size - 1}, got {wrong}")
         return ids
 

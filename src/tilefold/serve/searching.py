@@ -147,8 +147,7 @@ class _SearchRoutes:
         name = request.path_params["docid"]
         if not self.searchable.documents:
             raise ServeError("Validation", "this server shows no documents: start it with --data", status=404)
-        document = await self.service.off_loop(self.searchable.documents.get, name)
-        if document is None:
+        if (document := await self.service.off_loop(self.searchable.documents.get, name)) is None:
             raise ServeError("Validation", f"there is no document {name!r}", status=404)
         answer = {"api": "v1", "index": self.searchable.name, "docid": name, "doc": _shown(document, True)}
         return Response(plain(answer), media_type=JSON)

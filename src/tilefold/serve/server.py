@@ -143,8 +143,7 @@ def _allow_files(limits: Limits) -> Limits:
         return limits
     taken = len(list(Path("/dev/fd").iterdir()))
     left = soft - taken - min(_SPARE_FILES, soft // 4) - _refused_at_once() - 3 * _ACCEPTED
-    most = max(1, int(left))
-    if most >= limits.max_connections:
+    if (most := max(1, int(left))) >= limits.max_connections:
         return limits
     _logger.warning(
         "max_connections: %d instead of %d, since this process may have %d files open (ulimit -n), and has %d",
@@ -266,8 +265,7 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
 
         def _unread(self, before: int) -> None:
             """Give a client up that has read nothing of its answer, which is kept in memory for it."""
-            left = self.transport.get_write_buffer_size()
-            if left < before:
+            if (left := self.transport.get_write_buffer_size()) < before:
                 self._watch(left)
             else:
                 self.transport.abort()

@@ -287,8 +287,7 @@ class Service:
 
     def _remembered(self, way: Way, asked: Input) -> Answer | None:
         """The answer to a query that was asked before, if it is kept."""
-        found = self._cache.get((way, asked))
-        if found is not None:
+        if (found := self._cache.get((way, asked))) is not None:
             self._cache.move_to_end((way, asked))
             self.metrics.count("tilefold_cached_count")
         return found

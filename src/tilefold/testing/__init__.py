@@ -124,8 +124,7 @@ def assert_within_budget(
     """
     dtype = out.dtype if dtype is None else dtype
     allowed = budget(dtype, kind, sensitivity=sensitivity)
-    error = relative_error(out, reference)
-    if error <= allowed:
+    if (error := relative_error(out, reference)) <= allowed:
         return error
     wide = out.detach().to(reference.device, torch.float64)
     distance = (wide - reference.detach().double()).abs()

@@ -146,8 +146,7 @@ class FusedEncode(Replacement):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Arguments and result of the stock ``encode``."""
         model, stock = self.owner, type(self.owner).encode
-        asked = _served(stock, model, args, kwargs)
-        if asked is None:
+        if (asked := _served(stock, model, args, kwargs)) is None:
             with packed_inputs():
                 return stock(model, *args, **kwargs)
         single, size = isinstance(asked["inputs"], str), asked["batch_size"]
@@ -205,8 +204,7 @@ def _few_rows(model: Model, asked: Options, texts: list[str], prompt: str | None
     options, task = sparse_options(model, asked["max_active_dims"], 0.0), asked["kwargs"].get("task")
     graphs = graphs_of(model)
     to_host, how = bool(asked["save_to_cpu"]), {"task": task, "prompt": prompt, "options": options}
-    rows = None if graphs is None else graphs.sparse(texts, to_host=to_host, **how)
-    if rows is None or graphs is None:
+    if graphs is None or (rows := graphs.sparse(texts, to_host=to_host, **how)) is None:
         return None
     device = torch.device("cpu") if to_host else graphs.device
     if len(texts) > 1:

@@ -63,8 +63,7 @@ def _pack(routes: list[list[nn.Module]], check: bool) -> str | None:
         if _is_mask(module) and "forward" not in vars(module):
             module.forward = PackedMask(module)
     for route in routes if check else []:
-        why = _why_not_by_its_numbers(route)
-        if why is not None:
+        if (why := _why_not_by_its_numbers(route)) is not None:
             del transformer.preprocess, transformer.forward
             stop_packed(transformer.model)
             return why

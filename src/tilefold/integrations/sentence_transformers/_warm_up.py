@@ -101,8 +101,7 @@ def _step(model: Model, queries: Features, documents: Features, trains: bool, dt
     device = next(model.parameters()).device.type
     with torch.set_grad_enabled(trains), torch.autocast(device, dtype, enabled=dtype is not None):
         out = model(dict(documents))
-        scores = out.get("sentence_embedding")
-        if scores is None:
+        if (scores := out.get("sentence_embedding")) is None:
             asked, sides = model(dict(queries)), ("token_embeddings", "attention_mask")
             (query, query_mask), (rows, mask) = ([found[side] for side in sides] for found in (asked, out))
             scores = colbert_scores(query, rows[:, None], query_mask, mask[:, None])

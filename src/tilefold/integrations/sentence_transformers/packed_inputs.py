@@ -116,8 +116,7 @@ class PackedInputs(Replacement):
             if self._process != os.getpid():  # a forked process may have a copy of a lock that nobody will open
                 self._forget()
             with self._lock:
-                plan = self._plan(prompt, kwargs, expansion)
-                if plan is not None:
+                if (plan := self._plan(prompt, kwargs, expansion)) is not None:
                     encodings = [self._encodings(inputs, prompt, plan)]
                     # of a query without room for a token of the expansion, stock warns
                     if plan.expanded is None or max(map(len, encodings[0])) < plan.expanded["input_ids"].size(1):
@@ -150,8 +149,7 @@ class PackedInputs(Replacement):
             if expansion["strategy"] != "fixed":
                 return None
             settings = (*settings, tokenizer.mask_token_id, *expansion.values())
-        key = (prompt, *settings, *sorted(kwargs.items()))
-        if key not in self._plans:
+        if (key := (prompt, *settings, *sorted(kwargs.items()))) not in self._plans:
             self._plans[key] = self._planned(prompt, kwargs, backend, expansion["length"] if expansion else None)
         return self._plans[key]
 

@@ -82,8 +82,7 @@ def encode_batch(
 ) -> Batch:
     """Texts to sparse rows on the CPU in one forward pass: by a graph where there is one, else in eval mode."""
     graphs = graphs_of(model)
-    rows = graphs and graphs.sparse(texts, task=task, prompt=prompt, options=options)
-    if rows is None:
+    if (rows := graphs and graphs.sparse(texts, task=task, prompt=prompt, options=options)) is None:
         task_kwargs = {} if task is None else {"task": task}
         with in_eval_mode(model), packed_inputs():
             features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)

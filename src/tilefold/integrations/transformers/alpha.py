@@ -65,8 +65,7 @@ def learn_alpha(model: nn.Module, initial: float | Sequence[float] = attention.D
     starts = check_alphas(initial, len(modules))
     made = [EntmaxAlpha(heads, start) for heads, start in zip(modules.values(), starts, strict=True)]
     for module, alpha in zip(modules, made, strict=True):
-        like = next(module.parameters(), None)
-        if like is not None:
+        if (like := next(module.parameters(), None)) is not None:
             alpha.to(like.device)
         _forget_alpha(module)
         setattr(module, attention.ALPHA, alpha)
@@ -128,8 +127,7 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = attention.DEFAULT,
     for inner in _outer_models(model):
         inner.set_attn_implementation(attention.NAME)
     modules = attention.checked_attention_modules(model)
-    stuck = [type(m).__name__ for m in modules if _implementation(m) != attention.NAME]
-    if stuck:
+    if stuck := [type(m).__name__ for m in modules if _implementation(m) != attention.NAME]:
         raise ValueError(f"model must support a choice of attention, got {sorted(set(stuck))}, which do not.")
     if learn:
         learn_alpha(model, alpha)
@@ -310,8 +308,7 @@ def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]
 
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": True}
     for name in WEIGHTS:
-        file = cached_file(name_or_path, name, **options, **hub)
-        if file is None:
+        if (file := cached_file(name_or_path, name, **options, **hub)) is None:
             continue
         if not name.endswith("index.json"):
             return _thetas_in(file)

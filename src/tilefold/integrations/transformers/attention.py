@@ -171,8 +171,7 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
         remedy = "call load_alpha(model, folder) after from_pretrained(folder), or set_alpha(model, 1.5) for another."
         raise ValueError(f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; {remedy}")
     elif own is None and isinstance(given, (list, tuple)):
-        layer = getattr(module, "layer_idx", None)
-        if layer is None or layer >= len(given):
+        if (layer := getattr(module, "layer_idx", None)) is None or layer >= len(given):
             got = f"{len(given)} for layer {layer}; use set_alpha(model, [...]) instead."
             raise ValueError(f"config.entmax_alpha must be one number or one for every layer, got {got}")
         given = float(given[layer])

@@ -62,8 +62,7 @@ def packed_attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None for packed attention, got a value; use padded inputs.")
     longest = kwargs.get("max_length_q")
-    heads = query.size(1) // key.size(1)
-    if heads > 1:
+    if (heads := query.size(1) // key.size(1)) > 1:
         key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
     # squeeze, whose backward is a view: that of [0] is a copy into zeros
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
@@ -181,8 +180,7 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
     if why is not None:
         return why
     register_packed()
-    before = model.config._attn_implementation
-    if before != "entmax":
+    if (before := model.config._attn_implementation) != "entmax":
         model.set_attn_implementation(PACKED)
         if model.config._attn_implementation != PACKED:
             return f"{type(model).__name__} does not let its attention be chosen"
@@ -207,8 +205,7 @@ def _why_not_by_its_kind(model: Model) -> str | None:
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     if decodes or name.endswith("ForCausalLM") or any(getattr(part, "is_causal", False) for part in model.modules()):
         return f"{name} is no encoder"
-    chosen = getattr(config, "_attn_implementation", None)
-    if chosen not in ("sdpa", PACKED, "entmax"):
+    if (chosen := getattr(config, "_attn_implementation", None)) not in ("sdpa", PACKED, "entmax"):
         return f"attn_implementation={chosen!r} was chosen, and only 'sdpa' and 'entmax' give way to packed attention"
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         return f"the parameters of {name} are sharded already; call accelerate(model) first"

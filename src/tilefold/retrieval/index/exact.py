@@ -207,13 +207,11 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
 def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
     """Positions, rising, of the `k` highest positive scores and few more: blocks that reach the `k`-th best of all."""
     for width in _BLOCKS:
-        blocks = scores.size // width
-        if blocks < 4 * k:
+        if (blocks := scores.size // width) < 4 * k:
             continue
         whole = scores[: blocks * width].reshape(blocks, width)
         largest = whole.max(axis=1)
-        bound = np.partition(largest, blocks - k)[blocks - k]
-        if not bound > 0:
+        if not (bound := np.partition(largest, blocks - k)[blocks - k]) > 0:
             break
         reach = np.flatnonzero(largest >= bound)
         inside = np.flatnonzero(whole[reach] >= bound)

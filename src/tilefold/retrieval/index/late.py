@@ -291,8 +291,7 @@ class LateIndex(TorchIndex):
 
     def _on(self, places: Sequence[torch.device]) -> list[Share]:
         """The documents in as many shares, of about as many tokens."""
-        key = tuple(map(str, places))
-        if key not in self._shares:
+        if (key := tuple(map(str, places))) not in self._shares:
             ends = np.searchsorted(self.files.offsets, np.linspace(0, self.files.n_tokens, len(places) + 1)[1:-1])
             bounds = [0, *ends.tolist(), self.n_documents]
             each = self.files.nbytes // len(places)
@@ -323,7 +322,6 @@ class LateIndex(TorchIndex):
         for count in _CANDIDATES:
             near = [set(nearest.candidates(query, count, self._with).tolist()) for query in asked]
             shares = [len(these.intersection(row)) / len(row) for these, row in zip(near, best, strict=True) if row]
-            share = float(np.mean(shares))
-            if share >= _RECALL:
+            if (share := float(np.mean(shares))) >= _RECALL:
                 break
         return {"n_candidates": count, "recall": round(share, 4)}

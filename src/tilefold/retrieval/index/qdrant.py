@@ -89,8 +89,7 @@ class QdrantIndex:
         No positive weight or a wrong option is a ``ValueError``, a place that holds something else a ``DataError`` or
         ``FileExistsError``, one where another process builds an ``InUseError``.
         """
-        unknown = sorted(set(options) - set(_OPTIONS))
-        if unknown:
+        if unknown := sorted(set(options) - set(_OPTIONS)):
             raise ValueError(f"options: Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.")
         check_buildable(vectors)
         kept, cut = options.get("weights", "float32"), vectors.provenance.passages
@@ -120,8 +119,7 @@ class QdrantIndex:
 
     @classmethod
     def _on_server(cls, url: str, documents: Documents, layout: Layout, report: Json, options: Json) -> QdrantIndex:
-        name = options.get("collection")
-        if not name:
+        if not (name := options.get("collection")):
             raise ValueError(f"collection: expected a name for it on the server, got {name!r}.")
         given = {key: options[key] for key in ("api_key", "timeout", "patience") if options.get(key) is not None}
         engine = ServerEngine(url, name, **given)
@@ -211,8 +209,7 @@ def _unfinished(folder: Path, digest: str) -> EdgeEngine:
     except DataError:
         shutil.rmtree(folder)
         engine = EdgeEngine(folder)
-    record = engine.record()
-    if record is not None and record.vectors_sha256 not in (None, digest):
+    if (record := engine.record()) is not None and record.vectors_sha256 not in (None, digest):
         engine.drop()
     return engine
 

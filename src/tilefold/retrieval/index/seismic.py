@@ -94,8 +94,7 @@ class SeismicOptions:
     @classmethod
     def parse(cls, options: Json) -> SeismicOptions:
         known = [item.name for item in fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
+        if unknown := sorted(set(options) - set(known)):
             raise ValueError(f"options: Seismic has {', '.join(known)}; got {', '.join(unknown)}.")
         return cls(**options)
 

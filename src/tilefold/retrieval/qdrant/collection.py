@@ -83,8 +83,7 @@ class QdrantCollection:
     def of(cls, engine: Engine, layout: Layout | None = None) -> QdrantCollection:
         """The collection of an engine, which is closed when it has another layout; errors as of the two above."""
         try:
-            record = engine.record()
-            if record is None:
+            if (record := engine.record()) is None:
                 if layout is None:
                     raise FileNotFoundError(f"{engine.place}: there is no such collection. Give a layout to make one.")
                 engine.create(Record(layout))
@@ -127,8 +126,7 @@ class QdrantCollection:
         """Add documents as :meth:`upsert` does; a ``DataError``, and nothing is added, where an id is there already."""
         documents.check(self.layout, self.place)
         present = self.present(documents.ids)
-        there = [name for name in documents.ids if name in present]
-        if there:
+        if there := [name for name in documents.ids if name in present]:
             found = f"{len(there)} of {len(documents)} ids are in {self.place} already, {there[0]!r} the first"
             raise DataError(f"documents: {found}. Nothing was added; upsert replaces documents.")
         self.upsert(documents, progress=progress)
@@ -144,8 +142,7 @@ class QdrantCollection:
 
     def delete(self, ids: Sequence[str]) -> int:
         """Delete documents; how many of the `ids` there were. One text instead of a list is a ``TypeError``."""
-        there = sorted(self.present(ids))
-        if there:
+        if there := sorted(self.present(ids)):
             self._changed()
         for start in range(0, len(there), BATCH):
             self._engine.delete([key_of(name) for name in there[start : start + BATCH]])

@@ -157,8 +157,7 @@ class Documents(Queries):
         if self.tokens is not None and len(self):
             lengths = self.tokens.offsets.diff()
             longest = int(lengths.argmax())
-            floats = int(lengths[longest]) * self.tokens.dimension
-            if floats >= _FLOATS_OF_A_POINT:
+            if (floats := int(lengths[longest]) * self.tokens.dimension) >= _FLOATS_OF_A_POINT:
                 most = f"fewer than {_FLOATS_OF_A_POINT:,} numbers of token vectors in one"
                 got = f"{floats:,} in {self.ids[longest]!r}. Cut it, or pool its tokens"
                 raise DataError(f"documents: Qdrant takes {most}, got {got}.")

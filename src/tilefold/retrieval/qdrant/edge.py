@@ -63,8 +63,7 @@ class EdgeEngine(Engine):
             raise InUseError(f"{folder}: {said}. Close it there, or keep it on a Qdrant server.") from None
         self._checksums = Checksums(folder / SHARD, version("qdrant-edge-py"))
         try:
-            record = self.record()
-            if record is not None:
+            if (record := self.record()) is not None:
                 self._load(record, verify)
         except BaseException as error:
             release_folder(self._lock)
