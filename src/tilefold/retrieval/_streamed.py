@@ -34,6 +34,7 @@ WAITING_SHARDS = 2  # that are encoded and not written
 PLAIN_TEXTS = 32  # of a batch of a model that is not accelerated
 
 Kind = Literal["document", "query"]
+MadeOf = Callable[[], Provenance]  # of the texts; called when a folder is opened
 Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]  # items
 
 
@@ -75,9 +76,7 @@ class Encoding(ABC):
         check_least("batch_tokens", self.batch_tokens)
 
     @abstractmethod
-    def job(
-        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
-    ) -> Job[Any, Any]:
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> Job[Any, Any]:
         """The work of a sentence-transformers `model`, which is looked at, so that a wrong one is an error."""
 
     def settings(self, made_of: Provenance) -> dict[str, object]:
@@ -98,7 +97,7 @@ class Job(ABC, Generic[M, V]):
     size: int  # of a vector
     texts: Mapping[str, object]  # id -> text
     output: Output = IN_MEMORY
-    made_of: Callable[[], Provenance] = Provenance  # the documents; called when the folder is opened
+    made_of: MadeOf = Provenance
 
     def __post_init__(self) -> None:
         how = self.how

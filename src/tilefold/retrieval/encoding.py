@@ -18,8 +18,8 @@ from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval._checks import check_least
 from tilefold.retrieval._meeting import RankShards, meeting
 from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval._streamed import Encoding, FolderShards, Job, Kind, Output
-from tilefold.retrieval.provenance import Provenance, provenance_of
+from tilefold.retrieval._streamed import Encoding, FolderShards, Job, Kind, MadeOf, Output
+from tilefold.retrieval.provenance import provenance_of
 from tilefold.retrieval.truncation import cut_texts, limited
 from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest
 
@@ -120,9 +120,7 @@ class SparseEncoding(Encoding):
         check_least("top_k", self.top_k)
         check_least("min_weight", self.min_weight, 0)
 
-    def job(
-        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
-    ) -> SparseJob:
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> SparseJob:
         return SparseJob(self, model, _vocab_size(model, self.kind), texts, output, made_of)
 
 

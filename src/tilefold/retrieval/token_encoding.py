@@ -14,9 +14,8 @@ from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import Json
-from tilefold.retrieval._streamed import Encoding, Job, Kind, Output
+from tilefold.retrieval._streamed import Encoding, Job, Kind, MadeOf, Output
 from tilefold.retrieval.encoding import encode_stock, encode_to_folder, model_name
-from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.tokens import (
     DENSE_STORAGES,
     STORAGES,
@@ -77,9 +76,7 @@ class TokenEncoding(Encoding):
         super().__post_init__()
         check_choice("storage", self.storage, self.STORAGES)
 
-    def job(
-        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
-    ) -> TokenJob:
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> TokenJob:
         return TokenJob(self, model, token_dimension(model, self.kind), texts, output, made_of)
 
 
@@ -162,9 +159,7 @@ class DenseEncoding(TokenEncoding):
         super().__post_init__()
         check_least("dimension", self.dimension)
 
-    def job(
-        self, model: Model, texts: Mapping[str, str], output: Output, made_of: Callable[[], Provenance]
-    ) -> DenseJob:
+    def job(self, model: Model, texts: Mapping[str, str], output: Output, made_of: MadeOf) -> DenseJob:
         size = dense_dimension(model, self.kind)
         if self.dimension is not None and self.dimension > size:
             raise ValueError(f"dimension: expected at most {size}, as the model's vectors have, got {self.dimension}.")
