@@ -79,9 +79,9 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(3.0 * x.numel(), operand * (2 if phase == "forward" else 5))
 
 
-def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
+def _needs(case: spec.BenchCase, impl: str) -> int:
     entries = case.dims["R"] * case.dims["N"]
     return entries * (2 * spec.DTYPES[case.dtype].itemsize + {"sort": 24, "reference": 64}.get(impl, 0))
 
 
-SPEC = spec.BenchSpec("entmax", IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, _needs_bytes)
+SPEC = spec.BenchSpec("entmax", IMPLEMENTATIONS, "sort", make_inputs, make_gate, {"R": 4, "N": 32}, work, _needs)

@@ -64,9 +64,7 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     first = n - min(n, _GATE_ROWS if dout.is_cuda else max(1, _MAX_PAIRS // n))
     q, k, v = (t.detach()[:1, :1].double() for t in inputs.leaves)
     leaves = [q[:, :, first:].clone().requires_grad_(), k.requires_grad_(), v.requires_grad_()]
-    found = entmax_attention(
-        leaves[0], leaves[1], leaves[2], alpha=ALPHA, causal=causal, impl="reference", return_stats=True
-    )
+    found = entmax_attention(*leaves, alpha=ALPHA, causal=causal, impl="reference", return_stats=True)
     if isinstance(found, Tensor):
         raise TypeError("entmax_attention returned no statistics.")
     out, stats = found
@@ -157,13 +155,11 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(2.0 * dim * pairs, nbytes)
 
 
-def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
+def _needs(case: spec.BenchCase, impl: str) -> int:
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     dense = 8 * batch * heads * n * n if impl == "reference" else 0
     return dense + 5 * batch * heads * n * dim * spec.DTYPES[case.dtype].itemsize
 
 
 PROBE = {"B": 1, "H": 1, "N": 32}  # too small to matter
-SPEC = spec.BenchSpec(
-    "entmax_attention", IMPLEMENTATIONS, "softmax-fa2", make_inputs, make_gate, PROBE, work, _needs_bytes
-)
+SPEC = spec.BenchSpec("entmax_attention", IMPLEMENTATIONS, "softmax-fa2", make_inputs, make_gate, PROBE, work, _needs)

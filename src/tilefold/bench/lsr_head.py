@@ -130,9 +130,8 @@ def _gemm(chunk_bytes: float) -> spec.Build:
                 out = buffer[: rows.size(0) * chunk.size(0)].view(rows.size(0), chunk.size(0))
                 torch.mm(rows, chunk.T, out=out)
 
-        return spec.Runnable(
-            forward, None, "torch.mm" if chunk_bytes == float("inf") else f"torch.mm, {len(chunks)} chunks"
-        )
+        label = "torch.mm" if chunk_bytes == float("inf") else f"torch.mm, {len(chunks)} chunks"
+        return spec.Runnable(forward, None, label)
 
     return build
 
@@ -161,7 +160,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(flops, nbytes)
 
 
-def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
+def _needs(case: spec.BenchCase, impl: str) -> int:
     B, S, D, V = (case.dims[name] for name in "BSDV")
     item = spec.DTYPES[case.dtype].itemsize
     copies = {"eager": 3, "compile": 2, "compile-max-first": 2, "reference": 4, "gemm-full": 1}
@@ -169,4 +168,4 @@ def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
 
 
 PROBE = {"B": 2, "S": 8, "D": 32, "V": 96}  # too small to matter
-SPEC = spec.BenchSpec("lsr_head", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)
+SPEC = spec.BenchSpec("lsr_head", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs)

@@ -190,12 +190,10 @@ def _late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
     if offsets is None:
         return inputs.bind(lambda q, d, _: package.maxsim(q, d), "late_interaction_kernels.maxsim")
     query_offsets = torch.tensor([0, length], dtype=torch.int32, device=offsets.device)
-    longest = int(offsets.diff().max())
+    lengths = {"max_seqlen_q": length, "max_seqlen_d": int(offsets.diff().max())}
 
     def packed(queries: Tensor, documents: Tensor, offsets: Tensor) -> Tensor:
-        scores: Tensor = package.maxsim_varlen(
-            queries[0], documents, query_offsets, offsets, max_seqlen_q=length, max_seqlen_d=longest
-        )
+        scores: Tensor = package.maxsim_varlen(queries[0], documents, query_offsets, offsets, **lengths)
         return scores
 
     return inputs.bind(packed, "maxsim_varlen")
@@ -236,7 +234,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(flops, 3 * tokens + 2 * scores + 2 * 2.0 * rows * case.dims["Nd"])
 
 
-def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
+def _needs(case: spec.BenchCase, impl: str) -> int:
     d = case.dims
     item = spec.DTYPES[case.dtype].itemsize
     similarities = d["Nq"] * d["Lq"] * d["Nd"] * d["Ld"] * item
@@ -245,4 +243,4 @@ def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
 
 
 PROBE = {"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16}  # too small to matter
-SPEC = spec.BenchSpec("maxsim", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs_bytes)
+SPEC = spec.BenchSpec("maxsim", IMPLEMENTATIONS, "eager", make_inputs, make_gate, PROBE, work, _needs)

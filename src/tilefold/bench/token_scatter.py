@@ -152,7 +152,7 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(float(tokens), nbytes)
 
 
-def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
+def _needs(case: spec.BenchCase, impl: str) -> int:
     batch, length, vocab = (case.dims[name] for name in "BSV")
     item = spec.DTYPES[case.dtype].itemsize
     copies = {"membership": 3, "membership-compile": 2}
@@ -161,6 +161,4 @@ def _needs_bytes(case: spec.BenchCase, impl: str) -> int:
 
 
 PROBE = {"B": 2, "S": 8, "V": 96}  # too small to matter
-SPEC = spec.BenchSpec(
-    "token_scatter", IMPLEMENTATIONS, "scatter-reduce", make_inputs, make_gate, PROBE, work, _needs_bytes
-)
+SPEC = spec.BenchSpec("token_scatter", IMPLEMENTATIONS, "scatter-reduce", make_inputs, make_gate, PROBE, work, _needs)

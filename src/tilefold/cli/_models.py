@@ -198,12 +198,10 @@ def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
     """Remedies where a model of `kind` was given and one of `kinds` is needed."""
     colbert = "tilefold train --recipe colbert"
     if kind == "dense":
-        as_it_is = (
-            f"To score it as it is: tilefold evaluate --model {name}; to store its vectors: encode --kind dense. "
-        )
+        itself = f"To score it as it is: tilefold evaluate --model {name}; to store its vectors: encode --kind dense. "
         sparse = f"For sparse vectors: tilefold train with a masked language model, or --model {PACKAGED}."
         tokens = f"For token vectors: {colbert} --model {name} (--steps 0 --dimension 0 for its own), or {PACKAGED}. "
-        return tokens if kinds == ("multi-vector",) else as_it_is + tokens + sparse
+        return tokens if kinds == ("multi-vector",) else itself + tokens + sparse
     if kinds == ("multi-vector",):
         return f"Train one with: {colbert}"
     if kind == "multi-vector":

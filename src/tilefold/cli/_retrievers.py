@@ -108,9 +108,8 @@ def load_index(asked: Asked, texts: Texts | None) -> tuple[AnyIndex, Model | Non
 
     if (path := asked.get("index")) is None:
         read = read_documents(asked["vectors"])
-        index = (retrieval.build_index if isinstance(read, retrieval.SparseVectors) else retrieval.DenseIndex.build)(
-            read
-        )
+        sparse = isinstance(read, retrieval.SparseVectors)
+        index = (retrieval.build_index if sparse else retrieval.DenseIndex.build)(read)
     else:
         index = open_index(path)
     path = path or asked["vectors"]
@@ -250,9 +249,8 @@ def feedback_request(asked: Asked) -> tuple[Feedback | None, Interpolation | Non
         return None, None
     if (asked["prf_gamma"] is None) != (asked["prf_bottom"] is None):
         raise UsageError("--prf-gamma and --prf-bottom go together: a weight, and how many documents.")
-    own = {
-        name: asked[f"prf_{name}"] for name in ("depth", "terms", "alpha", "beta", "gamma", "bottom", "equal_lengths")
-    }
+    names = ("depth", "terms", "alpha", "beta", "gamma", "bottom", "equal_lengths")
+    own = {name: asked[f"prf_{name}"] for name in names}
     mixed = {name: asked[f"prf_{name}"] for name in ("place", "weight", "normalization")}
     options = {name: f"--prf-{name.replace('_', '-')}" for name in (*own, *mixed)} | {"top_terms": "--prf-terms"}
     own["top_terms"] = own.pop("terms")

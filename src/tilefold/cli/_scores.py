@@ -106,9 +106,8 @@ def save(named: NamedRun, texts: Provenance, path: Path | None, k: int | None = 
     """Write the `k` best of a run, if --save-run is given; its tag says which texts, and which model, made it."""
     if path is not None:
         best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
-        retrieval.write_trec_run(
-            best, path, tag=replace(texts, model_fingerprint=named.provenance.model_fingerprint).tag
-        )
+        made_by = replace(texts, model_fingerprint=named.provenance.model_fingerprint)
+        retrieval.write_trec_run(best, path, tag=made_by.tag)
 
 
 def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:
@@ -261,9 +260,8 @@ def print_scores(collection: Collection, scores: Scores) -> None:
     rows = [[name, *(cell(row[name]) for row in means.values())] for name in next(iter(means.values()))]
     if len(means) == 1:
         columns.append("95% interval")
-        rows = [
-            [*row, interval(found)] for row, found in zip(rows, *(row.values() for row in means.values()), strict=True)
-        ]
+        (values,) = (row.values() for row in means.values())
+        rows = [[*row, interval(found)] for row, found in zip(rows, values, strict=True)]
     _common.print_table(columns, rows, f"{collection.name}, {sizes}")
     for split, found in scores.conventions.items():
         if said := said_of(found):

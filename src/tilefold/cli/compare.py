@@ -89,10 +89,8 @@ def _print(
     means = {name: each.means()[split] for name, each in scores.items()}
     measures = list(next(iter(means.values())))
     rows = [[name, *(_scores.cell(row[measure]) for measure in measures)] for name, row in means.items()]
-    size = len(collection.qrels[split])
-    _common.print_table(
-        ["run", *(f"{name}>" for name in measures)], rows, f"{collection.name}, {split}: {size} queries"
-    )
+    title = f"{collection.name}, {split}: {len(collection.qrels[split])} queries"
+    _common.print_table(["run", *(f"{name}>" for name in measures)], rows, title)
     columns = ["run", "over", "difference>", "wins>", "losses>", "p>", "p, t>", "p, Holm>"]
     for measure in measures:
         rows = []
@@ -141,10 +139,8 @@ def _draw(found: Sequence[Difference], tables: Mapping[str, Table], path: Path) 
         axes.plot([0, 1], [0, 1], transform=axes.transAxes, color="0.7", linewidth=1)
         axes.scatter(x, y, s=12, alpha=0.5, linewidths=0)
         low, high = min(0, *x, *y), max(1, *x, *y)
-        margin = 0.03 * (high - low)
-        axes.set(
-            xlabel=each.over, ylabel=each.run, xlim=(low - margin, high + margin), ylim=(low - margin, high + margin)
-        )
+        limits = low - 0.03 * (high - low), high + 0.03 * (high - low)
+        axes.set(xlabel=each.over, ylabel=each.run, xlim=limits, ylim=limits)
         mark = "*" if each.different else ""
         axes.set_title(f"{each.measure}: {each.difference.mean:+.4f}{mark}, {each.wins} wins, {each.losses} losses")
     for axes in list(figure.axes)[len(shown) :]:

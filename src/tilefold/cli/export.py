@@ -134,6 +134,5 @@ def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
     collection = _common.load_data(data, documents_only=True)
     made_of = retrieval.read_manifest(vectors).provenance
     _scores.check_texts(f"--vectors {vectors}", made_of, collection, _scores.texts_of(collection))
-    return (
-        collection.contents() if made_of.passages is None else Passages.parse(made_of.passages).of(collection.documents)
-    )
+    cut = made_of.passages
+    return collection.contents() if cut is None else Passages.parse(cut).of(collection.documents)

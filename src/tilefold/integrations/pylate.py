@@ -171,11 +171,9 @@ def _scores(
     pairing: str, queries: object, documents: object, queries_mask: object, documents_mask: object, backend: str | None
 ) -> Tensor:
     rows, mask = _side("queries", queries, queries_mask, 3)
-    others, others_mask = _side("documents", documents, documents_mask, 4 if pairing == "grouped" else 3)
+    others, other_mask = _side("documents", documents, documents_mask, 4 if pairing == "grouped" else 3)
     impl = _impl(backend)
-    return maxsim(
-        rows, others, query_mask=mask, document_mask=others_mask, pairing=pairing, mask_mode="zero", impl=impl
-    )
+    return maxsim(rows, others, query_mask=mask, document_mask=other_mask, pairing=pairing, mask_mode="zero", impl=impl)
 
 
 def _side(name: str, embeddings: object, mask: object, dims: int) -> tuple[Tensor, Tensor | None]:

@@ -187,9 +187,8 @@ def activated_lm_loss(
             f"{list(weight.shape)} and {list(labels.shape)}; flatten batch and positions, and shift the labels."
         )
     if chunk < 1 or activated_weight < 0:
-        raise ValueError(
-            f"chunk must be at least 1 and activated_weight at least 0, got {chunk} and {activated_weight}."
-        )
+        got = f"{chunk} and {activated_weight}"
+        raise ValueError(f"chunk must be at least 1 and activated_weight at least 0, got {got}.")
     sums = hidden.new_zeros(3, dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)

@@ -211,8 +211,7 @@ class PositionSum(Regularizer):
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
         """The sum over the positions of scores ``[positions * B, V]``."""
         if embeddings.size(0) % self.positions:
-            raise ValueError(
-                f"embeddings must have rows of {self.positions} positions, as many of each, got {embeddings.size(0)}."
-            )
+            expected = f"rows of {self.positions} positions, as many of each"
+            raise ValueError(f"embeddings must have {expected}, got {embeddings.size(0)}.")
         parts = embeddings.chunk(self.positions)
         return torch.stack([self.term.compute_loss_from_embeddings(part) for part in parts]).sum()

@@ -69,9 +69,8 @@ class EchoTransformer(Transformer):
         limit = self._limit(task, kwargs.get("max_length"))
         room = None if limit is None else (limit - others) // 2
         if room is not None and room < 1:
-            raise ValueError(
-                f"max_seq_length must leave room for two copies of a text, got {limit}; use {others + 2} or more."
-            )
+            got = f"{limit}; use {others + 2} or more."
+            raise ValueError(f"max_seq_length must leave room for two copies of a text, got {got}")
         texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
         rows, marks = [], []
         for ids in self.tokenizer(
@@ -92,9 +91,8 @@ class EchoTransformer(Transformer):
     def forward(self, features: Features, **kwargs: Any) -> Features:
         """The features of ``Transformer``, with an ``attention_mask`` of the second copy, in a new dictionary."""
         if "pooling_mask" not in features:
-            raise ValueError(
-                f"features must hold pooling_mask, got {sorted(features)}; make them with preprocess(texts)."
-            )
+            got = f"{sorted(features)}; make them with preprocess(texts)."
+            raise ValueError(f"features must hold pooling_mask, got {got}")
         own = {key: value for key, value in features.items() if key != "pooling_mask"}
         out: Features = super().forward(own, **kwargs)
         return {**out, "attention_mask": features["pooling_mask"]}

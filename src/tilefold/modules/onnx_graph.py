@@ -56,10 +56,8 @@ class OnnxGraph(FusedPooling, InputModule):
         for name in self.config_keys:
             setattr(self, name, settings.get(name))
         if (found := sha256_file(self.path)) != self.sha256:
-            remedy = "Export the model again: tilefold export --to onnx."
-            raise ValueError(
-                f"{path}: expected the graph with SHA-256 {str(self.sha256)[:12]}, got {found[:12]}. {remedy}"
-            )
+            got = f"{found[:12]}. Export the model again: tilefold export --to onnx."
+            raise ValueError(f"{path}: expected the graph with SHA-256 {str(self.sha256)[:12]}, got {got}")
 
     def preprocess(self, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Features:
         """``input_ids`` and ``attention_mask`` of texts, cut as the model cuts them."""

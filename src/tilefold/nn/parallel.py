@@ -44,10 +44,9 @@ class VocabularyParallel(ParallelStyle):
                 f"VocabularyParallel must be applied to a tilefold.nn.LSRHead, got {type(module).__name__}; name the "
                 "head in the plan of parallelize_module, for instance {'head': VocabularyParallel()}."
             )
+        rank = getattr(self, "src_data_rank", 0)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            shard = distribute_tensor(
-                parameter.detach(), device_mesh, [Shard(0)], src_data_rank=getattr(self, "src_data_rank", 0)
-            )
+            shard = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], src_data_rank=rank)
             module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
         def replicate_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,9 +23,7 @@ class Batch(NamedTuple):
 
     window: int
     places: Sequence[int]  # of the texts in the window, in the order of the rows
-    rows: (
-        Any  # SparseRows, TokenRows, a row of a list or a matrix for each; an exception of a text that fails alone too
-    )
+    rows: Any  # SparseRows, TokenRows, a row of a list or a matrix for each; of a text that fails alone, an exception
     cut: int = 0  # how many of the texts were cut by the tokenizer
     max_length: int | None = None  # tokens that it keeps of a text
 
@@ -92,9 +90,8 @@ class Window(NamedTuple):
 
 def say_unused_batch_tokens() -> None:
     """Warn of a number of tokens that bounds no batch."""
-    warnings.warn(
-        "batch_tokens does nothing for a model whose texts are padded: its batches are cut by batch_size.", stacklevel=3
-    )
+    why = "a model whose texts are padded: its batches are cut by batch_size."
+    warnings.warn(f"batch_tokens does nothing for {why}", stacklevel=3)
 
 
 class SparseRows(NamedTuple):

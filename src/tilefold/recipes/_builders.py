@@ -114,9 +114,8 @@ def _continue_weights(weights: Module, base_model: str) -> None:
         return
     saved = load_encoder(base_model, device="cpu", local_files_only=Path(base_model).is_dir())
     trained = next(module for module in saved.children() if isinstance(module, TokenWeights))
-    ours, theirs = (
-        {name: list(value.shape) for name, value in module.state_dict().items()} for module in (weights, trained)
-    )
+    states = (module.state_dict() for module in (weights, trained))
+    ours, theirs = ({name: list(value.shape) for name, value in state.items()} for state in states)
     if ours != theirs:
         asked = f"and the encoder asked for {ours}; set scale as it was, or start from another model."
         raise ValueError(f"base_model: the token weights of {base_model} have the parameters {theirs}, {asked}")

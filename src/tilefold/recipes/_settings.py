@@ -169,9 +169,8 @@ class TrainingSettings(Settings):
             if getattr(self, name) is not None and self.evaluate_steps is None:
                 raise ValueError(f"{name} must be None without evaluate_steps, got {getattr(self, name)!r}.")
         if self.train_max_length is not None and self.train_max_length > self.max_length:
-            raise ValueError(
-                f"train_max_length must not exceed max_length ({self.max_length}), got {self.train_max_length}."
-            )
+            most = f"max_length ({self.max_length})"
+            raise ValueError(f"train_max_length must not exceed {most}, got {self.train_max_length}.")
         if self.graphs and not self.fused:
             raise ValueError("graphs must be False without fused, got True; leave --graphs or --plain out.")
         if self.graphs and self.mini_batch_size is not None:

@@ -186,10 +186,8 @@ def train(
     with joined(training=True):
         world = World()
         try:
-            call = Call(resume, overwrite, verbose, hours, report_to, command)
-            return _train(
-                recipe, collection, Path(output_dir), negatives, world, call, None if world.rank else progress
-            )
+            call, shown = Call(resume, overwrite, verbose, hours, report_to, command), None if world.rank else progress
+            return _train(recipe, collection, Path(output_dir), negatives, world, call, shown)
         finally:
             world.close()
 
@@ -220,9 +218,8 @@ def _train(
         lists = {name: tuple(finished.get(name, ())) for name in ("warnings", "truncated", "evaluations")}
         return TrainResult(**finished | now | lists)
     check_graphs(recipe.graphs)
-    run.checkpoint, run.resumed_from, run.whole_batches = world.first(
-        lambda: run.open(resume=call.resume, ranks=world.size)
-    )
+    opened = world.first(lambda: run.open(resume=call.resume, ranks=world.size))
+    run.checkpoint, run.resumed_from, run.whole_batches = opened
     with quiet_libraries(call.verbose):
         from tilefold.integrations.transformers import register
 

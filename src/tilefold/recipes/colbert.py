@@ -64,9 +64,8 @@ class ColbertRecipe(Recipe):
         with loading.seeded(self.seed):
             model = loading.load_whole(MultiVectorEncoder, base)
             if not isinstance(model[0], Transformer):
-                got = (
-                    f"{type(model[0]).__name__} in {self.base_model}; the recipe trains no routes or static embeddings."
-                )
+                first = type(model[0]).__name__
+                got = f"{first} in {self.base_model}; the recipe trains no routes or static embeddings."
                 raise ValueError(f"base_model must begin with a Transformer, got {got}")
             if kind != "multi-vector":
                 projected = kind == "dense" and any(module.endswith(".Dense") for module in loading.saved_modules(base))
@@ -135,10 +134,8 @@ def _with_own_modules(model: MultiVectorEncoder, recipe: ColbertRecipe, *, keep_
             width = transformer.get_embedding_dimension()
             weight = torch.empty(recipe.dimension, width)
             torch.nn.init.orthogonal_(weight)  # untrained scores follow those of the backbone's own token states
-            identity = torch.nn.Identity()
-            modules.append(
-                Dense(width, recipe.dimension, False, identity, weight, module_input_name="token_embeddings")
-            )
+            plain = torch.nn.Identity()
+            modules.append(Dense(width, recipe.dimension, False, plain, weight, module_input_name="token_embeddings"))
     unknown, id_of = getattr(model.tokenizer, "unk_token_id", None), model.tokenizer.convert_tokens_to_ids
     single = [mark for mark in string.punctuation if id_of(mark) not in (None, unknown)]  # only those can be skipped
     skipped = single if recipe.skip_punctuation else None

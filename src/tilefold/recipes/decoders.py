@@ -104,9 +104,8 @@ def add_lora(transformer: Transformer, *, rank: int = 16, alpha: int = 32, dropo
     if not (targets := [name for name in PROJECTIONS if name in names]):
         got = f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of your own."
         raise ValueError(f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got {got}")
-    transformer.model.add_adapter(
-        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none")
-    )
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none")
+    transformer.model.add_adapter(config)
     return targets
 
 

@@ -109,9 +109,8 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
     shapes = {name: list(value.shape) for name, value in tensors if isinstance(value, torch.Tensor)}
     weight = shapes.get("weight", [])
     if set(shapes) != {"weight", "bias"} or len(weight) != 2 or weight[0] != 1 or shapes["bias"] != [1]:
-        raise ValueError(
-            f"{path} must hold weight [1, D] and bias [1] of a linear layer to one number, got {shapes or type(state)}."
-        )
+        expected = "weight [1, D] and bias [1] of a linear layer to one number"
+        raise ValueError(f"{path} must hold {expected}, got {shapes or type(state)}.")
     if not all(bool(value.isfinite().all()) for value in state.values()):
         raise ValueError(f"{path} must hold finite numbers, got NaN or infinity; fetch the file again.")
     return {name: value.float() for name, value in state.items()}
@@ -127,11 +126,10 @@ def _build_bge_m3(spec: EncoderSpec, base: Base) -> list[Module]:
     name = spec.base_model or base.base_model
     transformer = network_of(spec, base, "feature-extraction")
     ids = (getattr(transformer.tokenizer, f"{token}_token_id", None) for token in SILENT)
+    silent = sorted({id_ for id_ in ids if id_ is not None})
     with seeded(base.seed):
         rows = transformer.model.get_input_embeddings().num_embeddings
-        head = TokenWeights(
-            transformer.get_embedding_dimension(), rows, ignore_ids=sorted({id_ for id_ in ids if id_ is not None})
-        )
+        head = TokenWeights(transformer.get_embedding_dimension(), rows, ignore_ids=silent)
     files = SPARSE_LINEAR if name != "minilm" else ()
     local = Path(name).is_dir()
     found = next(filter(None, (load_file_path(name, file, local_files_only=local) for file in files)), None)

@@ -101,10 +101,8 @@ class Manifest:
 
     def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
         """Fields that are not of these `types`, or whose parts are not what they must be."""
-        plain = {
-            name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind for name, kind in types.items()
-        }
-        if wrong := [name for name, type_ in plain.items() if not isinstance(getattr(self, name), type_)]:
+        bare = {name: kind if isinstance(kind, UnionType) else get_origin(kind) or kind for name, kind in types.items()}
+        if wrong := [name for name, type_ in bare.items() if not isinstance(getattr(self, name), type_)]:
             return wrong
         entry = {"file": str, "sha256": str, **dict.fromkeys(self.TOTALS.values(), int)}
         if not all(_has(shard, entry) and _counts_cuts(shard.get("truncated", {})) for shard in self.shards):

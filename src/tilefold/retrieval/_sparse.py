@@ -122,9 +122,8 @@ class SparseVectors:
         fingerprint = fingerprint or getattr(matrix, "vocabulary_fingerprint", None)
         matrix = matrix.detach()
         if matrix.layout == torch.sparse_csr:
-            offsets, columns, values = (
-                part.cpu() for part in (matrix.crow_indices(), matrix.col_indices(), matrix.values())
-            )
+            parts = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+            offsets, columns, values = (part.cpu() for part in parts)
             # by numpy: torch wakes all threads for a few rows, which can take ms
             rows = torch.from_numpy(np.repeat(np.arange(len(ids)), offsets.diff().numpy()))
         else:

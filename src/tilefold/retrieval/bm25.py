@@ -161,9 +161,8 @@ class BM25Index(FolderIndex):
             raise ValueError("documents: expected at least one with a word, got only empty ones.")
         engine = _package().BM25(k1=options.k1, b=options.b)
         engine.index(list(corpus.values()), show_progress=False)
-        places = [
-            engine.vocab_dict[word] * len(corpus) + at for at, words in enumerate(corpus.values()) for word in words
-        ]
+        found = ((engine.vocab_dict[word], at) for at, words in enumerate(corpus.values()) for word in words)
+        places = [number * len(corpus) + at for number, at in found]
         counts = np.unique(np.array(places, np.int64), return_counts=True)[1].astype(np.int32)
         return cls(engine, list(corpus), counts, options, provenance)
 

@@ -33,9 +33,7 @@ MIN_WORDS = 8
 MIN_QUERY_WORDS, MAX_QUERY_WORDS = 4, 40
 TEST_QUERIES = 400
 
-_SKIPPED = (
-    "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2to3 site-packages test tests turtledemo"
-)
+_SKIP = "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2to3 site-packages test tests turtledemo"
 # Modules written in C, some with the public module that re-exports them.
 _C_MODULES = (
     "builtins sys posix:os _io:io _thread _asyncio:asyncio _bisect:bisect _bz2:bz2 _codecs:codecs "
@@ -133,9 +131,7 @@ def build_pydocs() -> Collection:
             seen.add(key)
     if not (queries := _held_out(texts)):
         raise RuntimeError(f"pydocs: no documented Python sources under {root}. Use another Python, or a BEIR folder.")
-    documents = {
-        name: Document(name, name, _split(text)[1] if name in queries else text) for name, text in texts.items()
-    }
+    documents = {key: Document(key, key, _split(text)[1] if key in queries else text) for key, text in texts.items()}
     ranked = sorted(queries, key=lambda name: hashlib.sha256(name.encode()).digest())
     chosen = set(ranked[: min(TEST_QUERIES, len(ranked) // 4)])
     qrels: dict[str, dict[str, dict[str, int]]] = {"train": {}, "test": {}}
@@ -177,7 +173,7 @@ def _normal(text: str) -> str:
 
 def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
     """Dotted name and docstring of everything in the sources under `root`, public modules first."""
-    files, skipped = [], set(_SKIPPED.split())
+    files, skipped = [], set(_SKIP.split())
     for file in root.rglob("*.py"):
         parts = file.relative_to(root).with_suffix("").parts
         if not skipped.intersection(parts) and not parts[0].startswith("config-"):

@@ -138,7 +138,7 @@ def compare(
         mine, theirs = (_column(tables[name], queries, name, measure) for name in (run, over))
         found.append(np.round(mine - theirs, DIGITS))
     tested = [_tests(values, resamples, seed) for values in found]
-    corrected = holm([p for p, _ in tested])
+    rows = zip(compared, found, tested, holm([p for p, _ in tested]), strict=True)
     return [
         Difference(
             run=run,
@@ -154,9 +154,7 @@ def compare(
             different=p_holm < alpha,
             by_query={queries[at]: float(values[at]) for at in np.argsort(values, kind="stable")},
         )
-        for (run, over, measure), values, (p_randomisation, p_t), p_holm in zip(
-            compared, found, tested, corrected, strict=True
-        )
+        for (run, over, measure), values, (p_randomisation, p_t), p_holm in rows
     ]
 
 

@@ -159,9 +159,8 @@ def _cross_encoder(model: Model, task: _Task) -> Floats:
                 for q, d in zip(task.query[part].tolist(), task.document[part].tolist(), strict=True)
             ]
             with watching() as cut:
-                given = model.predict(
-                    pairs, batch_size=task.size, activation_fn=torch.nn.Identity(), show_progress_bar=False
-                )
+                how = {"batch_size": task.size, "activation_fn": torch.nn.Identity(), "show_progress_bar": False}
+                given = model.predict(pairs, **how)
             tell("pair", len(pairs), cut)
             shard = np.asarray(given, np.float32)
             _keep(file, shard)

@@ -99,10 +99,8 @@ def add_route(
         schema = body.model_json_schema()
         schema = _inlined(schema, schema.pop("$defs", {}))
         extra = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
-    method = "GET" if body is None else "POST"
-    router.add_api_route(
-        path, endpoint, methods=[method], summary=summary, response_class=Response, openapi_extra=extra
-    )
+    methods = ["GET" if body is None else "POST"]
+    router.add_api_route(path, endpoint, methods=methods, summary=summary, response_class=Response, openapi_extra=extra)
 
 
 def _inlined(schema: Any, parts: dict[str, Any]) -> Any:

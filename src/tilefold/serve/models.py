@@ -92,13 +92,12 @@ class TextTokens:
 
 
 def _described(text: str, encoding: Any, places: Sequence[int]) -> list[dict[str, Any]]:
+    rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
     return [
         {"id": id_, "text": token, "special": True, "start": None, "stop": None}
         if mask
         else {"id": id_, "text": text[start:stop], "special": False, "start": places[start], "stop": places[stop]}
-        for id_, token, mask, (start, stop) in zip(
-            encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True
-        )
+        for id_, token, mask, (start, stop) in rows
     ]
 
 

@@ -268,9 +268,8 @@ class _SearchRoutes:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)
-        ranking = await self._rank(
-            body.query, vector, SearchRequest(depth, request.feedback, by=body.by, where=request.where)
-        )
+        alone = SearchRequest(depth, request.feedback, by=body.by, where=request.where)
+        ranking = await self._rank(body.query, vector, alone)
         columns = dict(ranking.stages)
         if found.words is not None:
             columns["words"] = await self._asked(found.searcher.second_run, {QUERY: body.query}, depth, request, {})

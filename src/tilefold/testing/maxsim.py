@@ -88,9 +88,7 @@ def maxsim_inputs(
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing must be one of {PAIRINGS}, got {pairing!r}.")
     generator = torch.Generator().manual_seed(seed)
-    outer = {"all": (n_documents,), "index": (n_documents,), "aligned": (n_queries,)}.get(
-        pairing, (n_queries, n_documents)
-    )
+    outer = {"aligned": (n_queries,), "grouped": (n_queries, n_documents)}.get(pairing, (n_documents,))
     queries = torch.randn(n_queries, query_length, dim, generator=generator) * dim**-0.25
     documents = torch.randn(*outer, document_length, dim, generator=generator) * dim**-0.25
     index: str | Tensor = pairing

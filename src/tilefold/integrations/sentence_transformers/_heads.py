@@ -32,10 +32,8 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
     pairs: dict[tuple[int, int], SpladePair] = {}
     unpooled: list[Transformer] = []
     for pipeline in pipelines_of(model):
-        poolings = [
-            (i, module) for i, module in enumerate(pipeline) if isinstance(module, SpladePooling | FusedPooling)
-        ]
-        readers = [i for i, module in poolings if getattr(module, "reads_logits", True)]
+        known = [(i, module) for i, module in enumerate(pipeline) if isinstance(module, SpladePooling | FusedPooling)]
+        readers = [i for i, module in known if getattr(module, "reads_logits", True)]
         found = [_pair_at(pipeline, readers)] if readers else []
         unpooled += [] if readers else [module for module in pipeline if isinstance(module, Transformer)]
         for place, module in enumerate(pipeline, 1):
@@ -93,9 +91,8 @@ def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> No
     for transformer in unpooled:
         getter = getattr(transformer.model, "get_output_embeddings", None)
         if callable(getter) and id(getter()) in heads:
-            raise ValueError(
-                "an LM head must feed SpladePooling on every route, got one without it; give it its own Transformer."
-            )
+            got = "one without it; give it its own Transformer."
+            raise ValueError(f"an LM head must feed SpladePooling on every route, got {got}")
     for pair in pairs:
         kind = type(pair.pooling).__name__
         if any(other.pooling is pair.pooling and other.head is not pair.head for other in pairs):

@@ -34,11 +34,8 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
             pipelines.setdefault(id(pipeline[0]), []).append(pipeline)
     padded: dict[str, str] = {}
     for routes in pipelines.values():
-        if is_multi_vector(model) and not all(any(_is_mask(module) for module in route) for route in routes):
-            why: str | None = (
-                "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
-            )
-        else:
+        why: str | None = "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no module is one"
+        if not is_multi_vector(model) or all(any(_is_mask(module) for module in route) for route in routes):
             why = _pack(routes, check)
         if why is not None:
             name = type(routes[0][0].model).__name__

@@ -133,9 +133,7 @@ class PackedInputs(Replacement):
         found: Features = type(transformer).preprocess(transformer, inputs, prompt=prompt, **kwargs)
         return found
 
-    def _plan(
-        self, prompt: str | None, kwargs: dict[str, object], expansion: dict[str, Any] | None = None
-    ) -> _Plan | None:
+    def _plan(self, prompt: str | None, kwargs: dict[str, object], expansion: dict[str, Any] | None) -> _Plan | None:
         tokenizer = self.owner.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch"):

@@ -260,8 +260,7 @@ class TextStream(ABC):
                 places, chosen = cut.tolist(), [texts[place] for place in cut]
                 with self._lock, watching() as seen:
                     features = _or_none(self._tokenised, chosen, prompt=self.prompt, **self.task)
-                rows = seen.places(len(chosen))
-                count = sum(places[row] not in window.skip for row in rows)
+                count = sum(places[row] not in window.skip for row in seen.places(len(chosen)))
                 yield Work(number, places, chosen, None, features, window.skip, count, seen.max_length)
             return
         ids, positions = (features[name][0].numpy() for name in ("input_ids", "position_ids"))

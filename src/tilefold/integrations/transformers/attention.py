@@ -188,9 +188,8 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
     """:func:`attention_modules`, at least one."""
     if not (modules := attention_modules(model)):
-        raise ValueError(
-            f"model must have attention layers of transformers' attention interface, got {type(model).__name__}."
-        )
+        expected = "attention layers of transformers' attention interface"
+        raise ValueError(f"model must have {expected}, got {type(model).__name__}.")
     return modules
 
 

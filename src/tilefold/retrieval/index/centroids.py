@@ -47,15 +47,12 @@ class Centroids:
         cells = 1 << max(3, min(round(np.log2(n_tokens / _PARTS / _TOKENS_EACH)), _MOST_CELLS.bit_length() - 1))
         wanted = cells * _PARTS * _SAMPLES
         chooser = torch.Generator().manual_seed(0)
-        taken = [
-            vectors[torch.rand(len(vectors), generator=chooser) < wanted / n_tokens].clone() for _, vectors in blocks()
-        ]
+        taken = [rows[torch.rand(len(rows), generator=chooser) < wanted / n_tokens].clone() for _, rows in blocks()]
         sample = torch.cat(taken)
         coarse = _k_means(sample[torch.randperm(len(sample), generator=chooser)[: cells * _COARSE]], cells)
         which = _nearest(sample, coarse)
-        fine = torch.stack(
-            [_k_means(torch.cat([coarse[cell, None], sample[which == cell]]), _PARTS) for cell in range(cells)]
-        )
+        near = (torch.cat([coarse[cell, None], sample[which == cell]]) for cell in range(cells))
+        fine = torch.stack([_k_means(rows, _PARTS) for rows in near])
         counts, terms = [], []
         for lengths, vectors in blocks():
             owner = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)

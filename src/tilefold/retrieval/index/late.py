@@ -99,9 +99,8 @@ class LateIndex(TorchIndex):
         if storage == "int4" and vectors.dimension % 2:
             raise ValueError(f"storage: int4 packs two entries to a byte, got vectors of {vectors.dimension}.")
         options: Json = {"storage": storage, "pool_factor": pool_factor, "dimension": vectors.dimension}
-        return cls._made(
-            Path(folder), token_blocks.chunks_of(shards, storage, pool_factor), options, made_by, metadata, queries
-        )
+        chunks = token_blocks.chunks_of(shards, storage, pool_factor)
+        return cls._made(Path(folder), chunks, options, made_by, metadata, queries)
 
     @classmethod
     def _made(

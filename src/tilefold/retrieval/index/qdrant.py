@@ -94,9 +94,8 @@ class QdrantIndex:
         check_buildable(vectors)
         kept, cut = options.get("weights", "float32"), vectors.provenance.passages
         layout = Layout(vectors.vocab_size, vectors.fingerprint, weights=kept, passages=cut)
-        documents = Documents(
-            vectors.ids, vectors, payloads=fields_by_id(options.get("metadata") or {}, vectors.ids, cut)
-        )
+        payloads = fields_by_id(options.get("metadata") or {}, vectors.ids, cut)
+        documents = Documents(vectors.ids, vectors, payloads=payloads)
         report = {name: options.get(name) for name in ("progress", "resumes")}
         url, folder = options.get("url"), options.get("folder")
         if url is not None:
