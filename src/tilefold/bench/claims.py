@@ -67,8 +67,7 @@ class Verdict:
     @property
     def times(self) -> float:
         """How many times better ours is."""
-        more = self.claim.column in (BATCH, RATE)
-        better, worse = (self.ours, self.other) if more else (self.other, self.ours)
+        better, worse = (self.ours, self.other) if self.claim.column in (BATCH, RATE) else (self.other, self.ours)
         return better / worse if worse else math.nan  # 0: too little memory to be seen
 
     @property

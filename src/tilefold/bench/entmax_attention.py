@@ -31,8 +31,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
     options: dict[str, Any] = {"dtype": spec.DTYPES[case.dtype], "device": device, "seed": seed}
     options |= {"correlated": kind == "correlated", "sharpness": _SHARPNESS[kind]}
     made = entmax_attention_inputs(batch, heads, n, dim, **options)
-    leaves = tuple(t.requires_grad_() for t in (made.q, made.k, made.v))
-    return spec.Inputs(leaves, (causal == "causal",), made.dout)
+    return spec.Inputs(tuple(t.requires_grad_() for t in (made.q, made.k, made.v)), (causal == "causal",), made.dout)
 
 
 def _rounded_dq(head: Sequence[Tensor], dtype: torch.dtype, causal: bool) -> Tensor:

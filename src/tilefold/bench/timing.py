@@ -85,8 +85,7 @@ def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> di
     for run in runs.values() if budget.warmup else ():
         run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    start = time.perf_counter()
-    deadline = start + budget.seconds * len(runs)
+    deadline = time.perf_counter() + budget.seconds * len(runs)
     while runs:
         for name, run in runs.items():
             before = time.perf_counter()
@@ -174,8 +173,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
     """Rate of a large matrix product in ``dtype`` and of a large copy, by the 20th percentile of their times."""
-    on_gpu = device.type == "cuda"
-    size, copy_bytes = (8192, 2**31) if on_gpu else (2048, 2**28)
+    size, copy_bytes = (8192, 2**31) if device.type == "cuda" else (2048, 2**28)
     budget = TimeBudget(seconds=0.3, min_reps=5, max_reps=30, rounds=1, warmup=3)
     torch_dtype = DTYPES[dtype]
     a = torch.randn(size, size, device=device).to(torch_dtype)

@@ -90,8 +90,7 @@ def load_splits(
 ) -> tuple[Collection, list[str]]:
     """The collection, with judgements of `also` too (None: all), and the splits asked for, test if none."""
     splits = list(dict.fromkeys(split or ["test"]))
-    needed = None if also is None else [*splits, *also]
-    collection = _common.load_data(data, drop_unknown=drop_unknown, splits=needed)
+    collection = _common.load_data(data, drop_unknown=drop_unknown, splits=None if also is None else [*splits, *also])
     for name in also or ():
         _common.check_split(collection, name, "--tune")
     for name in splits:

@@ -54,8 +54,7 @@ def bench(
         if quick and seconds > _QUICK_SECONDS:
             _options.refuse_useless(["seconds"], f"above {_QUICK_SECONDS:g} with --quick")
         if op == "claims":
-            claimed = _claims(choose_device(device), 0.15 if quick else seconds, minutes, output)
-            raise typer.Exit(int(not claimed))
+            raise typer.Exit(int(not _claims(choose_device(device), 0.15 if quick else seconds, minutes, output)))
         names = OPERATORS if every or (listing and op is None) else (op,) if op is not None else ()
         if not (specs := [get_spec(name) for name in names]):
             raise ValueError(f"op must be given, one of {', '.join(OPERATORS)}, claims; or use --all.")

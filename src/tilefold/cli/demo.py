@@ -55,10 +55,7 @@ def demo(
     results |= {"seconds": time.monotonic() - started, "stages": stages, "seed": seed}
     record = {"folder": Path(results["model"]).parent.name, "query_terms": steps.QUERY_TERMS, "results": results}
     write_json(output / "demo.json", record)
-    if as_json:
-        _common.print_json(results)
-    else:
-        print_report(results)
+    (_common.print_json if as_json else print_report)(results)
 
 
 def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:

@@ -142,8 +142,7 @@ def _print(manifest: Any, output: Path, as_json: bool) -> None:
         note("what was cut off a passage is never found: give --passages fewer words, or another model")
     result, failed = {"output": str(output), "n": manifest.n_documents, "kind": manifest.kind}, manifest.failed
     if hasattr(manifest, "vocab_size"):
-        nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
-        mean = nonzeros / max(1, manifest.n_documents)
+        mean = sum(shard["nonzeros"] for shard in manifest.shards) / max(1, manifest.n_documents)
         result |= {"vocab_size": manifest.vocab_size, "mean_active_terms": mean}
         line = f"{manifest.n_documents} vectors, {mean:.0f} terms each on average: {output}"
     elif manifest.layout == "dense":
@@ -231,8 +230,7 @@ def _dry_run(
     if not sample:
         problem = next(_common.first_line(count) for count in counts if isinstance(count, Exception))
         raise CommandError(f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).")
-    most = encoding.max_length
-    tokens = sum(min(count, most or count) for count in counts if isinstance(count, int)) / len(sample)
+    tokens = sum(min(count, encoding.max_length or count) for count in counts if isinstance(count, int)) / len(sample)
     device = model.device.type
     here, size = _encoded(model, encoding, sample[: _TIMED.get(device, 32)])
     where = torch.cuda.get_device_name() if device == "cuda" else f"{device} with {torch.get_num_threads()} threads"

@@ -68,8 +68,7 @@ def evaluate(
         found = _scores.read_run(run, "--run")
         _scores.check_texts(found.name, found.provenance, collection, texts)
     else:
-        most = max(k or DEPTH, deepest, asked["rerank_depth"] or 0)
-        request = retrieval.SearchRequest(most, feedback, mix)
+        request = retrieval.SearchRequest(max(k or DEPTH, deepest, asked["rerank_depth"] or 0), feedback, mix)
         searcher, request, ranking = _searched(asked, collection, queries, texts, request)
         name = f"--model {model}" if index is None else f"--index {index}"
         found = _scores.NamedRun(name, ranking.run, searcher.provenance)

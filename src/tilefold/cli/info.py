@@ -91,7 +91,6 @@ def collect() -> Values:
     from tilefold.ops.implementations import kernel_of, releases
 
     release = releases.release()
-    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
         "tilefold": __version__,
         "python": platform.python_version(),
@@ -105,7 +104,7 @@ def collect() -> Values:
                 "memory_gib": round(gpu.total_memory / 2**30, 1),
                 "multiprocessors": gpu.multi_processor_count,
             }
-            for gpu in properties
+            for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         ],
         "driver": driver_version(),
         "triton": {
@@ -253,8 +252,7 @@ def _shape_of(model: str) -> Shape:
     """The shape of an encoder like BERT, from its configuration."""
     from transformers import AutoConfig
 
-    path = _models.find_model(model, "--model")
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config: Any = AutoConfig.from_pretrained(_models.find_model(model, "--model"), trust_remote_code=False)
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
     values = [getattr(config, name, None) for name in names]
     if not all(isinstance(value, int) for value in values):

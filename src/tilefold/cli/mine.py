@@ -123,8 +123,7 @@ def _open(
         searcher = _retrievers.open_searcher(asked, collection.contents, lambda _: {})
     name = f"--model {model}" if source is None else f"--{source} {asked[source]}"
     _scores.check_texts(name, searcher.provenance, collection, texts)
-    queries = collection.split_queries(split)
-    ranked = _retrievers.ranked(searcher, queries, retrieval.SearchRequest(depth))
+    ranked = _retrievers.ranked(searcher, collection.split_queries(split), retrieval.SearchRequest(depth))
     return _scores.NamedRun(name, {}, searcher.provenance), ranked
 
 

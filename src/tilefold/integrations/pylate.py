@@ -184,9 +184,7 @@ def _side(name: str, embeddings: object, mask: object, dims: int) -> tuple[Tenso
     found, shape = torch.as_tensor(mask), list(rows.shape[:-1])
     if list(found.shape) != shape:
         raise ValueError(f"{name}_mask must have shape {shape}, one entry per token, got {list(found.shape)}.")
-    if found.is_floating_point():
-        return rows * found.to(rows.dtype)[..., None], None
-    return rows, found
+    return (rows * found.to(rows.dtype)[..., None], None) if found.is_floating_point() else (rows, found)
 
 
 def _rows(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:

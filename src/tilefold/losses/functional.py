@@ -198,8 +198,7 @@ def activated_lm_loss(
         )
     count = (labels != ignore_index).sum().clamp(min=1)
     plain, activated, alive = (sums / count).unbind()
-    total = plain + activated_weight * activated
-    return ActivatedLmLoss(total, plain.detach(), activated.detach(), alive.detach())
+    return ActivatedLmLoss(plain + activated_weight * activated, plain.detach(), activated.detach(), alive.detach())
 
 
 def _sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int) -> Tensor:

@@ -117,8 +117,7 @@ class EchoTransformer(Transformer):
         """The most tokens of a row, both copies and the template together."""
         side = {"query": self.query_length, "document": self.document_length}.get(task or "")
         limits = [max_length if max_length is not None else side, self.max_seq_length]
-        known = [limit for limit in limits if limit is not None and limit < 1 << 30]
-        return min(known, default=None)
+        return min((limit for limit in limits if limit is not None and limit < 1 << 30), default=None)
 
     def _padded(self, rows: list[list[int]], fill: int) -> Tensor:
         tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]

@@ -106,8 +106,7 @@ class ProsperTransformer(Transformer):
         made: ProsperTransformer = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if made.literal is None:
             return made
-        where = place_of_files(kwargs)
-        found = cls.load_file_path(model_name_or_path, LITERAL_WEIGHTS, subfolder=subfolder, **where)
+        found = cls.load_file_path(model_name_or_path, LITERAL_WEIGHTS, subfolder=subfolder, **place_of_files(kwargs))
         if found is None:
             raise FileNotFoundError(
                 f"{model_name_or_path}: {LITERAL_WEIGHTS} is missing, without which the literal residual would be "

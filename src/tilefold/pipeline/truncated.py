@@ -39,8 +39,7 @@ class Truncation:
     def add(self, texts: int, count: int, max_length: int | None) -> None:
         self.texts += texts
         self.count += count
-        known = [length for length in (self.max_length, max_length) if length is not None]
-        self.max_length = max(known, default=None)
+        self.max_length = max((length for length in (self.max_length, max_length) if length is not None), default=None)
 
     def see(self, call: Call) -> None:
         self.calls.append(call)

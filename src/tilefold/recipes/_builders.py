@@ -77,8 +77,7 @@ def build_epic(spec: EncoderSpec, base: Base) -> list[Module]:
 
 def usual_scale(transformer: Transformer) -> float:
     """The factor on the logits that a backbone starts with."""
-    model_type = str(getattr(transformer.model.config, "model_type", ""))
-    return SMALL_HEAD_SCALE if model_type in SMALL_HEAD_MODELS else 1.0
+    return SMALL_HEAD_SCALE if str(getattr(transformer.model.config, "model_type", "")) in SMALL_HEAD_MODELS else 1.0
 
 
 def build_mlp(spec: EncoderSpec, base: Base) -> list[Module]:
@@ -150,8 +149,7 @@ def _counted_idf(base: Base) -> list[float]:
         rows = base.network.tokenizer(batch, add_special_tokens=False, truncation=True, max_length=base.max_length)
         for row in rows["input_ids"]:
             found.update(set(row))
-    total = len(base.texts)
-    return [math.log1p((total - found[v] + 0.5) / (found[v] + 0.5)) for v in range(base.vocab_size)]
+    return [math.log1p((len(base.texts) - found[v] + 0.5) / (found[v] + 0.5)) for v in range(base.vocab_size)]
 
 
 def build_static(spec: EncoderSpec, base: Base) -> list[Module]:

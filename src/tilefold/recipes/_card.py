@@ -52,11 +52,10 @@ def describe(
     }
     table = "".join(f"| {name} | {value.replace('|', chr(92) + '|')} |\n" for name, value in rows.items() if value)
     warned = "".join(f"- {text}\n" for text in result.warnings)
-    load = _LOAD.format("MultiVectorEncoder" if recipe.late else "SparseEncoder")
     parts = [
         "## Made with tilefold\n",
         f"| | |\n|---|---|\n{table}",
-        load,
+        _LOAD.format("MultiVectorEncoder" if recipe.late else "SparseEncoder"),
         f"Settings that differ from those of the recipe's class:\n\n```json\n{json.dumps(settings, indent=1)}\n```\n",
         f"Warnings of the training:\n\n{warned}" if warned else "",
         "Losses and terms are means over the last logged steps of training"

@@ -79,8 +79,7 @@ def _both_sides(query: EncoderSpec, document: EncoderSpec, base: Base) -> tuple[
         raise ValueError(f"one side must have a network, got kinds {query.kind!r} and {document.kind!r}.")
     modules = BUILDERS[first.kind](first, base)
     network, vocab_size = modules[0], modules[-1].get_embedding_dimension()
-    other = replace(base, vocab_size=vocab_size, network=network)
-    others = BUILDERS[second.kind](second, other)
+    others = BUILDERS[second.kind](second, replace(base, vocab_size=vocab_size, network=network))
     sizes = [side[-1].get_embedding_dimension() for side in (modules, others)]
     prints = [vocabulary_fingerprint(side[0].tokenizer) for side in (modules, others)]
     if sizes[0] != sizes[1] or prints[0] != prints[1]:

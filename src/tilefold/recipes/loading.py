@@ -199,8 +199,7 @@ def fast_inference() -> Iterator[None]:
     """bf16 autocast where the hardware has it; weights and scores stay fp32."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.autocast(device, torch.bfloat16, enabled=supports_bf16()):
+    with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=supports_bf16()):
         yield
 
 

@@ -285,8 +285,7 @@ def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | 
     note = f"{in_all - kept} of {in_all} training pairs were left out: {file} has no {what} for them."
     passes = recipe.epochs if recipe.max_steps is None else recipe.max_steps * recipe.batch_size / kept
     draws = max(1, min(math.ceil(passes), MAX_TEXTS // (kept * (1 + count))))
-    columns = mined.columns(count, draws, recipe.seed)
-    return examples_of(collection, kept, columns, note if kept < in_all else "")
+    return examples_of(collection, kept, mined.columns(count, draws, recipe.seed), note if kept < in_all else "")
 
 
 def _how_to_make(recipe: LsrRecipe, collection: Collection) -> str:

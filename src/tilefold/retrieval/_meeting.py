@@ -206,10 +206,9 @@ class RankShards(Generic[M, V]):
         return manifest
 
     def _encode(self, open_late: Callable[[], None] | None) -> None:
-        shards = self._taken()
         with (
             Behind(WAITING_SHARDS, "tilefold-writer") as behind,
-            closing(encode_shards(self.job, shards, self._write, behind, open_late)) as steps,
+            closing(encode_shards(self.job, self._taken(), self._write, behind, open_late)) as steps,
         ):
             for _ in steps:
                 self._step()

@@ -91,8 +91,7 @@ class Manifest:
     def to_dict(self) -> Json:
         """The JSON object in the file."""
         values, shared = asdict(self), [item.name for item in fields(Manifest)]
-        ordered = sorted(values, key=lambda name: name in shared)
-        return {name: values[name] for name in ordered}
+        return {name: values[name] for name in sorted(values, key=lambda name: name in shared)}
 
     @property
     def identity(self) -> Json:
@@ -107,8 +106,7 @@ class Manifest:
         entry = {"file": str, "sha256": str, **dict.fromkeys(self.TOTALS.values(), int)}
         if not all(_has(shard, entry) and _counts_cuts(shard.get("truncated", {})) for shard in self.shards):
             return ["shards"]
-        cuts = (self.truncated, self.partial.get("truncated", {}))
-        return [] if all(map(_counts_cuts, cuts)) else ["truncated"]
+        return [] if all(map(_counts_cuts, (self.truncated, self.partial.get("truncated", {})))) else ["truncated"]
 
 
 M = TypeVar("M", bound=Manifest)
@@ -200,19 +198,18 @@ class ShardWriter(ABC, Generic[M, V]):
         self._lock = hold_folder(self.path)
         earlier = self._earlier()
         receipts = list(self.path.glob(RECEIPTS))
-        written = earlier is not None and bool(earlier.shards or earlier.partial or receipts)
-        resume = resume and written  # else any settings do
+        if earlier is None or not (earlier.shards or earlier.partial or receipts):
+            resume = False  # any settings do
         if earlier is not None and resume:
             if changed := differences(earlier.identity, manifest.identity, "before", "now"):
                 remedy = f"Go on with the former ones, choose another folder, or take {_ANEW}."
                 raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
             manifest = earlier
         self.manifest = manifest
-        shards = f"part-*.{self.suffix}"
-        if earlier is None or not resume:
+        if not resume:
             self.path.mkdir(parents=True, exist_ok=True)
             self._save()
-            for stale in (*self.path.glob(shards), *receipts):
+            for stale in (*self.path.glob(f"part-*.{self.suffix}"), *receipts):
                 stale.unlink(missing_ok=True)
         remove_leftovers(self.path)
         if resume:

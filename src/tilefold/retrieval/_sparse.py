@@ -146,10 +146,9 @@ class SparseVectors:
             raise ValueError("parts: expected at least one set of vectors, got an empty list.")
         for number, part in enumerate(parts[1:], start=1):
             check_same_vocabulary(parts[0], part, "parts[0]", f"parts[{number}]")
-        lengths = np.concatenate([np.diff(part.indptr) for part in parts])
         return cls(
             [row_id for part in parts for row_id in part.ids],
-            offsets_of(lengths),
+            offsets_of(np.concatenate([np.diff(part.indptr) for part in parts])),
             np.concatenate([part.indices for part in parts]),
             np.concatenate([part.data for part in parts]),
             parts[0].vocab_size,

@@ -113,8 +113,7 @@ def table_rows(path: Path, skip: int = 0) -> Iterator[Row]:
 def text_rows(lines: Iterable[tuple[int, str]], path: object, *, bare: bool = False) -> Iterator[Row]:
     """Rows of lines: an id, a tab and a text; a `bare` text, by its number; or the columns that the first names."""
     columns: list[str | None] | None = None
-    filled = ((number, line) for number, line in lines if line.strip())
-    for place, (number, line) in enumerate(filled):
+    for place, (number, line) in enumerate(((number, line) for number, line in lines if line.strip())):
         where, fields = f"{path}:{number}", line.rstrip("\r\n").split("\t")
         if place == 0 and (columns := text_columns(fields, where)):
             _say_once(where, tuple(fields))

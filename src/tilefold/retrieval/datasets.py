@@ -110,8 +110,7 @@ def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collecti
 
 def cache_key() -> str:
     """A key of the installed standard library and of this builder: equal keys give equal collections."""
-    where = f"{sysconfig.get_paths()['stdlib']}\n{sys.version}"
-    digest = hashlib.sha256(where.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(f"{sysconfig.get_paths()['stdlib']}\n{sys.version}".encode()).hexdigest()[:8]
     return f"{platform.python_implementation().lower()}-{platform.python_version()}-{digest}-v{BUILDER_VERSION}"
 
 

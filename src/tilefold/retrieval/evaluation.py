@@ -212,8 +212,7 @@ def write_trec_run(run: _RunLike, path: str | Path, tag: str = "tilefold") -> No
             check_text_ids("run", [query_id])
             check_scores("run", query_id, scores)
             check_word("query id", query_id)
-            ranked = sorted(scores.items(), key=lambda item: -item[1])
-            for rank, (document_id, score) in enumerate(ranked, start=1):
+            for rank, (document_id, score) in enumerate(sorted(scores.items(), key=lambda item: -item[1]), start=1):
                 check_word("document id", document_id)
                 stream.write(f"{query_id} Q0 {document_id} {rank} {float(score)!r} {tag}\n")
 

@@ -257,8 +257,7 @@ class Metadata:
     def _moved(self, documents: npt.NDArray[np.int64]) -> Any:
         """The table with other rows of documents, without those below 0."""
         arrow = _arrow()
-        table = self.table.set_column(1, "document", arrow.array(documents))
-        return table.filter(arrow.array(documents >= 0))
+        return self.table.set_column(1, "document", arrow.array(documents)).filter(arrow.array(documents >= 0))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:

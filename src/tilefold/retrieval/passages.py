@@ -124,8 +124,7 @@ class Passages:
         if self.cut == "sentences":
             ends = [match.end() for match in _SENTENCE_END.finditer(text)]
             sentences = {bisect_left(starts, end): end for end in ends} | {0: 0, count: len(text)}
-            borders = sorted(sentences)
-            long = (range(a, b) for a, b in pairwise(borders) if b - a > self.length)
+            long = (range(a, b) for a, b in pairwise(sorted(sentences)) if b - a > self.length)
             begins = {word: starts[word] for words in long for word in words} | sentences
         breaks = sorted(begins)
         found, at = [], 0
@@ -177,8 +176,7 @@ class Passages:
             }
             for split, judged in collection.qrels.items()
         }
-        passages = map(Passage.of, texts)
-        cut = {each.id: each.of_document(collection.documents[each.document]) for each in passages}
+        cut = {each.id: each.of_document(collection.documents[each.document]) for each in map(Passage.of, texts)}
         return Collection(collection.name, cut, collection.queries, qrels)
 
 

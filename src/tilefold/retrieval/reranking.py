@@ -169,8 +169,7 @@ class Reranker:
             encoded = encode_texts(self.model, {query: queries[query] for query in run}, kind="query")
         documents = self.tokens if self.tokens is not None else candidates
         if documents is None:
-            texts = self.candidates(run, reranking, by, passages)
-            documents = encode_texts(self.model, texts, kind="document")
+            documents = encode_texts(self.model, self.candidates(run, reranking, by, passages), kind="document")
         tail: Tail = reranking.tail if weight is None else "drop"
         reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
         parts = self._parts(run, depth, by, passages)

@@ -251,15 +251,13 @@ class Searcher:
         retriever: Any = self.retriever
         if feedback is not None and isinstance(retriever, WordsRetriever):
             retriever = retriever.as_vectors
-        deep = depth
-        if feedback is not None:
-            deep = max(depth, feedback.k, WHOLE if mix is not None or feedback.bottom else 0)
+        whole = mix is not None or (feedback is not None and feedback.bottom)
+        deep = depth if feedback is None else max(depth, feedback.k, WHOLE if whole else 0)
         second = None if mix is None else self.second_run(queries, deep, request, best)
         before = after = retriever.encode(queries) if vectors is None else vectors
 
         def search(vectors: Any, k: int) -> Run:
-            of_passages = self.passages is not None and request.by == "document"
-            known = best if of_passages else None
+            known = best if self.passages is not None and request.by == "document" else None
             return found_by(lambda n: retriever.search(vectors, names, n, request.where), k, self.stage, known)
 
         run = own = search(before, deep)
@@ -285,8 +283,7 @@ class Searcher:
         """The run of the queries of `ranking` without feedback; with an interpolation, mixed once with the second."""
         mix, depth = request.interpolation, request.candidates
         plain = replace(request, k=depth if mix is None else max(depth, WHOLE), feedback=None, interpolation=None)
-        vectors = None if isinstance(self.retriever, WordsRetriever) else ranking.before
-        run = self.rank(queries, plain, vectors).run
+        run = self.rank(queries, plain, None if isinstance(self.retriever, WordsRetriever) else ranking.before).run
         if mix is None:
             return run
         return _best(mix.mix(run, self.second_run(queries, plain.k, request, {}), plain.k), depth)
@@ -337,8 +334,7 @@ class Searcher:
             raise ValueError("second: expected a BM25 index or a run to interpolate or fuse with, got None.")
         words = self.second
         if isinstance(words, BM25Index):
-            of_passages = words.provenance.passages is not None and request.by == "document"
-            known = best if of_passages else None
+            known = best if words.provenance.passages is not None and request.by == "document" else None
             return found_by(lambda n: words.search(queries, n, where=request.where), k, _SECOND, known)
         if request.where is not None:
             raise ValueError("second: expected a BM25 index with metadata beside where, got a run, which has none.")

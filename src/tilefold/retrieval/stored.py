@@ -269,8 +269,7 @@ def _keep(folder: Path, found: Stored[Document]) -> None:
         with atomic_directory(folder, own_names=(*_ARRAYS, _FACTS)) as made:
             for name, values in zip(_ARRAYS, found.arrays, strict=True):
                 np.save(made / name, values, allow_pickle=False)
-            facts = {"state": found.state, "documents": len(found), "texts_sha256": found.sha256}
-            write_json(made / _FACTS, facts)
+            write_json(made / _FACTS, {"state": found.state, "documents": len(found), "texts_sha256": found.sha256})
     except (OSError, InUseError) as error:
         _logger.warning("where the documents of %s lie could not be kept: %s", found.path, error)
 

@@ -186,8 +186,7 @@ def _sparse(model: Model, task: _Task) -> Floats:
         wanted = "a sparse model that compares by dot product"
         raise ValueError(f"teacher {task.teacher.name}: expected {wanted}, got {compared!r}.")
     _check_all(task, encode_collection(model, task.documents, task.folder, batch_size=task.size, progress=task.report))
-    queries = encode_queries(model, task.queries, batch_size=task.size)
-    return _products(queries, read_vectors(task.folder), task)
+    return _products(encode_queries(model, task.queries, batch_size=task.size), read_vectors(task.folder), task)
 
 
 def _words(index: BM25Index, task: _Task) -> Floats:
@@ -205,8 +204,7 @@ def _products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> 
     ]
     parts = [slice(low, low + _PAIRS) for low in range(0, len(task.query), _PAIRS)]
     pairs = ((sides[0][task.query[part]], sides[1][task.document[part]]) for part in parts)  # one part at a time
-    scores = [np.asarray(asked.multiply(stored).sum(axis=1), np.float32) for asked, stored in pairs]
-    return np.concatenate(scores)
+    return np.concatenate([np.asarray(asked.multiply(stored).sum(axis=1), np.float32) for asked, stored in pairs])
 
 
 def _late(model: Model, task: _Task) -> Floats:

@@ -68,8 +68,7 @@ class TokenVectors:
         for name, rows in zip(ids, vectors, strict=True):
             if rows.dim() != 2 or rows.size(1) != dimension:
                 raise DataError(f"vectors: expected [n, {dimension}] for {name!r}, got shape {list(rows.shape)}.")
-        lengths = [rows.size(0) for rows in vectors]
-        offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        offsets = torch.tensor([0, *(rows.size(0) for rows in vectors)], dtype=torch.int64).cumsum(0)
         packed = torch.cat([rows.detach().float() for rows in vectors]) if vectors else torch.zeros(0, dimension)
         kept = packed.half() if storage == "fp16" else packed
         check_finite(ids, offsets, kept.isfinite().all(dim=1).cpu(), storage, packed)

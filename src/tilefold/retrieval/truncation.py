@@ -156,8 +156,7 @@ class Beginnings:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
-        added = map(len, tokenizer.get_added_vocab())
-        self.margin = max([MARGIN, *added])
+        self.margin = max([MARGIN, *map(len, tokenizer.get_added_vocab())])
         self.longest = max(map(len, self.backend.get_vocab(with_added_tokens=False)), default=1)
         kind = type(self.backend.model).__name__
         self.open = kind == "Unigram" or (kind == "BPE" and not self.backend.model.end_of_word_suffix)

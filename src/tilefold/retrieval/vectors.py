@@ -198,8 +198,7 @@ def export_jsonl(
             vector: dict[str, float] = dict(zip(names, weights.tolist(), strict=True))
             if scale is not None:
                 vector = {name: q for name, w in vector.items() if (q := round(w * scale)) > 0}
-            line = {"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector}
-            stream.write(json_line(line))
+            stream.write(json_line({"id": row_id, "contents": (contents or {}).get(row_id, ""), "vector": vector}))
 
 
 @contextmanager

@@ -94,8 +94,7 @@ class Searchable:
             return TokenVectors([QUERY], torch.tensor([0, len(row)]), row.float())
         indices, weights, _ = strongest(row, self.query_top_k, None)
         fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
-        size = self.index.vocab_size
-        return SparseVectors([QUERY], np.array([0, len(indices)]), indices, weights, size, fingerprint)
+        return SparseVectors([QUERY], np.array([0, len(indices)]), indices, weights, self.index.vocab_size, fingerprint)
 
     def search_dense(self, vector: npt.NDArray[np.float32], k: int, where: Where = None) -> dict[str, float]:
         """The `k` best documents that match by their dense vectors, in the collection of the index."""

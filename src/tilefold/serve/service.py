@@ -191,16 +191,13 @@ class Service:
         tokenizes: bool = False,
     ) -> list[R]:
         """Results of `work` for items, portion by portion: other requests have their turn between two of them."""
-        parts = portions(items, size)
-        return [made for part in parts for made in await self.off_loop(work, part, tokenizes=tokenizes)]
+        return [made for part in portions(items, size) for made in await self.off_loop(work, part, tokenizes=tokenizes)]
 
     async def helped(
         self, items: Sequence[T], work: Callable[[list[T]], list[R]], size: Callable[[Any], int] = len
     ) -> list[R]:
         """Results of `work` by helper threads, or at once where the items are little: to wake one would take longer."""
-        if sum(map(size, items)) <= _LITTLE:
-            return work(list(items))
-        return await self.in_portions(items, work, size)
+        return work(list(items)) if sum(map(size, items)) <= _LITTLE else await self.in_portions(items, work, size)
 
     async def in_search(self, work: Callable[..., T], *args: Any) -> T:
         """Run a search in a daemon thread: an index on a server may take long, and must hold up nothing else."""
@@ -354,9 +351,7 @@ class Service:
 
     def _run(self, key: Way | str, payloads: list[Any]) -> list[Any]:
         """A batch, in the worker thread of a device."""
-        if isinstance(key, str):
-            return [work() for work in payloads]
-        return self.models[key.kind].encode(key, payloads)
+        return [work() for work in payloads] if isinstance(key, str) else self.models[key.kind].encode(key, payloads)
 
     def record(self, outcome: Outcome, method: str) -> None:
         """Note a request that was answered."""

@@ -75,9 +75,7 @@ def _why_not_by_its_kind(transformer: Transformer) -> str | None:
         return f"only text on the backend 'torch' is packed, got {transformer.backend!r} and {transformer.modalities}"
     if transformer.can_flatten_inputs:
         return "a flash-attn implementation was chosen, with which sentence-transformers flattens inputs itself"
-    if transformer.unpad_inputs is False:
-        return "unpad_inputs=False was chosen"
-    return None
+    return "unpad_inputs=False was chosen" if transformer.unpad_inputs is False else None
 
 
 def _is_mask(module: object) -> bool:

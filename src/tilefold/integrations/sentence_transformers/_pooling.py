@@ -137,8 +137,7 @@ class FusedForward(Replacement):
             if self.quantize is not None and not torch.is_grad_enabled():
                 head = head._replace(weight=quantize_weight(head.weight))
         sparse = None if torch.compiler.is_compiling() or not self.last else _sparse.get()[0]
-        wanted = Wanted(out_dtype, self.impl, sparse)
-        features["sentence_embedding"] = self.pooling.fused_scores(features, head, wanted)
+        features["sentence_embedding"] = self.pooling.fused_scores(features, head, Wanted(out_dtype, self.impl, sparse))
         return features
 
     # Python puts this name into errors of wrong calls, which then read like those of the stock forward

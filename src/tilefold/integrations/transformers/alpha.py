@@ -129,10 +129,7 @@ def use_entmax(model: nn.Module, alpha: float | list[float] = attention.DEFAULT,
     modules = attention.checked_attention_modules(model)
     if stuck := [type(m).__name__ for m in modules if _implementation(m) != attention.NAME]:
         raise ValueError(f"model must support a choice of attention, got {sorted(set(stuck))}, which do not.")
-    if learn:
-        learn_alpha(model, alpha)
-    else:
-        set_alpha(model, alpha)
+    (learn_alpha if learn else set_alpha)(model, alpha)
     for config in _configs(model):
         setattr(config, attention.MARK, attention.NAME)
 

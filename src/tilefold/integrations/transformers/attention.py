@@ -260,8 +260,7 @@ class SparsityRecord:
         return self._described("all layers", torch.stack(counts).sum(dim=0))
 
     def _ran(self) -> list[tuple[str, Tensor]]:
-        names = self._names
-        ran = [(names[module], counts.cpu()) for module, counts in self._counts.items() if counts is not None]
+        ran = [(self._names[module], counts.cpu()) for module, counts in self._counts.items() if counts is not None]
         if not ran:
             remedy = "call use_entmax(model), and run the model inside the with block."
             raise RuntimeError(f"no attention layer of the model ran entmax attention while recorded; {remedy}")

@@ -56,14 +56,12 @@ class Centroids:
         counts, terms = [], []
         for lengths, vectors in blocks():
             owner = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-            codes = _assigned(vectors, coarse, fine).numpy()
-            keys = np.unique(owner * (cells * _PARTS) + codes)
+            keys = np.unique(owner * (cells * _PARTS) + _assigned(vectors, coarse, fine).numpy())
             counts.append(np.bincount(keys // (cells * _PARTS), minlength=len(lengths)))
             terms.append((keys % (cells * _PARTS)).astype(np.int32))
         indptr, indices = offsets_of(np.concatenate(counts)), np.concatenate(terms)
         ones = np.ones(indices.size, np.float32)
-        names = [str(row) for row in range(n_documents)]
-        documents = SparseVectors(names, indptr, indices, ones, cells * _PARTS)
+        documents = SparseVectors([str(row) for row in range(n_documents)], indptr, indices, ones, cells * _PARTS)
         return cls(fine.flatten(0, 1), ExactIndex.build(documents))
 
     def save(self, folder: Path) -> None:

@@ -298,6 +298,5 @@ class ExactIndex(FolderIndex):
         fastest()  # its import is not part of the first query
         documents = read_array(folder / _DOCUMENTS, np.int32, int(offsets[-1]))
         weights = read_array(folder / _WEIGHTS, np.float32, int(offsets[-1]))
-        sums = read_array(folder / _CHECKSUMS, np.uint32, size)
-        postings = Postings(offsets, documents, weights, len(ids), sums)
+        postings = Postings(offsets, documents, weights, len(ids), read_array(folder / _CHECKSUMS, np.uint32, size))
         return cls(ids, postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))

@@ -149,8 +149,7 @@ class LateIndex(TorchIndex):
             wanted = f"a storage of {', '.join(STORAGES)} and a dimension"
             raise DataError(f"{folder}: expected {wanted}, got {options}. {REMEDY}")
         files = TokenFiles(folder, len(ids), options["dimension"], options["storage"])
-        nearest = Centroids.load(folder, files.dimension)
-        return cls(ids, files, nearest, options, Provenance.from_dict(manifest))
+        return cls(ids, files, Centroids.load(folder, files.dimension), options, Provenance.from_dict(manifest))
 
     def _write(self, folder: Path) -> None:
         without_segments = shutil.ignore_patterns(SEGMENTS, ".*")

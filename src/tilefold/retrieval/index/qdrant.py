@@ -140,8 +140,7 @@ class QdrantIndex:
         unfinished = folder.parent / f".{folder.name}.building"
         with hold_path(folder):
             try:
-                engine = _unfinished(unfinished, documents.digest(layout))
-                with QdrantCollection.of(engine, layout) as opened:
+                with QdrantCollection.of(_unfinished(unfinished, documents.digest(layout)), layout) as opened:
                     opened.build(documents, **report)
                     cls(opened)._describe(unfinished)
             except BaseException:
@@ -179,15 +178,13 @@ class QdrantIndex:
         for name, value in address.items():
             if not isinstance(value, str) and any(other is not None for other in address.values()):
                 raise DataError(f"{path}: expected a text as {name} of the options, got {value!r:.80}. {REMEDY}")
-        if address["url"] is not None:
-            opened = QdrantCollection.server(address["url"], address["collection"])
-        else:
-            opened = QdrantCollection.embedded(folder)
+        url, name = address.values()
+        opened = QdrantCollection.embedded(folder) if url is None else QdrantCollection.server(url, name)
         if not opened.complete or opened.layout.vocab_size != manifest["vocab_size"]:
             opened.close()
             what = "one of another vocabulary" if opened.complete else "one whose build is not finished"
             raise DataError(f"{opened.place}: expected the collection of {path}, got {what}. Run tilefold index again.")
-        return cls(opened, folder=folder) if address["url"] is None else cls(opened, address=address)
+        return cls(opened, folder=folder) if url is None else cls(opened, address=address)
 
     def close(self) -> None:
         """Let other processes open the folder; a temporary one is removed."""

@@ -150,8 +150,7 @@ class SeismicIndex(FolderIndex):
         numbers[terms] = np.arange(terms.size)
         chosen = chosen.for_collection(len(vectors), kept.size / terms.size)
         large = terms.size > _SMALL_VOCABULARY
-        searched = ("query_cut", "heap_factor")
-        settings = {name: value for name, value in asdict(chosen).items() if name not in searched}
+        settings = {name: value for name, value in asdict(chosen).items() if name not in ("query_cut", "heap_factor")}
         with _quiet():
             kind = seismic.SeismicDatasetLV if large else seismic.SeismicDataset
             dataset, rows = kind(dim=int(terms.size)), [str(row) for row in range(len(vectors))]
@@ -159,8 +158,7 @@ class SeismicIndex(FolderIndex):
             dataset.add_documents_by_id(rows, numbers[kept], vectors.data[keep], offsets)
             engine = (seismic.SeismicIndexLV if large else seismic.SeismicIndex).build_from_dataset(dataset, **settings)
         origin = (vectors.vocab_size, vectors.fingerprint, vectors.provenance)
-        filled = np.flatnonzero(np.diff(offsets))
-        return cls(engine, list(vectors.ids), terms.astype(np.int32), filled, chosen, origin)
+        return cls(engine, list(vectors.ids), terms.astype(np.int32), np.flatnonzero(np.diff(offsets)), chosen, origin)
 
     def search(
         self,

@@ -135,8 +135,7 @@ class EdgeEngine(Engine):
         return list(self._call("retrieve", keys, True, vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
-        request = self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID])
-        page, offset = self._call("scroll", request)
+        page, offset = self._call("scroll", self.api.ScrollRequest(offset=offset, limit=_PAGE, with_payload=[ID]))
         return page, offset
 
     def _count(self, chosen: object) -> int:
