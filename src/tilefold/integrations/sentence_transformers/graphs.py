@@ -282,7 +282,7 @@ class StepGraphs:
         return output
 
     def _used(self, numbers: set[int]) -> dict[int, Tensor]:
-        """Those of some parameters that have gradients: DDP takes part in all that a backward hands out, be it None."""
+        """Parameters of these numbers that get gradients: DDP takes part in all that are handed out, be it None."""
         return {number: self.parameters[number] for number in sorted(numbers) if self.gradients[number] is not None}
 
     def handed_out(self, numbers: list[int]) -> list[Tensor]:
