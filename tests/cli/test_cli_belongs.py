@@ -14,6 +14,9 @@ import transformers
 from tests.cli.program import Call, done, fails, measured, run_steps
 from tests.manifests import edit
 from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
+from tests.refusals import refused
+from tilefold.cli._common import CommandError
+from tilefold.cli._scores import NamedRun, check_answers
 from tilefold.retrieval import Document, read_trec_run, write_trec_run
 from tilefold.retrieval.evaluation import choose_weights
 from tilefold.retrieval.provenance import Provenance
@@ -104,6 +107,8 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(call: Call
     ):
         run.write_text(text)
         fails(call("evaluate", "--data", work / "data", "--run", run), 1, message)
+    nothing = NamedRun("r", {key: {} for key in small_collection().qrels["test"]}, Provenance())  # as by --where
+    refused(CommandError, "they have no hit.*--where", check_answers, nothing, small_collection(), ["test"])
     run.write_text("q12 Q0 d12 1 1.0 bm25\n")
     partial = call("evaluate", "--data", work / "data", "--run", run, "--measure", "RR@10", "--json")
     assert json.loads(partial.out)["measures"] == {"RR@10": 0.25}

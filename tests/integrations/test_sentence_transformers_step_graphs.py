@@ -173,6 +173,7 @@ def test_a_forward_whose_backward_is_to_come_is_not_overwritten(dropout: float, 
     assert third is not None
     loss = third.sum()
     loss.backward(retain_graph=True)
+    refused(RuntimeError, "and once, got it after another batch or again", loss.backward)
     transformer.model.bert.encoder.layer[0].output.dropout.p = dropout  # another one: graphs are made anew
     for _ in range(1 if dropout == 0.0 else 2):
         output = graphs(features[1])

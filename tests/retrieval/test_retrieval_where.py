@@ -214,8 +214,7 @@ def test_metadata_come_from_an_object_or_from_columns_and_are_saved_again(tmp_pa
 
 
 def test_a_damaged_file_of_metadata_is_refused(make_vectors: Make, tmp_path: Path) -> None:
-    vectors = make_vectors(5)
-    r.build_index(vectors, metadata={"d1": {"lang": "de"}}).save(tmp_path / "index")
+    r.build_index(make_vectors(5), metadata={"d1": {"lang": "de"}}).save(tmp_path / "index")
     file = tmp_path / "index" / "metadata.parquet"
     whole = file.read_bytes()
     file.write_bytes(whole[:-9] + b"x" + whole[-8:])

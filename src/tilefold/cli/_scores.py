@@ -166,6 +166,8 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
             of = f"any of the {len(judged)} judged queries of {collection.name}, {split}"
             remedy = "Give the collection and the split that it was made for: --data, --split."
             got = "it is empty" if seen is None else example
+            if not judged.keys().isdisjoint(named.run):
+                got, remedy = "they have no hit", "Look whether documents match --where, and queries have terms."
             raise CommandError(f"{named.name}: no result for {of} ({got}). {remedy}")
         if not any(document in collection.documents for query in answered for document in named.run[query]):
             example = next(iter(named.run[answered[0]]))

@@ -387,10 +387,10 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[object, ...]:
         owner: StepGraphs = ctx.owner
         if ctx.serial != owner.serial:
-            remedy = "got it after another batch; use graphs=False for a loss that needs it."
-            raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {remedy}")
+            got = "and once, got it after another batch or again; use graphs=False for a loss that needs it."
+            raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {got}")
         ctx.graph.backward(gradient)
-        ctx.waits = None
+        ctx.waits = ctx.serial = None  # what it read is overwritten
         first = gradient.new_empty(0) if ctx.needs_input_grad[5] else None  # for _Late
         return *[None] * 5, first, *owner.handed_out(ctx.used)
 
