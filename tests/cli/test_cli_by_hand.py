@@ -230,7 +230,6 @@ def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared
     expected = r.with_feedback(search(asked), again, 1000, second, mix)
     command = ("evaluate", "--data", shared / "data", "--model", "minilm", "--prf", "average", "--prf-with",
                shared / "bm25.trec", "--prf-weight", "0.3", "--save-run", tmp_path / "run.trec", "--json")  # fmt: skip
-    found = measured(call(*command))
-    assert found["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
+    assert measured(call(*command))["measures"] == pytest.approx(r.evaluate(expected, collection.qrels["test"]))
     for query, scores in r.read_trec_run(tmp_path / "run.trec").items():
         assert scores == pytest.approx(expected[query], abs=1e-6)

@@ -258,8 +258,7 @@ def test_training_says_how_many_texts_were_cut(call: Call, cut: Path, masked_lm:
     trained = ("train", "--data", cut / "data", "--model", masked_lm, "--batch-size", "4", "--epochs", "2")
     asked = (*trained, "--lr", "1e-5", "--max-length", LENGTH, "--output", tmp_path / "m")
     outcome = done(call(*asked, "--json"))
-    told = json.loads(outcome.out)["truncated"]
-    assert told == [{"texts": 48, "count": 6, "max_length": LENGTH}]  # 12 pairs twice
+    assert json.loads(outcome.out)["truncated"] == [{"texts": 48, "count": 6, "max_length": LENGTH}]  # 12 pairs twice
     assert outcome.err.splitlines()[-1] == "6 of 48 training texts were cut at 24 tokens"
     assert "6 of 48 training texts were cut at 24 tokens" in call(*asked).err, "what was trained before says the same"
 

@@ -70,8 +70,7 @@ def test_ranks_that_do_not_notice_a_kill_are_ended(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "_KILLED_SECONDS", 0.2)
-    kills = FAILS.replace("sys.exit(3)", "os.kill(os.getpid(), 9)")
-    assert ranks.run_ranks([sys.executable, "-c", kills], 2) == 1
+    assert ranks.run_ranks([sys.executable, "-c", FAILS.replace("sys.exit(3)", "os.kill(os.getpid(), 9)")], 2) == 1
     assert "Error: rank 1 was ended by signal 9. Run the same command again" in capfd.readouterr().err
 
 

@@ -154,7 +154,7 @@ def test_outputs_and_gradients_are_those_of_a_plain_step(kind: str, device: str,
     for one in (graphs, other):  # which share nothing
         one(features)
         assert_as_without(encoder, one, features)
-    assert len(graphs.graphs) == 2 and len(other.graphs) == 1 and not graphs.failed
+    assert len(graphs.graphs) == 2 and len(other.graphs) == 1 and not graphs.failed and graphs.halved
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -179,6 +179,23 @@ def test_a_forward_whose_backward_is_to_come_is_not_overwritten(dropout: float, 
         output = graphs(features[1])
     assert output is not None
     refused(RuntimeError, "backward must come before the next batch", loss.backward)
+
+
+def test_a_backward_pass_that_cannot_be_cut_is_whole(transformer: Any) -> None:
+    layers, below = transformer.model.bert.encoder.layer, list[Tensor]()
+    forwards = [layer.forward for layer in layers]
+
+    def first(hidden: Tensor, *rest: Any, **options: Any) -> Any:
+        below[:] = [hidden.sin()]
+        return forwards[0](hidden, *rest, **options)
+
+    layers[0].forward = first
+    layers[1].forward = lambda hidden, *rest, **options: forwards[1](hidden + below[0], *rest, **options)
+    graphs, features = StepGraphs(transformer, Repeated, halved=True), batch(transformer, [4, 6])
+    graphs(features)
+    with pytest.warns(UserWarning, match="hands out all gradients at once.*second time"):
+        graphs(features)
+    assert_as_without(transformer, graphs, features)
 
 
 def test_a_frame_that_somebody_keeps_stops_no_graph(transformer: Any) -> None:
@@ -299,7 +316,7 @@ def test_layers_are_compiled_for_a_graph(kind: str, tokenizer_folder: Path, monk
         traced.append(counters["unique_graphs"] - before)
         return found
 
-    graphs = StepGraphs(encoder, repeated, compiled=True)
+    graphs = StepGraphs(encoder, repeated, compiled=True, halved=True)
     features = batch(encoder, [3, 5, 4])
     for _ in range(2):
         graphs(features)

@@ -70,8 +70,7 @@ def train(folder: Path, schedule: AlphaSchedule | None, resume: str | None = Non
 
 
 def test_alpha_is_annealed_from_softmax_over_a_run_and_from_a_checkpoint(tmp_path: Path, capsys: Any) -> None:
-    schedule = AlphaSchedule(2.0, until=4)
-    whole = train(tmp_path / "whole", schedule)
+    whole = train(tmp_path / "whole", AlphaSchedule(2.0, until=4))
     assert whole.alphas == [1.0, 1.25, 1.5, 1.75, 2.0, 2.0]
     softmax = train(tmp_path / "softmax", None, steps=1)
     assert abs(whole.losses[0] - softmax.losses[0]) <= 1e-5 * abs(softmax.losses[0])

@@ -158,8 +158,7 @@ def test_two_sides_share_a_transformer_and_reload(bases: dict[str, Path], kind: 
     assert routes["query"][0] is routes["document"][0]
     with accelerate(again):
         torch.testing.assert_close(dense(again, TEXTS, "document"), documents, rtol=0, atol=1e-6)
-    rows = encode_sparse(model, TEXTS, task="document")
-    torch.testing.assert_close(rows.to_dense(), documents, rtol=0, atol=1e-6)
+    torch.testing.assert_close(encode_sparse(model, TEXTS, task="document").to_dense(), documents, rtol=0, atol=1e-6)
     next(tmp_path.rglob(LITERAL_WEIGHTS)).unlink()
     with pytest.raises(FileNotFoundError, match="without which the literal residual would be random"):
         SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)

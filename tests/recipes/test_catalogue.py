@@ -122,8 +122,7 @@ def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
 def test_deepct_starts_at_an_idf_match_and_saturates(bases: Any, collection: Collection, tmp_path: Path) -> None:
     recipe = small_recipe(RECIPES["deepct"], bases)
     texts = list(collection.contents().values())
-    start = recipe.start(texts).cpu().eval()
-    rows = start.encode_document(texts, convert_to_sparse_tensor=False)
+    rows = recipe.start(texts).cpu().eval().encode_document(texts, convert_to_sparse_tensor=False)
     assert set(rows[rows > 0].tolist()) == {0.5}  # all terms alike: queries' IDF decides
     train(recipe, collection, tmp_path / "m")
     model = load_encoder(str(tmp_path / "m"), device="cpu")

@@ -149,8 +149,7 @@ def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_rust_is_counted_too(splade: Any, tmp_path: Path) -> None:
-    folder = Path(splade[0].tokenizer.name_or_path)
-    slow = BertTokenizerLegacy(str(folder / "vocab.txt"), model_max_length=LIMIT)
+    slow = BertTokenizerLegacy(str(Path(splade[0].tokenizer.name_or_path) / "vocab.txt"), model_max_length=LIMIT)
     stock = PreTrainedTokenizerBase.__call__
     with watching() as cut:
         with watching():

@@ -158,8 +158,7 @@ def test_feedback_fusion_and_reranking_are_of_documents_by_their_best_passages(p
     all_of: Callable[..., Run] = lambda asked: r.hits_to_run(asked, index.search(asked, 99))  # noqa: E731
     first, second = all_of(queries), words.search(QUERY, 99)
     basis = {"query": dict.fromkeys(best_passages(first)[1]["query"].values(), 0.0)}
-    moved = r.expand_sparse(queries, vectors, basis, feedback)
-    own = best(all_of(moved))
+    own = best(all_of(r.expand_sparse(queries, vectors, basis, feedback)))
     assert searcher.rank(QUERY, r.SearchRequest(9, feedback)).run == own
     fusion, mix = r.Fusion("interpolation", 0.3), r.Interpolation("after", 0.3)
     fused = r.interpolate([own, best(second)], [0.7, 0.3], k=9)
@@ -195,8 +194,7 @@ def test_feedback_fusion_and_reranking_are_of_documents_by_their_best_passages(p
 def test_passages_are_asked_for_and_of_other_parts_refused(parts: dict[str, Any], splade: Any, tmp_path: Path) -> None:
     searcher, by = r.Searcher(**parts), partial(r.SearchRequest, by="passage")
     asked = r.encode_texts(parts["late"], QUERY, kind="query")
-    first = searcher.rank(QUERY, by(4))
-    expected = r.rerank(first.run, asked, parts["tokens"])["query"]
+    expected = r.rerank(searcher.rank(QUERY, by(4)).run, asked, parts["tokens"])["query"]
     hits = searcher.search(QUERY["query"], by(4, reranking=r.Reranking(4)))
     assert [hit["score"] for hit in hits] == pytest.approx(list(expected.values()))
     assert [Passage(hit["id"], *list(hit["passage"].values())[:3]).id for hit in hits] == list(expected)

@@ -50,12 +50,10 @@ def test_a_search_is_the_functions_one_after_another(parts: dict[str, Any], spla
     moved = r.expand_sparse(queries, vectors, first, feedback)
     own = r.hits_to_run(moved, index.search(moved, 9))
     fused = r.interpolate([own, parts["second"].search(QUERY, 9)], [0.7, 0.3], k=9)
-    asked = r.encode_texts(late, QUERY, kind="query")
-    expected = r.rerank(fused, asked, parts["tokens"], depth=9)["query"]
+    expected = r.rerank(fused, r.encode_texts(late, QUERY, kind="query"), parts["tokens"], depth=9)["query"]
 
     given = parts if stored else {**parts, "vectors": vectors, "tokens": None}
-    request = r.SearchRequest(4, feedback, None, fusion, r.Reranking(9))
-    hits = r.Searcher(**given).search(QUERY["query"], request)
+    hits = r.Searcher(**given).search(QUERY["query"], r.SearchRequest(4, feedback, None, fusion, r.Reranking(9)))
     assert [hit["id"] for hit in hits] == list(expected)[:4] and [hit["rank"] for hit in hits] == [1, 2, 3, 4]
     for hit in hits:
         name = hit["id"]

@@ -94,8 +94,7 @@ def test_bi_encoders_and_bm25_give_their_own_similarities(rows: TrainingRows, tm
         scores = score_rows(Teacher(kind, kind, model), rows, COLLECTION, tmp_path / "work")
         plain = {"convert_to_sparse_tensor": False} if kind == "sparse" else {}
         encoded = model.encode_query(queries, **plain), model.encode_document(documents, **plain)
-        similar = model.similarity(*encoded).float()
-        own = similar[rows.query_of_row(), rows.document].tolist()
+        own = model.similarity(*encoded).float()[rows.query_of_row(), rows.document].tolist()
         np.testing.assert_allclose(scores, own, rtol=2**-5, atol=2**-6, err_msg=kind)  # other batches, some in bf16
     index = r.BM25Index.build(COLLECTION.contents())
     scores = score_rows(Teacher("bm25", "bm25", index), rows, COLLECTION, tmp_path / "work")

@@ -20,7 +20,7 @@ from tilefold.retrieval.training_rows import TrainingRows
 from tilefold.retrieval.truncation import text_cutter
 
 Places = npt.NDArray[np.int64]
-_CHARACTERS = 4  # of a token, about
+_CHARACTERS, _NO_LIMIT = 4, 10**6  # of a token, about; tokens of a model that names none, or 10^30
 
 
 class Held(list[str]):
@@ -204,7 +204,8 @@ class Reader:
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
         self._columns, self._cut, self._digest = columns, text_cutter(model, beside=True), digest
         self._ends: tuple[dict[int, int], ...] = {}, {}  # of texts that are cut, of documents and queries, by place
-        self._longest = _CHARACTERS * (getattr(model, "max_seq_length", None) or 10**6)
+        late = getattr(next(iter(model or ()), None), "document_length", None)
+        self._longest = _CHARACTERS * min(late or getattr(model, "max_seq_length", None) or _NO_LIMIT, _NO_LIMIT)
 
     def __len__(self) -> int:
         return len(self._columns["query"])
@@ -250,6 +251,8 @@ class Dealt:
         self._sampler, self._reader, self._ranks = sampler, reader, ranks
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._sampler, name)
 
     def __len__(self) -> int:

@@ -34,7 +34,6 @@ def _by_buckets(graphs: Any, weights: int) -> Any:
     into the buckets, which hold a part of the fp32 `weights` each. Buffers are sent again only where training changes
     them.
     """
-    import torch.distributed as dist
     from accelerate import DistributedDataParallelKwargs
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -47,10 +46,7 @@ def _by_buckets(graphs: Any, weights: int) -> Any:
                 if graphs is not None and (seen.get(bucket.index()) != place or id(parameters[0]) not in graphs.places):
                     seen[bucket.index()] = place
                     graphs.places.update(zip(map(id, parameters), bucket.gradients(), strict=True))
-                if dist.get_backend() != "nccl":
-                    return allreduce_hook(group, bucket)
-                work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True)
-                return work.get_future().then(lambda done: done.value()[0])
+                return allreduce_hook(group, bucket)
 
             model.register_comm_hook(None, reduced)
             model.broadcast_buffers = any(hasattr(module, "running_mean") for module in model.modules())

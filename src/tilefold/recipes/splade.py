@@ -50,6 +50,16 @@ class SpladeRecipe(SparseRecipe):
     regularizer_warmup_ratio: float = checked(1 / 3, RATIO)
     frozen_layers: int = checked(0, whole(0))
 
+    def as_lsr(self) -> LsrRecipe:
+        """This training as the general record: both sides share a masked language model."""
+        own = ("query_regularizer", "document_regularizer", "regularizer_warmup_ratio", "frozen_layers")
+        common = {name: value for name, value in self.to_dict().items() if name not in own}
+        query, document = (
+            RegularizerSpec("flops", weight, self.regularizer_warmup_ratio)
+            for weight in (self.query_regularizer, self.document_regularizer)
+        )
+        return LsrRecipe("splade", query_regularizer=query, document_regularizer=document, **common)
+
     def start(self, texts: Sequence[str]) -> SparseEncoder:
         """The stock SparseEncoder that training starts from; `texts` are the documents of the collection."""
         if self.base_model == "minilm":
@@ -68,17 +78,10 @@ class SpladeRecipe(SparseRecipe):
         return loading.stay_offline(model)
 
     def fit(self, job: TrainingJob) -> TrainResult:
-        """Train the job's model in place, by the general record: both sides share a masked language model."""
+        """Train the job's model in place."""
         if self.frozen_layers:
             freeze_lower_layers(job.model, self.frozen_layers)
-        own = ("query_regularizer", "document_regularizer", "regularizer_warmup_ratio", "frozen_layers")
-        common = {name: value for name, value in self.to_dict().items() if name not in own}
-        query, document = (
-            RegularizerSpec("flops", weight, self.regularizer_warmup_ratio)
-            for weight in (self.query_regularizer, self.document_regularizer)
-        )
-        recipe = LsrRecipe("splade", query_regularizer=query, document_regularizer=document, **common)
-        return fit_sparse(recipe, job, splade=True)
+        return fit_sparse(self.as_lsr(), job, splade=True)
 
 
 def untrained_splade(

@@ -120,8 +120,7 @@ def test_autocast_the_module_and_the_compiler_give_the_bits_of_a_plain_call(pool
     head = LSRHead(64, 200, pooling=pooling, device="cuda", dtype=BF16)
     head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
     assert torch.equal(head(inputs.hidden, inputs.attention_mask).detach(), results["scores"])
-    compiled = torch.compile(lsr_head, backend="aot_eager", fullgraph=True)
-    scores = compiled(*leaves, **inputs.layout, pooling=pooling)
+    scores = torch.compile(lsr_head, backend="aot_eager", fullgraph=True)(*leaves, **inputs.layout, pooling=pooling)
     grads = torch.autograd.grad(scores, leaves, inputs.dscores)
     assert all(torch.equal(a, b) for a, b in zip((scores, *grads), results.values(), strict=True))
 

@@ -88,8 +88,7 @@ def test_functions_of_quantized_operands_compile_whole(name: str, device: str) -
     function, quantize = QUANTIZED[name]
     x, other = torch.randn(3, 16, 32, device=device), torch.randn(40, 32, device=device)
     operand = quantize(other if name == "lsr_head" else other.view(4, 10, 32))
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, operand), function(x, operand))
+    assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(x, operand), function(x, operand))
 
 
 class Seen(TorchDispatchMode):

@@ -38,8 +38,12 @@ def cut(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def backward_parts(output: Tensor, noted: list[Tensor], parameters: list[Tensor], gradient: Tensor) -> Iterator[Found]:
-    """The gradients of all parameters as they are after each part, None where there is none yet."""
-    found = torch.autograd.grad(output, noted[1:] + parameters, gradient, bool(noted), allow_unused=True)
+    """The gradients of all parameters as they are after each part, None where there is none yet.
+
+    Raises ``RuntimeError`` for a layer above the cut that reads something else of what is below it: activations are not
+    kept for a second pass.
+    """
+    found = torch.autograd.grad(output, noted[1:] + parameters, gradient, allow_unused=True)
     above: Found = found[len(noted) // 2 :]
     yield above
     if noted:

@@ -338,24 +338,27 @@ class StepGraphs:
         return sizes
 
     def _made(self, inputs: StaticInputs) -> Any:
-        """A graph, or None with a warning."""
+        """A graph, or None; with a warning of each thing that it does without."""
         dtype = autocast_dtype(inputs.offsets.device.type) or self.parameters[0].dtype
-        if self.compiled and dtype.itemsize == 2:
+        while not self.failed:
+            compiled = self.compiled and dtype.itemsize == 2
             try:
-                with compiled_layers(self.transformer.model):
+                with compiled_layers(self.transformer.model) if compiled else contextlib.nullcontext():
                     return self._graph(inputs)
-            except RuntimeError as error:  # no compiler, or code that it does not take
-                self.compiled = False
-                said = "captures its layers as they are, without torch.compile"
-                warn_slower(self.transformer.model, said, error, "Steps")
-        try:
-            return self._graph(inputs)
-        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
-            self._forget()
-            self.failed = True
-            said = "trains without CUDA graphs, which could not be captured"
-            warn_slower(self.transformer.model, said, error, "Steps")
-            return None
+            except RuntimeError as error:  # no memory, no compiler, or what cannot be compiled, captured or cut
+                warn_slower(self.transformer.model, self._without(compiled), error, "Steps")
+        return None
+
+    def _without(self, compiled: bool) -> str:
+        if self.halved:
+            self.halved = False
+            return "hands out all gradients at once, after its whole backward pass"
+        if compiled:
+            self.compiled = False
+            return "captures its layers as they are, without torch.compile"
+        self._forget()
+        self.failed = True
+        return "trains without CUDA graphs, which could not be captured"
 
     def _graph(self, inputs: StaticInputs) -> Any:
         with fresh_leaves(self.transformer.model, self.parameters) as leaves:
