@@ -1,10 +1,19 @@
 """The public names of the operators, each with its room under ``tilefold.ops``."""
 
-_NAMES = {
-    "entmax": "entmax sparsemax",
+ROOM_OF = {
+    "QuantizedTokens": "maxsim",
+    "QuantizedWeight": "lsr_head",
+    "entmax": "entmax",
     "entmax_attention": "entmax_attention",
-    "lsr_head": "QuantizedWeight lsr_head lsr_head_sparse quantize_weight",
-    "maxsim": "QuantizedTokens maxsim maxsim_contrastive_loss maxsim_topk quantize_tokens xtr_scores",
-    "token_scatter": "token_scatter token_scatter_sparse",
+    "lsr_head": "lsr_head",
+    "lsr_head_sparse": "lsr_head",
+    "maxsim": "maxsim",
+    "maxsim_contrastive_loss": "maxsim",
+    "maxsim_topk": "maxsim",
+    "quantize_tokens": "maxsim",
+    "quantize_weight": "lsr_head",
+    "sparsemax": "entmax",
+    "token_scatter": "token_scatter",
+    "token_scatter_sparse": "token_scatter",
+    "xtr_scores": "maxsim",
 }
-ROOM_OF = dict(sorted((name, room) for room, names in _NAMES.items() for name in names.split()))

@@ -193,7 +193,7 @@ def test_a_repeated_row_that_wins_is_the_token_that_it_repeats(kernels: Target, 
         _, winners = torch.ops.tilefold.lsr_head(*tensors, *OPTIONS, True, "triton")
     for b, valid in enumerate(places):
         if len(valid):
-            assert winners[b].int().tolist() == valid[sequence(inputs, b)[valid] @ weight.T.argmax(dim=0)].tolist()
+            assert winners[b].int().tolist() == valid[(sequence(inputs, b)[valid] @ weight.T).argmax(dim=0)].tolist()
 
 
 @pytest.mark.usefixtures("later_columns_win", "max_mask")
