@@ -178,8 +178,8 @@ def test_the_pass_by_warps_with_roles_builds_without_spills(queries: tuple[int, 
     options = MaxSimOptions("all", False, 0.0, False, False, 32)
     *_, launch = plans.forward(tensors, options, False, setting).steps
     assert isinstance(launch, Launch) and launch.kernel.__name__ == "shared_hopper_kernel"
-    layout = gl.NVMMASharedLayout.get_default_for([8, 8, 128], gl.int8)
-    types = {"documents_src": f"tensordesc<i8[8, 8, 128],{layout!r}>", "queries_ptr": "*i8"}
+    layout = gl.NVMMASharedLayout.get_default_for([2, 8, 128], gl.int8)
+    types = {"documents_src": f"tensordesc<i8[2, 8, 128],{layout!r}>", "queries_ptr": "*i8"}
     compiled = build(launch, 90, torch.int8, 96 if masked else 24, **types)  # put away where a document ends
     assert compiled.wgmma > 0
 

@@ -55,7 +55,7 @@ class MaxSimSteps(Steps):
             "Tq": p.queries.size(0), "Td": p.documents.size(0), "Nq": p.n_queries, "Nd": p.n_documents,
             "length_q": p.query_length, "length_d": p.document_length, "group": max(p.group, 1),
             "longest": p.longest_query, "temperature": p.temperature,
-            "inverse_temperature": 1.0 / p.temperature if p.temperature else 0.0, "divisor": p.divisor,
+            "inverse_temperature": 1.0 / p.temperature if p.temperature else 0.0, "divisor": p.divisor, "one": 1,
             "D": p.queries.size(1), "UNIFORM_Q": p.cu_queries is None, "UNIFORM_D": p.cu_documents is None,
             "HAS_SCALE": p.normalize or p.document_scale is not None, "HAS_QMASK": p.query_mask is not None,
             "HAS_DMASK": p.document_mask is not None,
@@ -179,7 +179,6 @@ def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
     if p.documents.dtype != torch.int8 or not length or not rows_fit_descriptor(p.documents):
         return False
     facts = {"capability": setting.capability, "rows": rows, "documents": p.n_documents, "half": -rows % 512 >= 256}
-    facts["uneven"] = cdiv(length, 64) * 64 * 5 >= cdiv(length, 8) * 8 * 6
     config = configs.pass_config(configs.ROLES_PASS, p.queries.size(1), slot, **facts)
     if config is None or configs.BY_ROLES in setting.given_up or releases.why_no_warp_roles():
         return False
@@ -189,8 +188,7 @@ def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
     _round_queries(steps)
     tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])
     splits = max(1, min(cdiv(p.n_documents, hopper.GROUP.value), setting.multiprocessors // tiles))
-    make = hopper.padded_descriptor(p.document_length)
-    tma = {"documents": Tma(p.documents.size(0), p.documents.size(1), make)}
+    tma = {"documents": Tma(p.documents.size(0), p.documents.size(1), hopper.padded_descriptor(length))}
     own = config | {"MASK_ZERO": p.mask_zero, "MEAN": p.divisor != 1}
     steps.launch(hopper.shared_hopper_kernel, (tiles, splits), own, tma=tma, instead=WITHOUT_ROLES)
     return True
@@ -279,9 +277,8 @@ def row_queries(rows: int, offsets: Tensor) -> Tensor:
 
 def _first_pairs(side: int, count: int, index: Tensor, order: Tensor) -> Tensor:
     """Offsets of the pairs of each of ``count`` queries or documents in that order, and the end of the last one's."""
-    which = torch.arange(count + 1, dtype=index.dtype, device=index.device)
     # without sorter=, which has its values checked on the host
-    return torch.searchsorted(index[:, side][order], which)
+    return torch.searchsorted(index[:, side][order], torch.arange(count + 1, dtype=index.dtype, device=index.device))
 
 
 def _add_gradient(steps: MaxSimSteps, side: int) -> None:

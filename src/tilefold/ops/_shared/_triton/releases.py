@@ -61,3 +61,10 @@ def gluon_tma_load() -> Any:
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     return tma.async_load if release() >= (3, 8) else tma.async_copy_global_to_shared
+
+
+def gluon_reinterpret() -> Any:
+    """Gluon's view of shared memory in another form: ``(memory, dtype, shape, layout)``."""
+    from triton.experimental.gluon import language
+
+    return getattr(language.shared_memory_descriptor, "reinterpret" if release() >= (3, 9) else "_reinterpret")

@@ -11,7 +11,7 @@ GROUPED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
 SIZES = [  # numbers of launches, whose values kernels are not built for
     "Tq", "Td", "Nq", "Nd", "length_q", "length_d", "group", "longest", "tiles", "slices", "splits", "steps",
-    "tile_rows", "stride_q", "stride_d", "temperature", "inverse_temperature", "divisor", "factor",
+    "tile_rows", "stride_q", "stride_d", "temperature", "inverse_temperature", "divisor", "factor", "one",
 ]  # fmt: skip
 
 

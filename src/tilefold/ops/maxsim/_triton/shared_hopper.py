@@ -1,12 +1,14 @@
 """Scores of short queries against padded int8 documents for compute capability 9.0: warps with roles, in Gluon.
 
-A tile is 8 tokens of each of 8 documents, so that documents of any length lie close in it: what a box of a descriptor
-reads past a document's end is zeros. Queries lie on its rows as in ``shared.py``. A warp loads tiles ahead, with their
-scales; two groups of four warps multiply, each by queries of its own or, for few queries, in documents of its own.
-The maximum is kept for each document and lane, and put together once per eight documents.
+A tile is 2 tokens of each of 32 documents, so that documents of any length lie close in it: what a box of a descriptor
+reads past a document's end is zeros. Its rows are in the order in which warps hold products: 8 documents to a warp, one
+to four lanes, and both tokens in a lane. So the maximum over a document stays in registers until the document ends, and
+queries lie on the columns, one after the other. A warp loads tiles ahead, another one their scales; four groups of four
+warps multiply, each by queries of its own or, for few queries, in documents of its own.
 
 Products are not converted: ``z + n`` as bits, with ``z`` those of 64, are ``64 + n / 2^17`` for ``n >= 0``, and
-``64 + n / 2^18`` below, in the order of ``n``. One multiply-add with ``-64 s`` gives ``s n / 2^17``, rounded once.
+``64 + n / 2^18`` below, in the order of ``n``. One multiply-add with ``-64 s`` gives ``s n / 2^17``, rounded once. The
+sum is a product by ``one``, which the compiler does not know: maxima and sums of integers share half of the lanes.
 """
 
 from __future__ import annotations
@@ -26,24 +28,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilefold.ops._shared._triton.activation import nan_max
-from tilefold.ops._shared._triton.releases import gluon_barrier, gluon_tma_load
+from tilefold.ops._shared._triton.releases import gluon_barrier, gluon_reinterpret, gluon_tma_load
 from tilefold.ops.maxsim._triton.device import SIZES
-from tilefold.ops.maxsim._triton.shared import STRIP
 
-GROUP, AT_ONCE = gl.constexpr(8), gl.constexpr(8)  # documents of a tile, and tokens of each
-COLUMNS = gl.constexpr(64)
+GROUP, AT_ONCE = gl.constexpr(32), gl.constexpr(2)  # documents of a tile, and tokens of each
+BOXES, BOX = gl.constexpr(4), gl.constexpr(8)  # of a tile, one for each warp, and the documents of one
+ROWS, RUN = gl.constexpr(64), gl.constexpr(4)  # of a tile; tiles of a part, one after the other
 DIM = gl.constexpr(128)
 ZERO, UNIT = gl.constexpr(0x42800000), gl.constexpr(131072.0)  # bits of 64; 2^17
-_tma_load, _barrier = gluon_tma_load(), gluon_barrier()
+_tma_load, _barrier, _reinterpret = gluon_tma_load(), gluon_barrier(), gluon_reinterpret()
 
 
 @gluon.jit
 def _place(step, length_d, PARTS: gl.constexpr):
-    """First document and token of a tile; tiles of the parts take turns."""
+    """First document and token of a tile; the parts take turns, of ``RUN`` tiles each."""
     tiles = gl.cdiv(length_d, AT_ONCE)
-    own = step // PARTS
-    group = own // tiles * PARTS + step % PARTS
+    own = step // (RUN * PARTS) * RUN + step % RUN
+    group = own // tiles * PARTS + step // RUN % PARTS
     return (gl.program_id(1) + group * gl.num_programs(1)) * GROUP, own % tiles * AT_ONCE
+
+
+@gluon.jit
+def _load_documents(documents_src, ring, full, empty, length_d, steps, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that fills the ring."""
+    for step in range(steps):
+        slot = step % STAGES
+        d, t0 = _place(step, length_d, PARTS)
+        mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), ROWS * DIM)
+        for box in gl.static_range(BOXES):
+            _tma_load(documents_src, [t0, d + box * BOX, 0], full.index(slot), ring.index(slot * BOXES + box))
 
 
 @gluon.jit
@@ -51,10 +65,11 @@ def _scales(
     scale_ptr, mask_ptr, step, Nd, length_d,
     PARTS: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """A tile's scales, and 0 or, for what takes no part, minus infinity."""
+    """A tile's scales ``[GROUP, AT_ONCE]``, and 0 or, for what takes no part, minus infinity."""
+    layout: gl.constexpr = gl.BlockedLayout([1, AT_ONCE], [32, 1], [1, 1], [1, 0])
     d, t0 = _place(step, length_d, PARTS)
-    place = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    document, token = d + place // AT_ONCE, t0 + place % AT_ONCE
+    document = gl.expand_dims(d + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout)), 1)
+    token = gl.expand_dims(t0 + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, layout)), 0)
     there = (document < Nd) & (token < length_d)
     at = document.to(gl.int64) * length_d + token
     scale = gl.load(scale_ptr + at, mask=there, other=0.0)
@@ -67,94 +82,86 @@ def _scales(
 
 
 @gluon.jit
-def _load_tile(
-    step, scale, out, given, PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr
-):  # fmt: skip
-    """Fill a place of the ring; the scales of the tile that is loaded four later."""
-    documents_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
-    slot = step % STAGES
-    d, t0 = _place(step, length_d, PARTS)
-    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(slot), COLUMNS * DIM)
-    _tma_load(documents_src, [d, t0, 0], full.index(slot), ring.index(slot))
-    scales.index(slot).store(scale)
-    shifts.index(slot).store(scale * -64.0 + out)
-    _barrier()
-    mbarrier.arrive(full.index(slot))
-    return _scales(scale_ptr, mask_ptr, step + 4, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
+def _in_rows(x):
+    """Values of each document and token of a tile, in the order of its rows."""
+    return x.reshape([BOXES, BOX, AT_ONCE]).permute((0, 2, 1)).reshape([ROWS])
 
 
 @gluon.jit
-def _load_tiles(
-    documents_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d, steps,
+def _put(
+    step, scale, out, given, PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr
+):  # fmt: skip
+    """Put a tile's scales into the ring, and read those of the tile of the next run."""
+    scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
+    slot = step % STAGES
+    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    scales.index(slot).store(_in_rows(scale))
+    shifts.index(slot).store(_in_rows(scale * -64.0 + out))
+    _barrier()
+    mbarrier.arrive(full.index(slot))
+    return _scales(scale_ptr, mask_ptr, step + RUN, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
+
+
+@gluon.jit
+def _load_scales(
+    scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d, steps,
     PARTS: gl.constexpr, STAGES: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: four tiles a round, so that what was read for the next ones is not moved, and waited for."""
+    """The warp of the scales: a run of tiles a round, so that what was read for the next ones is not moved."""
     a, a_out = _scales(scale_ptr, mask_ptr, 0, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     c, c_out = _scales(scale_ptr, mask_ptr, 2, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
     e, e_out = _scales(scale_ptr, mask_ptr, 3, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
-    given = documents_src, ring, scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d
-    for step in range(0, steps, 4):
-        a, a_out = _load_tile(step, a, a_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
-        b, b_out = _load_tile(step + 1, b, b_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
-        c, c_out = _load_tile(step + 2, c, c_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
-        e, e_out = _load_tile(step + 3, e, e_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+    given = scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d
+    for step in range(0, steps, RUN):
+        a, a_out = _put(step, a, a_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+        b, b_out = _put(step + 1, b, b_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+        c, c_out = _put(step + 2, c, c_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+        e, e_out = _put(step + 3, e, e_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
 
 
 @gluon.jit
-def _by_lanes(x):
-    """Maximum of the two columns that a lane has of each document, ``[rows, GROUP, lanes]``."""
-    ROWS: gl.constexpr = x.shape[0]
-    return gl.reduce(x.reshape([ROWS, GROUP, AT_ONCE // 2, 2]), 3, nan_max)
+def _by_documents(x):
+    """Maximum of the two tokens that a lane has of each document, ``[BOXES, BOX, columns]``."""
+    return gl.reduce(x.reshape([BOXES, AT_ONCE, BOX, x.shape[1]]), 1, nan_max)
 
 
 @gluon.jit
-def _tile_best(q, ring, scales, shifts, full, empty, step, layout: gl.constexpr, STAGES: gl.constexpr):
+def _tile_best(q, rows, scales, shifts, full, empty, step, one, layout: gl.constexpr, STAGES: gl.constexpr):
     """A tile's products and its maximum."""
     slot = step % STAGES
-    ROWS: gl.constexpr = q.shape[0]
+    COLUMNS: gl.constexpr = q.shape[1]
     mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-    rows = ring.index(slot).reshape([COLUMNS, DIM]).permute((1, 0))
     acc = gl.zeros([ROWS, COLUMNS], gl.int32, layout=layout)
-    acc = warpgroup_mma(q, rows, acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma(rows.index(slot), q, acc, use_acc=False, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    scale = scales.index(slot).load(gl.SliceLayout(0, layout))
-    shift = shifts.index(slot).load(gl.SliceLayout(0, layout))
+    scale = scales.index(slot).load(gl.SliceLayout(1, layout))
+    shift = shifts.index(slot).load(gl.SliceLayout(1, layout))
     mbarrier.arrive(empty.index(slot))
-    x = (acc + ZERO).to(gl.float32, bitcast=True)
+    x = (acc * one + ZERO).to(gl.float32, bitcast=True)
     nothing = gl.zeros_like(x)
-    return _by_lanes(gl.fma(x, gl.expand_dims(scale, 0) + nothing, gl.expand_dims(shift, 0) + nothing))
+    return _by_documents(gl.fma(x, gl.expand_dims(scale, 1) + nothing, gl.expand_dims(shift, 1) + nothing))
 
 
 @gluon.jit
 def _finish(
-    best, d, mask_ptr, scale_ptr, scores_ptr, first, Nq, Nd, length_q, divisor,
+    best, d, weights, scores_ptr, first, Nq, Nd, divisor,
     SLOT: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr, MEAN: gl.constexpr,
 ):  # fmt: skip
     """The scores of the documents of a tile."""
-    ROWS: gl.constexpr = best.shape[0]
-    QUERIES: gl.constexpr = ROWS // SLOT
-    top = gl.reduce(best, 2, nan_max)
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, top.type.layout))
-    query = first + r // STRIP % QUERIES
-    token = r // (STRIP * QUERIES) * STRIP + r % STRIP
-    kept = (query < Nq) & (token < length_q)
-    row = query * length_q + token
-    weight = gl.expand_dims(gl.load(scale_ptr + row, mask=kept, other=0.0), 1)
-    value = (
-        (top + gl.minimum(top, 0.0)) * UNIT * weight
-    )  # a NaN of a row that is no token's is one of its document's too
+    COLUMNS: gl.constexpr = best.shape[2]
+    top = best.reshape([GROUP, COLUMNS])
+    weight = gl.expand_dims(weights.load(gl.SliceLayout(0, top.type.layout)), 0)
+    value = (top + gl.minimum(top, 0.0)) * UNIT * weight  # a NaN beside the queries' tokens is one of its document
     if HAS_QMASK:
-        kept = kept & (gl.load(mask_ptr + row, mask=kept, other=0) != 0)
-        value = gl.where(gl.expand_dims(kept, 1), value, 0.0)
+        value = gl.where(weight == -1.0, 0.0, value)
     if HAS_DMASK:
         value = gl.where(top == float("-inf"), 0.0, value)
-    total = gl.sum(gl.sum(value.reshape([SLOT // STRIP, QUERIES, STRIP, GROUP]), axis=0), axis=1)
+    total = gl.sum(value.reshape([GROUP, COLUMNS // SLOT, SLOT]), axis=2)
     if MEAN:
         total = total / divisor
-    query = gl.expand_dims(first + gl.arange(0, QUERIES, layout=gl.SliceLayout(1, total.type.layout)), 1)
-    document = gl.expand_dims(d + gl.arange(0, GROUP, layout=gl.SliceLayout(0, total.type.layout)), 0)
+    document = gl.expand_dims(d + gl.arange(0, GROUP, layout=gl.SliceLayout(1, total.type.layout)), 1)
+    query = gl.expand_dims(first + gl.arange(0, COLUMNS // SLOT, layout=gl.SliceLayout(0, total.type.layout)), 0)
     gl.store(scores_ptr + query.to(gl.int64) * Nd + document, total, mask=(query < Nq) & (document < Nd))
 
 
@@ -166,26 +173,25 @@ def _score(
 ):  # fmt: skip
     """A group of four warps, which has its share of the queries, and its part of the documents."""
     (
-        queries, ring, scales, shifts, full, empty, mask_ptr, scale_ptr, scores_ptr, Nq, Nd, length_q, length_d, steps,
-        divisor,
+        queries, weights, ring, scales, shifts, full, empty, scores_ptr, Nq, Nd, length_d, steps, divisor, one,
     ) = given  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     SHARES: gl.constexpr = queries.shape[0]
-    ROWS: gl.constexpr = queries.shape[1]
-    q = queries.index(ROLE % SHARES)
-    first = (gl.program_id(0) * SHARES + ROLE % SHARES) * (ROWS // SLOT)
-    lowest = _by_lanes(gl.full([ROWS, COLUMNS], float("-inf"), gl.float32, layout=layout))
+    COLUMNS: gl.constexpr = queries.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    tiles: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    rows = _reinterpret(ring, gl.int8, [STAGES, ROWS, DIM], tiles)
+    q, weight = queries.index(ROLE % SHARES).permute((1, 0)), weights.index(ROLE % SHARES)
+    first = (gl.program_id(0) * SHARES + ROLE % SHARES) * (COLUMNS // SLOT)
+    lowest = _by_documents(gl.full([ROWS, COLUMNS], float("-inf"), gl.float32, layout=layout))
     best = lowest
     t0 = 0
     d = (gl.program_id(1) + ROLE // SHARES * gl.num_programs(1)) * GROUP
-    for step in range(ROLE // SHARES, steps, PARTS):
-        best = nan_max(best, _tile_best(q, ring, scales, shifts, full, empty, step, layout, STAGES))
+    for own in range(steps // PARTS):
+        step = (own // RUN * PARTS + ROLE // SHARES) * RUN + own % RUN
+        best = nan_max(best, _tile_best(q, rows, scales, shifts, full, empty, step, one, layout, STAGES))
         t0 += AT_ONCE
         if t0 >= length_d:
-            _finish(
-                best, d, mask_ptr, scale_ptr, scores_ptr, first, Nq, Nd, length_q, divisor,
-                SLOT, HAS_QMASK, HAS_DMASK, MEAN,
-            )  # fmt: skip
+            _finish(best, d, weight, scores_ptr, first, Nq, Nd, divisor, SLOT, HAS_QMASK, HAS_DMASK, MEAN)
             best = lowest
             d += PARTS * gl.num_programs(1) * GROUP
             t0 = 0
@@ -194,7 +200,7 @@ def _score(
 @gluon.jit(do_not_specialize=SIZES)
 def shared_hopper_kernel(
     queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr, scores_ptr,
-    Nq, Nd, length_q, length_d, divisor,
+    Nq, Nd, length_q, length_d, divisor, one,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, SLOT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, HAS_QMASK: gl.constexpr, HAS_DMASK: gl.constexpr, MASK_ZERO: gl.constexpr,
     MEAN: gl.constexpr,
@@ -203,36 +209,40 @@ def shared_hopper_kernel(
     share, and one of ``PARTS`` of its documents.
     """
     SHARES: gl.constexpr = 4 // PARTS
-    ROWS: gl.constexpr = BLOCK_Q // SHARES
-    QUERIES: gl.constexpr = ROWS // SLOT
+    COLUMNS: gl.constexpr = BLOCK_Q // SHARES
+    gl.static_assert(STAGES % (RUN * PARTS) == 0)  # a place of the ring is one part's, whose waits know two phases
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.int8, [SHARES, ROWS, DIM], swizzled)
-    ring = gl.allocate_shared_memory(gl.int8, [STAGES, GROUP, AT_ONCE, DIM], documents_src.layout)
-    scales = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], plain)
-    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], plain)
+    queries = gl.allocate_shared_memory(gl.int8, [SHARES, COLUMNS, DIM], swizzled)
+    weights = gl.allocate_shared_memory(gl.float32, [SHARES, COLUMNS], plain)
+    ring = gl.allocate_shared_memory(gl.int8, [STAGES * BOXES, AT_ONCE, BOX, DIM], documents_src.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=SHARES)
     by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, by_rows))
+    r = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_rows))
     k = gl.expand_dims(gl.arange(0, DIM, layout=gl.SliceLayout(0, by_rows)), 0)
     for share in gl.static_range(SHARES):
-        query = (gl.program_id(0) * SHARES + share) * QUERIES + r // STRIP % QUERIES
-        token = r // (STRIP * QUERIES) * STRIP + r % STRIP
-        kept = gl.expand_dims((query < Nq) & (token < length_q), 1) & (k < D)
-        row = gl.expand_dims((query * length_q + token).to(gl.int64), 1)
+        query = (gl.program_id(0) * SHARES + share) * (COLUMNS // SLOT) + r // SLOT
+        token = r % SLOT
+        there, row = (query < Nq) & (token < length_q), query * length_q + token
+        weight = gl.load(query_factors_ptr + row, mask=there, other=0.0)
+        if HAS_QMASK:  # what is left out has a scale that no row has
+            weight = gl.where(gl.load(query_mask_ptr + row, mask=there, other=0) != 0, weight, -1.0)
+        weights.index(share).store(weight)
+        kept, row = gl.expand_dims(there, 1) & (k < D), gl.expand_dims(row.to(gl.int64), 1)
         queries.index(share).store(gl.load(queries_ptr + row * D + k, mask=kept, other=0))
     fence_async_shared()
     _barrier()
     groups = gl.cdiv(gl.cdiv(Nd, GROUP) - gl.program_id(1), gl.num_programs(1))
-    # whole rounds of four tiles: those past the last document's are zeros, and not stored
-    steps = gl.cdiv(gl.cdiv(groups, PARTS) * PARTS * gl.cdiv(length_d, AT_ONCE), 4) * 4
+    # whole runs of each part: tiles past the last document's are zeros, and not stored
+    steps = gl.cdiv(gl.cdiv(groups, PARTS) * gl.cdiv(length_d, AT_ONCE), RUN) * RUN * PARTS
     given = (
-        queries, ring, scales, shifts, full, empty, query_mask_ptr, query_factors_ptr, scores_ptr, Nq, Nd, length_q,
-        length_d, steps, divisor,
+        queries, weights, ring, scales, shifts, full, empty, scores_ptr, Nq, Nd, length_d, steps, divisor, one,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -240,23 +250,24 @@ def shared_hopper_kernel(
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 1)),
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 2)),
             (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 3)),
-            (_load_tiles, (
-                documents_src, ring, scales, shifts, full, empty, document_factors_ptr, document_mask_ptr, Nd, length_d,
-                steps, PARTS, STAGES, HAS_DMASK, MASK_ZERO,
+            (_load_documents, (documents_src, ring, full, empty, length_d, steps, PARTS, STAGES)),
+            (_load_scales, (
+                scales, shifts, full, empty, document_factors_ptr, document_mask_ptr, Nd, length_d, steps,
+                PARTS, STAGES, HAS_DMASK, MASK_ZERO,
             )),
         ],
-        [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24],
+        [4, 4, 4, 1, 1], [REGISTERS, REGISTERS, REGISTERS, 32, 32],
     )  # fmt: skip
 
 
 @functools.cache
 def padded_descriptor(length: int) -> Callable[..., TensorDescriptor]:
     """TMA descriptors of tiles of padded documents of ``length`` tokens, by the shape and strides of their rows."""
-    box = [GROUP.value, AT_ONCE.value, DIM.value]
+    box = [AT_ONCE.value, BOX.value, DIM.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8)
 
     def make(rows: Any, shape: list[int], strides: list[int]) -> TensorDescriptor:
-        padded = [shape[0] // length, length, shape[1]], [length * strides[0], *strides]
+        padded = [length, shape[0] // length, shape[1]], [strides[0], length * strides[0], strides[1]]
         return TensorDescriptor(rows, *padded, block_shape=box, layout=layout)
 
     return make
