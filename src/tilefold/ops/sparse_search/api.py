@@ -68,28 +68,36 @@ def sparse_topk(
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"k must be a positive integer, got {k!r}.")
-    check_shape("terms", check_tensor("terms", terms), "Nq T")
-    check_dtype("terms", terms, (torch.int32,), "use terms.int().")
-    check_shape("weights", check_tensor("weights", weights), "Nq T", Nq=terms.size(0), T=terms.size(1))
-    check_dtype("weights", weights, (torch.float32,), "use weights.float().")
+    check_tensor("terms", terms)
     if allowed is not None:
         check_shape("allowed", check_tensor("allowed", allowed), "N", N=postings.n_documents)
         check_dtype("allowed", allowed, (torch.bool, torch.uint8), "use allowed != 0.")
         allowed = allowed.contiguous().view(torch.uint8)
-    check_same_device("postings", postings.weights, {"terms": terms, "weights": weights, "allowed": allowed})
-    k = min(k, postings.n_documents)
-    if not terms.numel():
-        return weights.new_zeros(terms.size(0), k), terms.new_full((terms.size(0), k), -1, dtype=torch.int64)
-    lists = postings.offsets, postings.places, postings.weights, postings.largest, allowed
-    options = SearchOptions(k, postings.n_documents, postings.n_terms)
+    tensors = SearchTensors(
+        weights, terms, postings.offsets, postings.places, postings.weights, postings.largest, allowed
+    )
+    options = SearchOptions(min(k, postings.n_documents), postings.n_documents, postings.n_terms)
     step = max(1, HELD // postings.n_documents)
-    found = [
-        SEARCH(SearchTensors(weights[low : low + step], terms[low : low + step], *lists), options, impl, _checked)
+    if terms.dim() == 2 and terms.numel() and terms.size(0) <= step:
+        values, documents = SEARCH(tensors, options, impl, _checked)
+        return values.view(torch.float32), documents
+    _checked(tensors, *options)
+    if not terms.numel():
+        shape = terms.size(0), options.k
+        return weights.new_zeros(shape), terms.new_full(shape, -1, dtype=torch.int64)
+    parts = [
+        tensors._replace(weights=weights[low : low + step], terms=terms[low : low + step])
         for low in range(0, terms.size(0), step)
     ]
-    values, documents = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+    values, documents = map(torch.cat, zip(*(SEARCH(part, options, impl, _checked) for part in parts), strict=True))
     return values.view(torch.float32), documents
 
 
 def _checked(tensors: SearchTensors, *options: int) -> Checked:
-    return Checked(SearchOptions(*options))  # the arguments are checked at every call, before queries are cut
+    weights, terms = tensors.weights, tensors.terms
+    check_shape("terms", terms, "Nq T")
+    check_dtype("terms", terms, (torch.int32,), "use terms.int().")
+    check_shape("weights", check_tensor("weights", weights), "Nq T", Nq=terms.size(0), T=terms.size(1))
+    check_dtype("weights", weights, (torch.float32,), "use weights.float().")
+    check_same_device("postings", tensors.postings, {"terms": terms, "weights": weights, "allowed": tensors.allowed})
+    return Checked(SearchOptions(*options))

@@ -14,7 +14,7 @@ GROUP, CHUNK = 64, 8192  # documents of a group, and groups of a group of them; 
 # Facts: capability, programs (blocks of documents times queries)
 SCORES = (
     Row({}, {"ROWS": 4, "WIDE": 256, "num_warps": 4, "num_stages": 3, "SHARED": True}, "H200"),
-    Row({"programs": Between(most=4096)}, {"WIDE": 512, "num_warps": 8}, "H200, one query"),
+    Row({"programs": Between(most=4096)}, {"ROWS": 8, "WIDE": 512, "num_warps": 16}, "H200, one query"),
     Row({"capability": (0, 0)}, {"SHARED": False}, "shared memory is declared in PTX"),
 )
 
@@ -28,7 +28,7 @@ def forward(tensors: SearchTensors, options: SearchOptions, training: bool, sett
         "T": length, "V": n_terms, "N": n_documents, "Nq": n_queries, "blocks": blocks, "k": k, "BLOCK": BLOCK,
         "GROUP": GROUP, "BLOCK_T": 64, "HAS_ALLOWED": tensors.allowed is not None, "CHUNK": CHUNK,
         "ONE": k * GROUP <= CHUNK, "FIRST": min(power_of_two(groups // GROUP, 512), CHUNK),
-        "ONE_FIRST": groups // GROUP <= CHUNK, "num_warps": 16, "num_stages": 3,
+        "ONE_FIRST": groups // GROUP <= CHUNK, "num_warps": 8, "num_stages": 3,
     }  # fmt: skip
     steps = Steps(values)
     steps.steps += contiguous(**tensors._asdict())

@@ -129,42 +129,61 @@ def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
     return tl.load(ptr + place, mask=known, other=0), place
 
 
+NEAR = tl.constexpr(1 << 24)  # bits of numbers: a fourth of the highest is tried first
+
+
 @triton.jit
 def _best(
-    ptr, member_ptr, out_ptr, values_ptr, count, n, k,
+    ptr, member_ptr, out_ptr, values_ptr, count, n, k, bound, top,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """List the places of the ``k`` highest positive values, rising, equal ones by place; how many there are."""
+    """List the places of the ``k`` highest positive values, rising, equal ones by place; how many there are, a number
+    that ``k`` values reach (0, if there are fewer), and the highest. The last two are given where they are known.
+    """
     size = count if GROUP == 0 else count * GROUP
     lane = tl.arange(0, CHUNK)
-    value, _place = _values(ptr, member_ptr, lane, count, n, GROUP)
-    bound = 0
-    for bit in range(30, -1, -1):  # the highest number that k values reach, bit by bit
-        tried = bound + (1 << bit)
+    value, place = _values(ptr, member_ptr, lane, count, n, GROUP)
+    if GROUP == 0:
+        top = tl.max(value)
+        if not ONE:
+            for i0 in range(CHUNK, size, CHUNK):
+                other, _place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
+                top = tl.maximum(top, tl.max(other))
+        bound = top * 0
+    reach = 0
+    high = top
+    while (bound < high) & (reach != k):  # halves what is left, until k values reach a number and no others do
+        tried = bound + (high - bound) // 2
+        tried = tl.where((bound == 0) & (high == top), tl.maximum(top - NEAR, tried), tried) + 1
         reach = tl.sum((value >= tried).to(tl.int32))
         if not ONE:
             for i0 in range(CHUNK, size, CHUNK):
                 other, _place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
                 reach += tl.sum((other >= tried).to(tl.int32))
         bound = tl.where(reach >= k, tried, bound)
-    above = tl.sum((value > bound).to(tl.int32))
-    if not ONE:
-        for i0 in range(CHUNK, size, CHUNK):
-            other, _place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
-            above += tl.sum((other > bound).to(tl.int32))
+        high = tl.where(reach >= k, high, tried - 1)
+    ties = k  # that are still wanted
+    if reach != k:
+        ties -= tl.sum((value > bound).to(tl.int32))
+        if not ONE:
+            for i0 in range(CHUNK, size, CHUNK):
+                other, _place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
+                ties -= tl.sum((other > bound).to(tl.int32))
     listed = 0
-    ties = k - above  # that are still wanted
-    for i0 in range(0, size, CHUNK):
-        value, place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
-        tie = ((value == bound) & (value > 0)).to(tl.int32)
-        taken = (value > bound) | ((tie != 0) & (tl.cumsum(tie, 0) <= ties))
-        ties -= tl.sum(tie)
+    for i0 in range(0, 1 if ONE else size, CHUNK):
+        if not ONE:
+            value, place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
+        taken = value >= bound
+        if reach != k:
+            tie = ((value == bound) & (value > 0)).to(tl.int32)
+            taken = (value > bound) | ((tie != 0) & (tl.cumsum(tie, 0) <= ties))
+            ties -= tl.sum(tie)
         rank = listed + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(out_ptr + rank, place.to(out_ptr.dtype.element_ty), mask=taken)
         if values_ptr is not None:
             tl.store(values_ptr + rank, value, mask=taken)
         listed += tl.sum(taken.to(tl.int32))
-    return listed
+    return listed, bound, top
 
 
 RANKED = tl.constexpr(64)
@@ -185,11 +204,16 @@ def best_kernel(
     high_ptr += query * groups // GROUP
     member_ptr += 3 * query * k
     listed_ptr += query * k
-    count = _best(high_ptr, None, member_ptr, None, groups // GROUP, 0, k, 0, FIRST, ONE_FIRST)
+    count, bound, top = _best(high_ptr, None, member_ptr, None, groups // GROUP, 0, k, 0, 0, 0, FIRST, ONE_FIRST)
     tl.debug_barrier()
-    count = _best(group_ptr + query * groups, member_ptr, member_ptr + k, None, count, groups, k, GROUP, CHUNK, ONE)
+    count, bound, _ = _best(
+        group_ptr + query * groups, member_ptr, member_ptr + k, None, count, groups, k, bound, top, GROUP, CHUNK, ONE
+    )
     tl.debug_barrier()
-    count = _best(score_ptr + query * N, member_ptr + k, member_ptr + 2 * k, listed_ptr, count, N, k, GROUP, CHUNK, ONE)
+    count, _, _ = _best(
+        score_ptr + query * N, member_ptr + k, member_ptr + 2 * k, listed_ptr, count, N, k, bound, top, GROUP, CHUNK,
+        ONE,
+    )  # fmt: skip
     tl.debug_barrier()
     for i0 in range(0, k, RANKED):
         i = i0 + tl.arange(0, RANKED)
