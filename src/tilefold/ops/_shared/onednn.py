@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +28,16 @@ def serves(rows: Tensor, count: int, weight: Tensor) -> bool:
 
 def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Function for repeated products of at most ``count`` rows and ``weight.T``, or None where torch does as well."""
-    if not serves(like, count, weight):
+    if _mkl_is_at_home() or not serves(like, count, weight):
         return None
     packed = onednn_packed(weight, count)
     return lambda rows: onednn_linear(rows, packed, None)
+
+
+@functools.cache
+def _mkl_is_at_home() -> bool:
+    """Whether this is a CPU of Intel, where MKL into memory that was written before is an eighth faster."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False

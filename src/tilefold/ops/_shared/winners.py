@@ -23,16 +23,16 @@ def no_winner(dtype: torch.dtype) -> int:
 def max_over_tokens(values: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
     """Maximum over dim 1 of ``[n, L, C]``, and an index that holds it if asked for; NaN if there is one."""
     length = values.size(1)
-    if not with_winners:
-        return values.amax(dim=1), values.new_empty(0)
     if length <= BLOCK_WINNER:
-        best, winner = values.max(dim=1)
+        best, winner = values.max(dim=1) if with_winners else (values.amax(dim=1), values.new_empty(0))
         return best, winner
-    # first the block of tokens, then the token: a maximum with indices over all tokens costs several times as much
+    # first blocks of tokens: a maximum over all tokens at once costs several times as much, with indices or without
     whole = length // BLOCK_WINNER
     maxima = values[:, : whole * BLOCK_WINNER].reshape(-1, whole, BLOCK_WINNER, values.size(2)).amax(dim=2)
     if whole * BLOCK_WINNER < length:
         maxima = torch.cat([maxima, values[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
+    if not with_winners:
+        return maxima.amax(dim=1), values.new_empty(0)
     block = maxima.max(dim=1).indices  # [n, C]
     places = torch.arange(BLOCK_WINNER, device=values.device)[None, :, None]
     tokens = (block[:, None] * BLOCK_WINNER + places).clamp_(max=length - 1)  # [n, 16, C]
