@@ -108,8 +108,7 @@ def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Ten
 def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
     """The stock head with the activation moved behind the maximum, with which it commutes."""
     logits = linear(hidden, weight, bias)
-    masked = logits * attention_mask.unsqueeze(-1).to(logits.dtype)
-    return torch.max(masked, dim=1).values.relu().log1p()
+    return torch.max(logits * attention_mask.unsqueeze(-1).to(logits.dtype), dim=1).values.relu().log1p()
 
 
 def _gemm(chunk_bytes: float) -> spec.Build:

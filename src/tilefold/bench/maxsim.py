@@ -101,8 +101,7 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
     columns, parts = zip(*(_document_truth(inputs, document, step) for document in chosen), strict=True)
 
     def taken(documents: Tensor) -> Tensor:
-        rows = documents.flatten(0, -2)
-        return torch.cat([rows[_places(inputs, document)] for document in chosen])
+        return torch.cat([documents.flatten(0, -2)[_places(inputs, document)] for document in chosen])
 
     return MaxSimGate(
         inputs,

@@ -19,8 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
     # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if args is None else args)
-    debug = "--debug" in given
-    code = _run([arg for arg in given if arg != "--debug"], debug)
+    code = _run([arg for arg in given if arg != "--debug"], "--debug" in given)
     if args is None:
         gc.freeze()  # the interpreter would look through all models and libraries for garbage, several times
     sys.exit(code)

@@ -113,8 +113,7 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
         raise ValueError(f"beta must be positive and finite, got {beta!r}.")
     check_tensor("document_frequency", document_frequency)
     share = document_frequency.to(torch.promote_types(document_frequency.dtype, torch.float32)).clamp(0, 1)
-    exponent = math.log(2) / math.log(alpha)
-    base = share.pow(exponent) - 1  # infinite where the share is 0, which makes the weight 0
+    base = share.pow(math.log(2) / math.log(alpha)) - 1  # infinite where the share is 0, which makes the weight 0
     return 1 / (1 + base.clamp(min=0).pow(beta))
 
 
@@ -132,8 +131,7 @@ def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
     """``sums`` ``[n]`` of this process's rows -> means over all rows of the batch, in one all-reduce."""
     if columns.rows is None:
         return sums / columns.local.size(0)
-    count = sums.new_full((1,), columns.local.size(0))
-    total = sum_over_rows(torch.cat([sums, count]), columns.rows)
+    total = sum_over_rows(torch.cat([sums, sums.new_full((1,), columns.local.size(0))]), columns.rows)
     return total[:-1] / total[-1]
 
 

@@ -138,8 +138,7 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
     """``[B, S, V]`` logits and ``[B, S]`` bool to activated ``[B, V]``; 0 of a text without a token that counts."""
     outside, empty = ~keep[..., None], ~keep.any(dim=1, keepdim=True)
     if pooling in ("sum", "mean"):
-        tokens = fused.activate(logits.masked_fill(outside, 0), activation).masked_fill(outside, 0)
-        total = tokens.sum(dim=1)
+        total = fused.activate(logits.masked_fill(outside, 0), activation).masked_fill(outside, 0).sum(dim=1)
         return total if pooling == "sum" else total / keep.sum(dim=1, keepdim=True).clamp(min=1)
     if logits.size(1) == 0:
         return logits.new_zeros(logits.size(0), logits.size(2))

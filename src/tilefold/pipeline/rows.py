@@ -264,8 +264,7 @@ class PendingTokens:
 
     def get(self) -> TokenRows:
         counts, *others = self._fetched.get()
-        total = int(counts.sum())
-        return TokenRows(counts, *(part[:total] for part in others))
+        return TokenRows(counts, *(part[: int(counts.sum())] for part in others))
 
 
 class PendingVectors:

@@ -207,5 +207,4 @@ def _set_bias(model: Model, states: list[Any], percentile: float | None) -> None
         rows = torch.randperm(hidden.size(0))[:PROBE_TOKENS]
         columns = torch.randperm(head.decoder.weight.size(0))[:PROBE_COLUMNS]
         logits = head.transform(hidden[rows]) @ head.decoder.weight[columns].T
-        rank = max(1, round(logits.numel() * percentile / 100.0))
-        head.bias.fill_(-logits.flatten().kthvalue(rank).values)
+        head.bias.fill_(-logits.flatten().kthvalue(max(1, round(logits.numel() * percentile / 100.0))).values)

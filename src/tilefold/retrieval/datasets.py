@@ -234,5 +234,4 @@ def _documented(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 def _tidy(text: str) -> str:
     """Without trailing blanks, and without characters that UTF-8 cannot encode."""
-    lines = (line.rstrip() for line in text.strip().splitlines())
-    return "\n".join(lines).encode("utf-8", "replace").decode("utf-8")
+    return "\n".join(line.rstrip() for line in text.strip().splitlines()).encode("utf-8", "replace").decode("utf-8")

@@ -161,8 +161,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             "min_weight": how.min_weight,
             **({} if how.special_tokens else {"special_tokens": False}),
         }
-        made_by = (self.vocabulary, model_name(self.model), how.kind)
-        manifest = VectorManifest(self.size, *made_by, settings=settings)
+        manifest = VectorManifest(self.size, self.vocabulary, model_name(self.model), how.kind, settings=settings)
         return SparseVectorWriter(output.folder, manifest, resume=output.resume, lists=lists)
 
 

@@ -39,8 +39,7 @@ class TextTokens:
 
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
             remedy = "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that."
-            got = type(tokenizer).__name__
-            raise ValueError(f"model: expected a model with a fast tokenizer, got {got}. {remedy}")
+            raise ValueError(f"model: expected a model with a fast tokenizer, got {type(tokenizer).__name__}. {remedy}")
         self._tokenizer = Tokenizer.from_str(backend.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -144,8 +143,7 @@ class Served:
     @property
     def dtype(self) -> str:
         """Dtype of its weights, in the words of text-embeddings-inference."""
-        found = next((tensor.dtype for tensor in self.model.parameters()), torch.float32)
-        return str(found).removeprefix("torch.")
+        return str(next((tensor.dtype for tensor in self.model.parameters()), torch.float32)).removeprefix("torch.")
 
     def _call(self, side: Side) -> Call:
         """Tokenizer call of the model for a text of this side."""

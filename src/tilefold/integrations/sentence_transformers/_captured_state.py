@@ -85,8 +85,7 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    every = [*module._parameters.values(), *module._buffers.values()]
-    return [tensor for tensor in every if tensor is not None]
+    return [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
 
 
 def may_be_captured(model: nn.Module) -> bool:

@@ -194,8 +194,7 @@ class HeadProbe:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits between -250 and 250, ``[..., V]``, in the dtype of ``hidden``."""
-        count = hidden[..., 0].numel() * self.vocab_size
-        ramp = torch.arange(count, device=hidden.device) * 37 % 2003 - 1001
+        ramp = torch.arange(hidden[..., 0].numel() * self.vocab_size, device=hidden.device) * 37 % 2003 - 1001
         logits = (ramp * 0.25 + 0.125).to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
         self.hidden.append(hidden)
         self.logits.append(logits)

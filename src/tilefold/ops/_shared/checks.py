@@ -57,8 +57,7 @@ def check_same_device(reference_name: str, reference: Tensor, others: Mapping[st
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_out_dtype(out_dtype: object) -> None:

@@ -325,8 +325,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Results without values; an empty one stands for a gradient that nobody asked for."""
         given, options, wanted, _ = self._split(backward, args)
         made = self._made(backward, given, options, wanted).values()
-        nothing = Buffer((0,), given[0].dtype)
-        return calls.bare([(buffer or nothing).on(given[0].device) for buffer in made])
+        return calls.bare([(buffer or Buffer((0,), given[0].dtype)).on(given[0].device) for buffer in made])
 
     def _by_operator(
         self, dfirst: Tensor, saved: tuple[Tensor | None, ...], options: OptionsT, needs: Needs, impl: str

@@ -70,8 +70,7 @@ def of_rows(stats: Tensor, alpha: Tensor | None, options: Options) -> Rows:
     c = root if closed else torch.exp(e * root)
     tau = e * peak - c if closed else torch.where(e == 0, peak - root, e * peak - c)
     empty = peak == -math.inf
-    residual = torch.where(empty, 0.0, (mass - 1).abs())
-    return torch.where(empty, math.nan, tau).float(), support.int(), residual.float()
+    return torch.where(empty, math.nan, tau).float(), support.int(), torch.where(empty, 0.0, (mass - 1).abs()).float()
 
 
 def described(rows: Rows, tensors: AttentionTensors, options: Options, asked: bool | str) -> EntmaxStats:

@@ -62,8 +62,7 @@ def forward(tensors: AttentionTensors, options: Options, training: bool, setting
         programs, words = tiles * q.size(1), 0
         if way == LISTS:
             # persistent programs that follow each other in one place: more balance what tiles cost, and take scratch
-            turns = max(1, min(4, 264 // blocks))
-            programs = min(programs, config["programs"] * turns * setting.multiprocessors)
+            programs = min(programs, config["programs"] * max(1, min(4, 264 // blocks)) * setting.multiprocessors)
             words = cdiv(options.max_seqlen_k, 32 * config["keys"])
             steps.buffer("maxima", (programs, blocks, rows))
             steps.buffer("key_list", (q.size(1), tiles, blocks), torch.int32)

@@ -49,8 +49,7 @@ def _padded(rows: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if lengths.numel() else 0
     valid = torch.arange(longest, device=rows.device) < lengths[:, None]
-    padded = rows.new_zeros(*valid.shape, rows.size(1))
-    return padded.index_put(valid.nonzero(as_tuple=True), rows), valid
+    return rows.new_zeros(*valid.shape, rows.size(1)).index_put(valid.nonzero(as_tuple=True), rows), valid
 
 
 def _pooled_position(logits: Tensor, valid: Tensor, pooling: str) -> Tensor:

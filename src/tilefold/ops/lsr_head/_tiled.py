@@ -105,8 +105,7 @@ def _positions_in_sequence(winners: Tensor, packed: PackedRows, tokens: Tokens) 
     if packed.places is not None and packed.places.numel():
         position = packed.places % tokens.length
         winners = position[(winners + offsets[:-1, None]).clamp_(max=position.numel() - 1)]
-    empty = (offsets.diff() == 0)[:, None]
-    return winners.int().masked_fill(empty, no_winner(dtype)).to(dtype)
+    return winners.int().masked_fill((offsets.diff() == 0)[:, None], no_winner(dtype)).to(dtype)
 
 
 def _max_backward(

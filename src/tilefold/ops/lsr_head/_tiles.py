@@ -26,8 +26,7 @@ class PackedRows(NamedTuple):
 
     def lengths(self) -> Tensor:
         """``[B]`` sequence lengths, at least 1, in the dtype of the rows."""
-        offsets = torch.tensor(self.offsets, device=self.rows.device)
-        return offsets.diff().clamp_(min=1).to(self.rows.dtype)
+        return torch.tensor(self.offsets, device=self.rows.device).diff().clamp_(min=1).to(self.rows.dtype)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -40,8 +40,7 @@ def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
     """Index of the largest allowed entry along the last dim, the lowest among equals, the first NaN if there is one."""
     masked = x.masked_fill(~allowed, float("-inf"))
     best = masked.amax(dim=-1, keepdim=True)
-    is_best = (masked == best) | (masked.isnan() & best.isnan())
-    return (is_best & allowed).to(torch.uint8).argmax(dim=-1)
+    return (((masked == best) | (masked.isnan() & best.isnan())) & allowed).to(torch.uint8).argmax(dim=-1)
 
 
 def sides(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

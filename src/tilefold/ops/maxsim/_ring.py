@@ -225,8 +225,7 @@ class _RingScores(torch.autograd.Function):
         shares = torch.split(dscores, [part.documents for part in ring.parts], dim=1)
         for step, (owner, block) in enumerate(ring.blocks([_rows(documents), mask, offsets])):
             part = ring.parts[owner]
-            mine = _with(tensors, part, block)
-            dq, dd = _gradients(mine, ctx.options, shares[owner], saved[owner], needs, ctx.impl)
+            dq, dd = _gradients(_with(tensors, part, block), ctx.options, shares[owner], saved[owner], needs, ctx.impl)
             if dqueries is not None:
                 dqueries += dq
             if not needs[1]:

@@ -227,8 +227,7 @@ def _finite(top: Tensor) -> Tensor:
 def _weights(sims: Tensor, peak: Tensor, temperature: float) -> Tensor:
     scaled = sims.sub_(peak[:, None]).div_(temperature)
     # beside a sum of at least 1, what exp() has no normal number for is nothing, and subnormal ones are very slow
-    lowest = math.log(torch.finfo(sims.dtype).tiny)
-    return torch.threshold_(scaled, lowest, float("-inf")).exp_()
+    return torch.threshold_(scaled, math.log(torch.finfo(sims.dtype).tiny), float("-inf")).exp_()
 
 
 def _moved(total: Tensor, peak: Tensor, joint: Tensor, temperature: float) -> Tensor:

@@ -13,8 +13,7 @@ def first_winner(weights: Tensor, holds: Tensor) -> Tensor:
     """``[B, V]`` int64, the first token with the largest weight, or NaN, of those that hold each entry; else 0."""
     candidates = torch.where(holds, weights[:, :, None], float("-inf"))
     best = candidates.amax(dim=1, keepdim=True)
-    is_best = (candidates == best) | (candidates.isnan() & best.isnan())
-    return (is_best & holds).to(torch.uint8).argmax(dim=1)
+    return (((candidates == best) | (candidates.isnan() & best.isnan())) & holds).to(torch.uint8).argmax(dim=1)
 
 
 def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:

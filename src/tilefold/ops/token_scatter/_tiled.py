@@ -85,8 +85,7 @@ def _winners(tokens: CountedTokens) -> Tensor:
     speaker = _speakers(tokens.entry, places)
     best = tokens.weights.new_full((count,), float("-inf"))
     best = best.scatter_reduce_(0, speaker, tokens.weights, "amax")[speaker]
-    is_best = (tokens.weights == best) | (tokens.weights.isnan() & best.isnan())
-    candidates = places[is_best]
+    candidates = places[(tokens.weights == best) | (tokens.weights.isnan() & best.isnan())]
     lowest = places.new_full((count,), count)
     lowest.scatter_reduce_(0, speaker[candidates], candidates, "amin")
     return candidates[lowest[speaker[candidates]] == candidates]

@@ -98,8 +98,7 @@ class Centroids:
 
 def _k_means(rows: Tensor, count: int) -> Tensor:
     """`count` directions ``[count, D]`` of at least one row; without as many rows, some of them again."""
-    chosen = torch.arange(count) * max(1, len(rows) // count) % len(rows)
-    centroids = normalize(rows[chosen])
+    centroids = normalize(rows[torch.arange(count) * max(1, len(rows) // count) % len(rows)])
     for _ in range(_ROUNDS if len(rows) > count else 0):
         which = _nearest(rows, centroids)
         sums = torch.zeros_like(centroids).index_add_(0, which, rows)

@@ -142,8 +142,7 @@ class ServerEngine(Engine):
             return {"query": models.RrfQuery(rrf=models.Rrf(k=stage.rank_constant + 1))}
         if stage.fusion:
             return {"query": models.FusionQuery(fusion=models.Fusion.DBSF)}
-        nearest = models.NearestQuery(nearest=self._vector(stage.using, stage.vector))
-        return {"query": nearest, "using": stage.using}
+        return {"query": models.NearestQuery(nearest=self._vector(stage.using, stage.vector)), "using": stage.using}
 
     def _ask(self, method: str, *args: object, **options: object) -> Any:
         """The answer to a method of the client, asked again while the server is away or busy, until patience ends."""
