@@ -38,6 +38,6 @@ def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor],
 def _mkl_is_at_home() -> bool:
     """Whether this is a CPU of Intel, where MKL into memory that was written before is an eighth faster."""
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return torch.backends.mkl.is_available() and "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False

@@ -28,7 +28,7 @@ def max_over_tokens(values: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]
         return best, winner
     # first blocks of tokens: a maximum over all tokens at once costs several times as much, with indices or without
     whole = length // BLOCK_WINNER
-    maxima = values[:, : whole * BLOCK_WINNER].reshape(-1, whole, BLOCK_WINNER, values.size(2)).amax(dim=2)
+    maxima = values[:, : whole * BLOCK_WINNER].reshape(values.size(0), whole, BLOCK_WINNER, values.size(2)).amax(dim=2)
     if whole * BLOCK_WINNER < length:
         maxima = torch.cat([maxima, values[:, whole * BLOCK_WINNER :].amax(dim=1, keepdim=True)], dim=1)
     if not with_winners:

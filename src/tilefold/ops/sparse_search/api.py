@@ -77,12 +77,12 @@ def sparse_topk(
         weights, terms, postings.offsets, postings.places, postings.weights, postings.largest, allowed
     )
     options = SearchOptions(min(k, postings.n_documents), postings.n_documents, postings.n_terms)
-    step = max(1, HELD // postings.n_documents)
-    if terms.dim() == 2 and terms.numel() and terms.size(0) <= step:
+    step = max(1, HELD // max(1, postings.n_documents))
+    if terms.dim() == 2 and terms.numel() and options.k and terms.size(0) <= step:
         values, documents = SEARCH(tensors, options, impl, _checked)
         return values.view(torch.float32), documents
     _checked(tensors, *options)
-    if not terms.numel():
+    if not terms.numel() or not options.k:
         shape = terms.size(0), options.k
         return weights.new_zeros(shape), terms.new_full(shape, -1, dtype=torch.int64)
     parts = [
