@@ -69,8 +69,7 @@ def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
 
 def _mean_row_sum(scores: Tensor, of: Callable[[Tensor], Tensor], threshold: float | None, group: Group) -> Tensor:
     columns = columns_of(scores, group)
-    mean = _mean_over_rows(of(_long_rows(columns, threshold)).sum()[None], columns)
-    return sum_over_columns(mean[0], columns.shards)
+    return sum_over_columns(_mean_over_rows(of(_long_rows(columns, threshold)).sum()[None], columns)[0], columns.shards)
 
 
 def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> Tensor:

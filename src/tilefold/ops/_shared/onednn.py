@@ -38,6 +38,7 @@ def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor],
 def _mkl_is_at_home() -> bool:
     """Whether this is a CPU of Intel, where MKL into memory that was written before is an eighth faster."""
     try:
-        return torch.backends.mkl.is_available() and "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
+    return intel and bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
