@@ -264,7 +264,7 @@ class PendingTokens:
 
     def get(self) -> TokenRows:
         counts, *others = self._fetched.get()
-        return TokenRows(counts, *(part[: int(counts.sum())] for part in others))
+        return TokenRows(counts, *(part[:total] for total in [int(counts.sum())] for part in others))
 
 
 class PendingVectors:
