@@ -6,9 +6,9 @@
 
 Everything goes through :func:`tilefold.recipes.train`, as `tilefold train` does, on made pairs of texts and a BERT-base
 without pretrained weights under bf16 autocast; ranks are started as `--devices` starts them. A row has the pairs a
-second and the milliseconds of the timed steps (data loader, log and optimizer included; the device is waited for before
-and after), the median of tens of them, how often a graph was captured in them, which takes as long as several, the
-memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
+second and the milliseconds of the timed steps (data loader, optimizer and a log every fifty steps included; the device
+is waited for before and after), the median of tens of them, how often a graph was captured in them, which takes as long
+as several, the memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
 first GPU and which ran longest. `--one` is the folder of the rows of one device, with which those of several are
 compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, queries of
 words of their documents, the pairs of 128 in the order of the seed, 60 steps), which must differ less from that of one
@@ -45,7 +45,7 @@ from tilefold.bench.results import collect, read_csv, write_csv
 
 FILE = "train_scale.csv"
 KERNELS = 25
-TEN = 10  # steps between two losses of the log, for which the host waits
+TEN = 10  # steps of which the median is taken
 SCALE = 30.0  # over V, of scores and penalties: those of fresh weights are dense, and grow with V
 SEEDS = (0, 1, 2)
 
@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and a sixteenth of the pairs")
+    parser.add_argument("--log-steps", type=int, default=50, help="steps between losses of the log, but of curves")
     parser.add_argument("--output", type=Path, required=True, help="folder for train_scale.csv and profiles")
     parser.add_argument("--one", type=Path, help="folder of the rows of one device")
     options = parser.parse_args(arguments)
@@ -123,16 +124,24 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
     with first_rank_first():
         base = still_minilm(work / "minilm") if curve else make_base(work / "base", setting.kind, options.tiny)
     clock = Clock(setting, options.device == "cuda")
-    recipe = make_recipe(setting, base, batch, steps)
+    recipe = make_recipe(setting, base, batch, steps, TEN if curve else options.log_steps)
     with mock.patch.object(StepGraphs, "_made", clock.counting(StepGraphs._made)):
-        train(recipe, collection(batch * min(steps, 20), found=curve), work / name, progress=clock)
+        pairs = batch * 20 if curve else 2 * setting.batch * min(steps, 20)  # the same on any number of devices
+        train(recipe, collection(pairs, found=curve), work / name, progress=clock)
     if rank:
         return {}
     if clock.kernels:
         (options.output / f"{name}-{options.devices}.txt").write_text("\n".join(clock.kernels) + "\n")
     log = (work / name / "training_log.jsonl").read_text().splitlines()
     losses = " ".join(f"{json.loads(line)['loss']:.5g}" for line in log)
-    return {"batch": batch, "mini_batch": setting.mini or "", "steps": steps, **clock.row(batch), "losses": losses}
+    return {
+        "batch": batch,
+        "mini_batch": setting.mini or "",
+        "steps": steps,
+        "log": recipe.log_steps,
+        **clock.row(batch),
+        "losses": losses,
+    }
 
 
 def make_base(folder: Path, kind: str, tiny: bool) -> Path:
@@ -164,13 +173,13 @@ def still_minilm(folder: Path) -> Path:
     return folder
 
 
-def make_recipe(setting: Setting, base: Path, batch: int, steps: int) -> Any:
+def make_recipe(setting: Setting, base: Path, batch: int, steps: int, log_steps: int) -> Any:
     """The recipe of a run; nothing is saved before the end."""
     from tilefold.recipes import ColbertRecipe, SpladeRecipe
 
     shared = {"base_model": str(base), "max_steps": steps, "batch_size": batch, "mini_batch_size": setting.mini,
               "learning_rate": 2e-5, "max_length": MAX_LENGTH, "graphs": setting.graphs, "seed": setting.seed or 0,
-              "save_steps": 10**6, "save_minutes": 1e6}  # fmt: skip
+              "save_steps": 10**6, "save_minutes": 1e6, "log_steps": log_steps}  # fmt: skip
     if setting.kind == "colbert":
         return ColbertRecipe(**shared)
     if setting.seed is not None:

@@ -32,13 +32,17 @@ def own_and_others(rows: Tensor) -> Tensor:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, rows: Tensor) -> Tensor:
-        own = rows.contiguous()
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own)
-        return torch.stack(every).roll(-dist.get_rank(), 0)
+        every = rows.new_empty(dist.get_world_size(), *rows.shape)
+        dist.all_gather(_by_rank(every), rows.contiguous())
+        return every
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> Tensor:
-        every = grads[0].roll(dist.get_rank(), 0).contiguous()
-        dist.all_reduce(every)
-        return every[dist.get_rank()]
+        parts = _by_rank(grads[0].contiguous())
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
+
+
+def _by_rank(own_first: Tensor) -> list[Tensor]:
+    return [own_first[(each - dist.get_rank()) % len(own_first)] for each in range(len(own_first))]

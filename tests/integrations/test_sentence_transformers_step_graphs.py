@@ -432,12 +432,18 @@ def test_gradients_go_where_ddp_keeps_them_and_add_up(halved: bool, transformer:
     assert graphs(features) is None
     right = gradients(transformer, graphs(features))  # type: ignore[arg-type]  # copies
     graphs.places = {id(tensor): torch.full_like(tensor, torch.nan) for tensor in transformer.parameters()}
-    output: Any = graphs(features)
-    got = gradients(transformer, output)
-    known = [tensor for tensor in transformer.parameters() if tensor.grad is not None]
-    assert [tensor.grad.data_ptr() for tensor in known] == [graphs.places[id(tensor)].data_ptr() for tensor in known]
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    (graphs(features) * weights).sum().backward()  # type: ignore[operator]
-    for name, gradient in got.items():
-        assert torch.equal(gradient, right[name])
-        assert torch.equal(transformer.get_parameter(name).grad, 2 * gradient)
+    for anew in (False, True):
+        if anew:  # written there at once
+            graphs.write_to(graphs.places)
+            assert graphs(features) is None
+        output: Any = graphs(features)
+        got = gradients(transformer, output)
+        known = [tensor for tensor in transformer.parameters() if tensor.grad is not None]
+        there = [graphs.places[id(tensor)].data_ptr() for tensor in known]
+        assert [tensor.grad.data_ptr() for tensor in known] == there
+        assert ([kept.data_ptr() for kept in graphs.gradients if kept is not None] == there) is anew
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+        (graphs(features) * weights).sum().backward()  # type: ignore[operator]
+        for name, gradient in got.items():
+            assert torch.equal(gradient, right[name])
+            assert torch.equal(transformer.get_parameter(name).grad, 2 * gradient)

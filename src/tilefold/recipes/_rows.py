@@ -20,7 +20,7 @@ from tilefold.retrieval.training_rows import TrainingRows
 from tilefold.retrieval.truncation import text_cutter
 
 Places = npt.NDArray[np.int64]
-_CHARACTERS, _NO_LIMIT = 4, 10**6  # of a token, about; tokens of a model that names none, or 10^30
+_CHARACTERS, _NO_LIMIT = 8, 10**6  # of a token, at most about; tokens of a model that names none, or 10^30
 
 
 class Held(list[str]):

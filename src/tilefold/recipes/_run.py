@@ -130,7 +130,7 @@ class TrainingRun:
 
 def _training(recipe: Record) -> Record:
     """The fields that change the model."""
-    return {name: value for name, value in recipe.items() if name not in ("save_steps", "save_minutes")}
+    return {name: value for name, value in recipe.items() if name not in ("save_steps", "save_minutes", "log_steps")}
 
 
 def draw(history: list[dict[str, float]], picture: Path) -> None:

@@ -126,6 +126,7 @@ class TrainingSettings(Settings):
             ``fused``. A resumed run draws other numbers for dropout than one that was not interrupted.
         save_steps: steps between checkpoints, from which an interrupted run is resumed.
         save_minutes: time between checkpoints at the latest.
+        log_steps: steps between rows of the log, for each of which the GPU stands still for some milliseconds.
         evaluate_steps: steps between evaluations (nDCG@10; the best is kept) once penalties are full, or ``None``.
         evaluate_split: whose queries search; ``None`` takes ``"dev"``, or the one beside train and test.
         evaluate_documents: how many are searched, judged ones and others by the seed; ``None`` takes 10,000.
@@ -151,6 +152,7 @@ class TrainingSettings(Settings):
     graphs: bool = checked(False, flag)
     save_steps: int = checked(25, whole())
     save_minutes: float = checked(5.0, NOT_NEGATIVE)
+    log_steps: int = checked(10, whole())
     evaluate_steps: int | None = checked(None, whole())
     evaluate_split: str | None = None
     evaluate_documents: int | None = checked(None, whole())

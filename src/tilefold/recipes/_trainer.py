@@ -23,17 +23,17 @@ from tilefold.retrieval.truncation import Tally
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-BUCKETS = 4  # in which several ranks add up gradients, where graphs hand out many at once
+BUCKETS = 16  # in which several ranks add up gradients, where graphs hand out many at once
 _logger = logging.getLogger(__name__)
 
 
 def _by_buckets(graphs: Any, weights: int) -> Any:
     """DDP's options: the same parameters get gradients in every step, so that nothing looks for those that do not.
 
-    Whole buckets are divided by the number of ranks, not one gradient after the other. Those of `graphs` are written
-    into the buckets, which hold a part of the fp32 `weights` each. Buffers are sent again only where training changes
-    them.
+    Whole buckets are averaged, not one gradient after the other. Those of `graphs` are written into the buckets, which
+    hold a part of the fp32 `weights` each. Buffers are sent again only where training changes them.
     """
+    import torch.distributed as dist
     from accelerate import DistributedDataParallelKwargs
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -45,8 +45,11 @@ def _by_buckets(graphs: Any, weights: int) -> Any:
                 place, parameters = bucket.buffer().data_ptr(), bucket.parameters()
                 if graphs is not None and (seen.get(bucket.index()) != place or id(parameters[0]) not in graphs.places):
                     seen[bucket.index()] = place
-                    graphs.places.update(zip(map(id, parameters), bucket.gradients(), strict=True))
-                return allreduce_hook(group, bucket)
+                    graphs.write_to(graphs.places | dict(zip(map(id, parameters), bucket.gradients(), strict=True)))
+                if not bucket.buffer().is_cuda:  # gloo has no means
+                    return allreduce_hook(group, bucket)
+                done = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group, async_op=True).get_future()
+                return done.then(lambda future: future.value()[0])
 
             model.register_comm_hook(None, reduced)
             model.broadcast_buffers = any(hasattr(module, "running_mean") for module in model.modules())
@@ -109,7 +112,7 @@ def run_trainer(
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             if graphs is not None:
-                graphs.places = {}  # the model outlives DDP
+                graphs.write_to({})  # the model outlives DDP
     state, kept = trainer.state, trainer.state.best_global_step
     for row in state.log_history:
         if "loss" in row:
@@ -191,7 +194,7 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "save_steps": recipe.evaluate_steps or recipe.save_steps,  # the watcher asks for others
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
-        "logging_steps": max(1, min(10, steps)),
+        "logging_steps": max(1, min(recipe.log_steps, steps)),
         "report_to": job.call.report_to,
         "disable_tqdm": not job.call.verbose,
         "seed": recipe.seed,

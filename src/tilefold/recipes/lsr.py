@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tilefold._typing import Model, Module, SparseEncoder
+from tilefold._typing import Model, Module, SparseEncoder, Tensor
 from tilefold.recipes import _settings as rules
 from tilefold.recipes._rows import Examples, Mined, examples_of, pair_examples, training_pairs
 from tilefold.recipes._settings import REGULARIZERS, EncoderSpec, RegularizerSpec, Settings
@@ -211,6 +211,7 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
     """``SpladeLoss`` of the recipe's loss and penalties, which may be stock ones; PROSPER's are on base weights.
 
     Several `ranks` share negatives and penalties: documents are gathered as ``[B, V]``, their gradients scattered back.
+    The loss's own gathering does so with queries, too, of which it then takes this rank's.
     """
     from sentence_transformers.sparse_encoder import losses
 
@@ -219,7 +220,7 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
 
     made_by: dict[str, Callable[[], Module]] = {
         "infonce": lambda: losses.SparseMultipleNegativesRankingLoss(
-            model, scale=recipe.similarity_scale, gather_across_devices=ranks > 1
+            model, scale=recipe.similarity_scale, **({"similarity_fct": dot_of_all_ranks} if ranks > 1 else {})
         ),
         "kl": lambda: losses.SparseDistillKLDivLoss(model),
         "margin_mse": lambda: losses.SparseMarginMSELoss(model),
@@ -242,6 +243,13 @@ def make_loss(model: Model, recipe: LsrRecipe, *, stock: bool = False, ranks: in
         query_regularizer=None if stock else make_regularizer(query),
         **cached,
     )
+
+
+def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
+    """Scores of a rank's queries with the documents of all ranks, its own first."""
+    from tilefold._process_group import own_and_others
+
+    return queries @ own_and_others(documents).T
 
 
 def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:

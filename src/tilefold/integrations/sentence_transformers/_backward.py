@@ -53,12 +53,16 @@ def backward_parts(output: Tensor, noted: list[Tensor], parameters: list[Tensor]
 
 
 def prepared(places: list[Tensor | None], parameters: list[Tensor], parts: Iterator[Found]) -> set[int]:
-    """Make places for gradients that lack one; the numbers of the parameters whose gradients come in a second part."""
+    """Give gradients that lack one a place, that of their parameter's own if it has one.
+
+    Returns:
+        The numbers of the parameters whose gradients come in a second part.
+    """
     early = next(parts)
     whole = next(parts, early)
     for number, (parameter, new) in enumerate(zip(parameters, whole, strict=True)):
         if new is not None and places[number] is None:
-            places[number] = torch.zeros_like(parameter)
+            places[number] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return {number for number, (one, two) in enumerate(zip(early, whole, strict=True)) if one is not two}
 
 

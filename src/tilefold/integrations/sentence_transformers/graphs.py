@@ -167,9 +167,14 @@ class Captured:
 
 
 @contextlib.contextmanager
-def fresh_leaves(model: nn.Module, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Within it, the model computes with other leaves of the same memory, which no other stream and no DDP knows."""
+def fresh_leaves(model: nn.Module, parameters: list[Tensor], gradients: dict[int, Tensor]) -> Iterator[list[Tensor]]:
+    """Within it, the model computes with other leaves of the same memory, which no other stream and no DDP knows.
+
+    They have the `gradients` of tensors of these ids.
+    """
     leaves = {id(tensor): nn.Parameter(tensor.detach()) for tensor in parameters}
+    for known, leaf in leaves.items():
+        leaf.grad = gradients.get(known)
     every = [(module, name, tensor) for module in model.modules() for name, tensor in module._parameters.items()]
     places = [place for place in every if id(place[2]) in leaves]
     for module, name, tensor in places:
@@ -227,6 +232,7 @@ class StepGraphs:
         halved: bool = False,
     ) -> None:
         self.transformer, self.compiled, self.halved, self._capture = transformer, compiled, halved, capture
+        self.places: dict[int, Tensor] = {}  # by the id of a parameter, where DDP keeps its gradient
         self._forget()
 
     def _forget(self) -> None:
@@ -240,14 +246,13 @@ class StepGraphs:
         self._stream: torch.cuda.Stream | None = None
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
-        self.places: dict[int, Tensor] = {}  # by the id of a parameter, where DDP keeps its gradient
         self._pending: Callable[[], object] = lambda: None
 
     def __getstate__(self) -> Features:
         return {name: vars(self)[name] for name in ("transformer", "compiled", "halved", "_capture")}
 
     def __setstate__(self, state: Features) -> None:
-        vars(self).update(state)
+        vars(self).update(state, places={})
         self._forget()
 
     def __call__(self, features: Features) -> Tensor | None:
@@ -285,6 +290,16 @@ class StepGraphs:
         """Parameters of these numbers that get gradients: DDP takes part in all that are handed out, be it None."""
         return {number: self.parameters[number] for number in sorted(numbers) if self.gradients[number] is not None}
 
+    def write_to(self, places: dict[int, Tensor]) -> None:
+        """Have the gradients of parameters of these ids written there, from the next batch on by new graphs."""
+        self.places, self._state = places, None
+
+    def set_aside(self) -> None:
+        """Take gradients of earlier batches from where this one's are written."""
+        for tensor, place in zip(self.parameters, self.gradients, strict=True):
+            if tensor.grad is not None and place is not None and tensor.grad.data_ptr() == place.data_ptr():
+                tensor.grad = tensor.grad.clone()
+
     def handed_out(self, numbers: list[int]) -> list[Tensor]:
         """The gradients, for autograd to keep: where DDP has them, if nothing is there to be added to, else copies."""
         found = [known for number in numbers if (known := self.gradients[number]) is not None]
@@ -293,7 +308,9 @@ class StepGraphs:
         if any(place is None or tensor.grad is not None for place, tensor in zip(there, used, strict=True)):
             return copies_of(found)
         kept = [place.view_as(place) for place in there if place is not None]
-        copy_each(kept, found)
+        moved = [pair for pair in zip(kept, found, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+        if moved:
+            copy_each(*map(list, zip(*moved, strict=True)))
         return kept
 
     def _may_run(self, ids: Tensor) -> bool:
@@ -361,7 +378,7 @@ class StepGraphs:
         return "trains without CUDA graphs, which could not be captured"
 
     def _graph(self, inputs: StaticInputs) -> Any:
-        with fresh_leaves(self.transformer.model, self.parameters) as leaves:
+        with fresh_leaves(self.transformer.model, self.parameters, self.places) as leaves:
             return self._capture(self._run, inputs, leaves, self.gradients, self._pool, self._stream)
 
     def _run(self, features: Features) -> tuple[Tensor, list[Tensor]]:
@@ -392,6 +409,7 @@ class _Replay(torch.autograd.Function):
         if ctx.serial != owner.serial:
             got = "and once, got it after another batch or again; use graphs=False for a loss that needs it."
             raise RuntimeError(f"backward must come before the next batch with collate_ahead(graphs=True), {got}")
+        owner.set_aside()
         ctx.graph.backward(gradient)
         ctx.waits = ctx.serial = None  # what it read is overwritten
         first = gradient.new_empty(0) if ctx.needs_input_grad[5] else None  # for _Late
