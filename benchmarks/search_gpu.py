@@ -84,11 +84,10 @@ def in_memory(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
         gate = judged(call(), scores, lambda some: maxsim(queries, part(some), impl="reference"))
         return Way(call, len(queries), tokens.nbytes, tokens.nbytes, goal, gate)
 
-    ways = {}
     for queries, goal in zip((asked[:1], asked), case.numbers["goals"], strict=True):
-        ways[f"maxsim_topk, {len(queries)}"] = way(queries, tokens, None, goal)
-        ways[f"maxsim_topk, {len(queries)}, packed"] = way(queries, packed, offsets)
-    yield from in_turns(ways, device, BUDGET)
+        name = f"maxsim_topk, {len(queries)}"
+        ways = {name: way(queries, tokens, None, goal), f"{name}, packed": way(queries, packed, offsets)}
+        yield from in_turns(ways, device, BUDGET)
     if case.numbers["peer"]:
         yield from in_turns({"torch, 1": Way(of_torch, 1, tokens.nbytes)}, device, ONCE)
 

@@ -108,8 +108,7 @@ def test_one_alpha_a_head_and_the_reference_count_alike(target: Target) -> None:
 
 
 def test_shares_are_fp32_whatever_torchs_default_dtype() -> None:
-    inputs = entmax_attention_inputs(1, 2, 70, 16, correlated=True)
-    stats = statistics(inputs, "tiled")
+    stats = statistics(entmax_attention_inputs(1, 2, 70, 16, correlated=True), "tiled")
     expected = [share() for share in (stats.nonzero_share, stats.mean_support, stats.live_share)]
     torch.set_default_dtype(torch.float64)
     try:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(triton_interpreted(), reason="kernels are interp
 OPERANDS = ["queries_ptr", "documents_ptr", "documents_src", "dquery_ptr", "ddoc_ptr", "rows_ptr"]
 FP32 = ["query_factors_ptr", "document_factors_ptr", "scale_ptr", "dscores_ptr", "scores_ptr", "parts_ptr",
         "largest_ptr", "grad_ptr"]  # fmt: skip
-INT32 = ["cu_queries_ptr", "cu_documents_ptr", "pairs_ptr", "row_query_ptr", "lists_ptr"]
+INT32 = ["cu_queries_ptr", "cu_documents_ptr", "pairs_ptr", "row_query_ptr", "lists_ptr", "ends_ptr"]
 FLOATS = ["temperature", "inverse_temperature", "divisor", "factor"]
 
 

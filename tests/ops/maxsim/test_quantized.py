@@ -107,8 +107,7 @@ def test_queries_are_rounded_to_the_bits_of_quantize_tokens(target: Target, rows
     queries[3, 5], queries[4, 5] = math.nan, math.inf
     rounded = quantize_tokens(queries)
     documents = quantize_tokens(torch.eye(64)[:columns, None]).to(target.device)
-    queries = queries.to(target.device)
-    found = maxsim(queries[:, None], documents, impl=target.impl).cpu()
+    found = maxsim(queries.to(target.device)[:, None], documents, impl=target.impl).cpu()
     # a document is one entry of 127 with its scale, which are multiplied first
     expected = rounded.values[:, :columns] * 127.0 * documents.scales.cpu()[:, 0] * rounded.scales[:, None]
     ordinary = rounded.scales.isfinite()
@@ -148,5 +147,12 @@ def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch:
     monkeypatch.undo()
     for a, b in zip(maxsim_topk(inputs.queries, stored, 3, impl=target.impl), blocks, strict=True):
         torch.testing.assert_close(a, b)
+    monkeypatch.setattr(tiles, "TOPK_GROUP", 2)
+    many = torch.randint(-2, 3, (301, 1, 16), device=target.device).to(inputs.queries.dtype)  # with ties
+    best, which = maxsim_topk(inputs.queries, many, 4, impl=target.impl)
+    scores = maxsim(inputs.queries, many, impl=target.impl)
+    torch.testing.assert_close(best, scores.topk(4, dim=1).values)
+    torch.testing.assert_close(scores.gather(1, which), best)
+    assert all(len(set(row)) == 4 for row in which.tolist())
     best, which = maxsim_topk(inputs.queries, inputs.documents, 50, impl=target.impl)
     assert best.shape == (3, 11) and which.sort(dim=1).values.tolist() == [list(range(11))] * 3

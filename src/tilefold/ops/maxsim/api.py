@@ -179,9 +179,9 @@ def maxsim_topk(
         k: how many; all documents where there are fewer. Others are as in :func:`maxsim` for ``pairing="all"``.
 
     Returns:
-        ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. The order of documents with
-        equal scores is that of ``torch.topk``, which also puts NaN before any number; a document without a kept token
-        ranks with its score of 0.
+        ``[Nq, min(k, Nd)]`` scores, falling, and the int64 numbers of their documents. Equal scores come in any order,
+        as those of ``torch.topk``, which also puts NaN before any number; a document without a kept token ranks with
+        its score of 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for a ``k`` below 1.
@@ -197,21 +197,34 @@ def maxsim_topk(
     step = max(tiles.TOPK_DOCUMENTS, tiles.TOPK_SCORES // max([*sequences.shape[:1], 1]))
     with torch.no_grad():
         if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= step:
-            scores = score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d)
-            found = scores.topk(min(k, scores.size(1)), dim=1)
-            return found.values, found.indices
+            return _best_of(score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d), k)
         values, places = [], []
         for start in range(0, rows.size(0), step):
             part = slice(start, start + step)
             block: Tensor | QuantizedTokens = rows[part]
             if isinstance(documents, QuantizedTokens):
                 block = QuantizedTokens(documents.values[part], documents.scales[part])
-            scores = score(block, document_mask=None if document_mask is None else document_mask[part])
-            found = scores.topk(min(k, scores.size(1)), dim=1)
-            values.append(found.values)
-            places.append(found.indices + start)
+            best, which = _best_of(
+                score(block, document_mask=None if document_mask is None else document_mask[part]), k
+            )
+            values.append(best)
+            places.append(which + start)
         best, order = torch.cat(values, dim=1).topk(min(k, rows.size(0)), dim=1)
         return best, torch.cat(places, dim=1).gather(1, order)
+
+
+def _best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` highest of scores ``[Nq, Nd]``, which lie in the ``k`` groups with the highest best ones."""
+    n, size = scores.size(1), tiles.TOPK_GROUP
+    if n < 32 * k * size:  # where it would take longer
+        best, which = scores.topk(min(k, n), dim=1)
+        return best, which
+    whole = n // size * size
+    groups = scores[:, :whole].reshape(len(scores), -1, size).amax(dim=2).topk(k, dim=1).indices
+    members = (groups[..., None] * size + torch.arange(size, device=scores.device)).flatten(1)
+    members = torch.cat([members, torch.arange(whole, n, device=scores.device).expand(len(scores), -1)], dim=1)
+    best, which = scores.gather(1, members).topk(k, dim=1)
+    return best, members.gather(1, which)
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:

@@ -31,6 +31,7 @@ from tilefold.ops.maxsim._problem import (
 from tilefold.ops.maxsim._triton import backward as gradients
 from tilefold.ops.maxsim._triton import forward as scores
 from tilefold.ops.maxsim._triton import norms, smooth
+from tilefold.ops.maxsim._triton.device import ENDS
 from tilefold.ops.maxsim._triton.shared import STRIP, shared_pass_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 
@@ -148,6 +149,10 @@ def _add_scores(steps: MaxSimSteps, training: bool) -> None:
         "WITH_SAVED": training, "NO_WINNER": 0 if p.temperature else no_winner(p.saved_dtype),
         "USE_TMA": bool(tma), "INTEGER": stored == torch.int8, "NORMALIZED": p.normalize,
     }  # fmt: skip
+    if p.document_mask is not None and not (stream or p.mask_zero) and p.document_length > config["BLOCK_T"]:
+        steps.buffer("ends", (p.n_documents,), torch.int32)
+        steps.launch(scores.ends_kernel, (p.n_documents,), {"BLOCK": 256, "num_warps": 1, "num_stages": 2})
+        steps.stands["cu_documents"], steps.values["UNIFORM_D"] = "ends", ENDS.value
     slots = setting.multiprocessors * config["PROGRAMS"]
     if shared:
         tiles = cdiv(p.n_queries * slot, config["BLOCK_Q"])

@@ -30,8 +30,9 @@ SLAB_ENTRIES = 1 << 19  # (document, query token) winners whose gradients are so
 CPU_TILE = (1024, 1 << 22)
 DEVICE_TILE = (4096, 1 << 26)
 MAXIMA = 1 << 21
-# documents scored at a time for the best of them, and scores of a few queries: [Nq, 65536] or 64 MB of them are held
-TOPK_DOCUMENTS, TOPK_SCORES = 65536, 1 << 24
+# documents scored at a time for the best of them, and scores of a few queries: [Nq, 65536] or 64 MB of them are held;
+# documents of a group, of many
+TOPK_DOCUMENTS, TOPK_SCORES, TOPK_GROUP = 65536, 1 << 24, 256
 
 
 def row_limit(dim: int) -> int:

@@ -9,6 +9,7 @@ from tilefold.ops._shared._triton.offsets import mask_if
 ALL = tl.constexpr(0)
 GROUPED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
+ENDS = tl.constexpr(2)  # of padded sequences that are read up to an end of their own
 SIZES = [  # numbers of launches, whose values kernels are not built for
     "Tq", "Td", "Nq", "Nd", "length_q", "length_d", "group", "longest", "tiles", "slices", "splits", "steps",
     "tile_rows", "stride_q", "stride_d", "temperature", "inverse_temperature", "divisor", "factor", "one",
@@ -20,6 +21,8 @@ def bounds(cu_ptr, i, count, rows, length, UNIFORM: tl.constexpr):
     """First row of sequence i, one past its last, and whether that can be true; an impossible one is empty."""
     if UNIFORM:
         start = i * length
+        if UNIFORM == ENDS:
+            length = tl.load(cu_ptr + i, mask=(i >= 0) & (i < count), other=0)
         return start, start + length, start >= 0
     else:
         inside = (i >= 0) & (i < count)
@@ -172,7 +175,7 @@ def init_state(BLOCK_Q: tl.constexpr, SMOOTH: tl.constexpr):
 def count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T: tl.constexpr, UNIFORM_D: tl.constexpr):
     """Tiles of every ``splits``-th document; an empty one takes a tile, in which its score is written."""
     mine = (Nd - split + splits - 1) // splits
-    if UNIFORM_D:
+    if UNIFORM_D and UNIFORM_D != ENDS:
         return mine * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
     else:
         n_tiles = 0

@@ -83,6 +83,18 @@ def _query_rows(
 
 
 @triton.jit(do_not_specialize=SIZES)
+def ends_kernel(document_mask_ptr, ends_ptr, length_d, BLOCK: tl.constexpr):
+    """One past the last kept token of each padded document."""
+    d = tl.program_id(0)
+    end = 0
+    for t0 in range(0, length_d, BLOCK):
+        t = t0 + tl.arange(0, BLOCK)
+        kept = tl.load(document_mask_ptr + d.to(tl.int64) * length_d + t, mask=t < length_d, other=0) != 0
+        end = tl.maximum(end, tl.max(tl.where(kept, t + 1, 0)))
+    tl.store(ends_ptr + d, end)
+
+
+@triton.jit(do_not_specialize=SIZES)
 def all_pairs_kernel(
     queries_ptr, documents_src, query_mask_ptr, document_mask_ptr, query_factors_ptr, document_factors_ptr,
     cu_queries_ptr, cu_documents_ptr, scores_ptr, parts_ptr, saved_ptr, row_query_ptr, Tq, Td, Nq, Nd, length_q,
