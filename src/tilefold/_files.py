@@ -19,9 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 LOCK = ".writing.lock"
-_FULL = re.compile(
-    r"no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b", re.I
-)
+_FULL = re.compile(r"(?i)no space left|quota exceeded|file too large|requested and \d+ written|os error (28|27|122)\b")
 SCRATCH = ".tilefold.tmp"  # ends the name of a folder in which something is written before it is put in its place
 _ATTEMPTS, _PAUSE_SECONDS = 8, 0.02
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
@@ -60,9 +58,8 @@ def naming_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__):
-            raise
-        if isinstance(error, DiskFullError) or not _FULL.search(str(error)):
+        of_a_library = isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__
+        if isinstance(error, DiskFullError) or not of_a_library or not _FULL.search(str(error)):
             raise
         raise DiskFullError(
             f"{path}: could not be written, the disk or the quota is full ({' '.join(str(error).split())}). "

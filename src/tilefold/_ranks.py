@@ -141,12 +141,9 @@ def joined(*, training: bool = False) -> Iterator[int]:
         torch.set_num_threads(share)
     meet = os.environ.get(MEET)
     nccl, done = training and torch.cuda.is_available(), False
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        init_method=None if meet is None else f"file://{meet}",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    backend, count = "cpu:gloo,cuda:nccl" if nccl else "gloo", int(os.environ["WORLD_SIZE"])
+    place = None if meet is None else f"file://{meet}"
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=count)
     try:
         yield rank
         done = True

@@ -46,8 +46,7 @@ def micro(monkeypatch: pytest.MonkeyPatch) -> ModelSize:
 
 
 def encoder_and_batches(size: ModelSize = MICRO, length: int = 24) -> tuple[Any, Batches]:
-    tokenizer = load_tokenizer(None)
-    encoder = build_encoder(size, tokenizer, CPU, length)
+    encoder = build_encoder(size, load_tokenizer(None), CPU, length)
     return encoder, Batches(encoder, text_pairs(small_collection(), length)[:6], length, CPU)
 
 

@@ -210,8 +210,7 @@ def test_evaluate_with_feedback_from_words_is_the_python_functions(call: Call, s
     assert again["measures"] == found["measures"], "the saved run carries the fingerprint of its texts"
     collection.documents = dict(list(collection.documents.items())[1:])
     r.BM25Index.build(collection.contents()).save(tmp_path / "other")
-    said = "was made from other documents"
-    fails(call(*command[:7], "--prf-with", tmp_path / "other"), 1, said)
+    fails(call(*command[:7], "--prf-with", tmp_path / "other"), 1, "was made from other documents")
 
 
 def test_evaluate_with_dense_feedback_is_the_python_functions(call: Call, shared: Path, tmp_path: Path) -> None:

@@ -96,8 +96,7 @@ def equals_one_process(rank: Rank, cases: list[dict[str, Any]]) -> None:
         options = {"scale": 0.4} | given
         layout, dtype = options.pop("layout", "mixed"), options.pop("dtype", torch.float32)
         shards = [shard(number, layout, dtype) for number in range(rank.size)]
-        labels = labels_of(rank.rank)
-        found = ring_results(rank, shards[rank.rank], labels, **options)
+        found = ring_results(rank, shards[rank.rank], labels_of(rank.rank), **options)
         choices = {name: value for name, value in options.items() if name != "impl"}
         loss, dqueries, ddocuments = truth_of(shards, **choices)
         assert found["queries"].dtype == dtype

@@ -143,8 +143,7 @@ def loss_and_gradients(
 
     model.zero_grad(set_to_none=True)
     loss = getattr(losses, kind)(model, similarity_fct=function, **options)
-    features = [dict(model.preprocess(texts)) for texts in COLUMNS]
-    value = loss(features, labels)
+    value = loss([dict(model.preprocess(texts)) for texts in COLUMNS], labels)
     value.backward()
     return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

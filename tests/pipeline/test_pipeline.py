@@ -125,5 +125,4 @@ def test_texts_that_a_tokenizer_without_rust_cuts_are_counted_however_it_is_call
 
 
 def test_batches_are_nearly_equal() -> None:
-    sizes = np.full(100, 10, np.int64)
-    assert [len(batch) for batch in cut_batches(sizes, 400)] == [34, 34, 32]
+    assert [len(batch) for batch in cut_batches(np.full(100, 10, np.int64), 400)] == [34, 34, 32]

@@ -97,8 +97,7 @@ def test_a_text_is_cut_behind_sentences_and_long_ones_between_words() -> None:
 def test_training_takes_the_passage_of_a_relevant_document_that_has_the_words() -> None:
     queries = {"q": "read queues", "none": "zebra"}
     judged = {"q": {"a#1:0-3": 2, "b c": 0}, "none": {"a": 1}}
-    whole = r.Collection("c", DOCUMENTS, queries, {"train": judged})
-    cut = r.Passages(9).training(whole)
+    cut = r.Passages(9).training(r.Collection("c", DOCUMENTS, queries, {"train": judged}))
     texts = {query: [cut.documents[name].text for name in names] for query, names in cut.qrels["train"].items()}
     assert texts == {"q": ["Functions that read and write queues are here."], "none": [SENTENCES[0]]}
     assert list(cut.qrels["train"]["q"].values()) == [2] and cut.contents() == r.Passages(9).of(DOCUMENTS)

@@ -116,8 +116,7 @@ def test_a_search_shows_results_with_marks_bars_and_times(page: Any, client: Cli
     page.keyboard.type("read csv files")
     page.keyboard.press("Enter")
     page.wait_for_selector("#results article")
-    body = {"query": "read csv files", "explain": True}
-    answer = client.post("/v1/small/search", body).json
+    answer = client.post("/v1/small/search", {"query": "read csv files", "explain": True}).json
     assert page.locator("#results article").count() == 10
     assert re.match(r"10 results · encoding [\d.]+ ms · search [\d.]+ ms · \d+ ms in all", page.inner_text("#status"))
     heaviest = answer["query"]["terms"][0]

@@ -48,9 +48,8 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
         bias -= maxima.flatten().topk(kept).values[-1]
     bias = bias.to(dtype)
     active = (_sampled_maxima(hidden, weight, bias, mask, columns) > 0).float().mean().item()
-    grad_output = normal(B, V).to(dtype)
     leaves = (hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())
-    return spec.Inputs(leaves, (mask,), grad_output, int(mask.sum()), active)
+    return spec.Inputs(leaves, (mask,), normal(B, V).to(dtype), int(mask.sum()), active)
 
 
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
@@ -72,16 +71,13 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
         part = lsr_head_truth(_part(inputs, few, chunk), needs=("hidden",))
         scores.append(part["scores"])
         dhidden += part["dhidden"]
-    return spec.Gate(
-        inputs,
-        case.dtype,
-        {
-            "out[:, v]": spec.Part(lambda t: t[:, columns], truth["scores"]),
-            "out[b, :]": spec.Part(lambda t: t[few], torch.cat(scores, dim=1)),
-        },
-        {"dhidden": spec.Part(lambda t: t[few], dhidden)}
-        | {name: spec.Part(lambda t: t[columns], truth[name]) for name in ("dweight", "dbias")},
-    )
+    outputs = {
+        "out[:, v]": spec.Part(lambda t: t[:, columns], truth["scores"]),
+        "out[b, :]": spec.Part(lambda t: t[few], torch.cat(scores, dim=1)),
+    }
+    gradients = {"dhidden": spec.Part(lambda t: t[few], dhidden)}
+    gradients |= {name: spec.Part(lambda t: t[columns], truth[name]) for name in ("dweight", "dbias")}
+    return spec.Gate(inputs, case.dtype, outputs, gradients)
 
 
 def _chunks(inputs: spec.Inputs, sequences: Tensor) -> Iterator[Tensor]:

@@ -103,18 +103,14 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
     def taken(documents: Tensor) -> Tensor:
         return torch.cat([documents.flatten(0, -2)[_places(inputs, document)] for document in chosen])
 
-    return MaxSimGate(
-        inputs,
-        case.dtype,
-        {
-            "out[q, :]": spec.Part(lambda t: t[few], scores),
-            "out[:, d]": spec.Part(lambda t: t[:, chosen], torch.stack(columns, dim=1)),
-        },
-        {"dqueries": spec.Part(lambda t: t[few], dqueries), "ddocuments": spec.Part(taken, torch.cat(parts))},
-        # scores are fp32, and fp64 of fp64
-        ours=spec.Budget(min(BUDGETS[name].forward for name in ("float32", case.dtype)), BUDGETS[case.dtype].gradient),
-        documents=tuple(chosen),
-    )
+    outputs = {
+        "out[q, :]": spec.Part(lambda t: t[few], scores),
+        "out[:, d]": spec.Part(lambda t: t[:, chosen], torch.stack(columns, dim=1)),
+    }
+    gradients = {"dqueries": spec.Part(lambda t: t[few], dqueries), "ddocuments": spec.Part(taken, torch.cat(parts))}
+    # scores are fp32, and fp64 of fp64
+    ours = spec.Budget(min(BUDGETS[name].forward for name in ("float32", case.dtype)), BUDGETS[case.dtype].gradient)
+    return MaxSimGate(inputs, case.dtype, outputs, gradients, ours=ours, documents=tuple(chosen))
 
 
 def _winners(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -243,10 +243,8 @@ def print_header(console: Console, provenance: Provenance) -> None:
     else:
         where += f", {provenance.threads} threads"
     dirty = {"yes": " with local changes", "no": "", "unknown": ""}[provenance.dirty]
-    text = (
-        f"{where}; torch {provenance.torch}, Python {provenance.python}, tilefold {provenance.tilefold} "
-        f"at {provenance.commit}{dirty}; {provenance.date}"
-    )
+    versions = f"torch {provenance.torch}, Python {provenance.python}, tilefold {provenance.tilefold}"
+    text = f"{where}; {versions} at {provenance.commit}{dirty}; {provenance.date}"
     console.print(text, markup=False, highlight=False)
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if not provenance.cuda and busy > _BUSY:

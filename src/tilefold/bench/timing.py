@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -125,12 +126,10 @@ def in_fresh_process(call: Callable[_Asked, _Answer], *args: _Asked.args, **kwar
 
 def _proc_kib(file: str, field: str) -> int | None:
     """A line of a file of /proc, or ``None`` where there is none."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1])
-    except OSError:
-        return None
     return None
 
 

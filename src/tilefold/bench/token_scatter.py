@@ -62,13 +62,9 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     """Two whole sequences in fp64; where two tokens of one id have the same weight the gradient becomes zero."""
     rows = sorted({0, inputs.grad_output.size(0) - 1})
-    scores, gradients = zip(*(_sequence_truth(inputs, row) for row in rows), strict=True)
-    return spec.Gate(
-        inputs,
-        case.dtype,
-        {"out": spec.Part(lambda t: t[rows], torch.stack(scores))},
-        {"dweights": spec.Part(lambda t: t[rows], torch.stack(gradients))},
-    )
+    truth = zip(*(_sequence_truth(inputs, row) for row in rows), strict=True)
+    scores, dweights = (spec.Part(lambda t: t[rows], torch.stack(parts)) for parts in truth)
+    return spec.Gate(inputs, case.dtype, {"out": scores}, {"dweights": dweights})
 
 
 def _sequence_truth(inputs: spec.Inputs, b: int) -> tuple[Tensor, Tensor]:

@@ -107,10 +107,8 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    making, asking = (
-        (demo, train, recipes, encode, merge, index),
-        (search, evaluate, compare, export, fuse, mine, score, serve),
-    )
+    making = (demo, train, recipes, encode, merge, index)
+    asking = (search, evaluate, compare, export, fuse, mine, score, serve)
     for verb in (*making, *asking, bench, warmup, info):
         app.command(cls=Command)(verb)
     return app

@@ -189,11 +189,7 @@ def warmup(
         loaded.to("cuda"), lengths, batch_size, inference=inference, training=training, dtype=dtype, workers=workers
     )
     names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in sorted(built.kernels.items()))
-    _common.print_result(
-        asdict(built) | {"cache": str(built.cache), "count": built.count},
-        as_json,
-        f"{built.count} kernels in {built.seconds:.1f} s: {names or 'none'}",
-        f"in {built.cache}",
-        *(f"not built: {message}" for message in built.failed),
-        f"first calls take up to {max(built.first_calls, default=0.0):.2f} s now",
-    )
+    lines = [f"{built.count} kernels in {built.seconds:.1f} s: {names or 'none'}", f"in {built.cache}"]
+    lines += [f"not built: {message}" for message in built.failed]
+    lines.append(f"first calls take up to {max(built.first_calls, default=0.0):.2f} s now")
+    _common.print_result(asdict(built) | {"cache": str(built.cache), "count": built.count}, as_json, *lines)

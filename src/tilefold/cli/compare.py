@@ -83,9 +83,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
 
 
-def _print(
-    collection: Collection, split: str, scores: Mapping[str, _scores.Scores], found: Sequence[Difference]
-) -> None:
+def _print(collection: Collection, split: str, scores: dict[str, _scores.Scores], found: Sequence[Difference]) -> None:
     means = {name: each.means()[split] for name, each in scores.items()}
     measures = list(next(iter(means.values())))
     rows = [[name, *(_scores.cell(row[measure]) for measure in measures)] for name, row in means.items()]

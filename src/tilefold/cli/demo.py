@@ -207,9 +207,8 @@ def print_report(results: Values) -> None:
         terms = [f"{active[kind]:.0f}" if name == SYSTEMS[2] else "" for kind in ("queries", "documents")]
         ndcg = f"{scores[NDCG]:.3f} ± {scores['standard_error']:.3f}"
         rows.append([labels.get(name, name), ndcg, f"{scores[RECALL]:.3f}", *terms])
-    columns = ("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>")
     title = f"pydocs, {results['documents']} documents, {results['queries']} test queries that training never saw"
-    _common.print_table(columns, rows, title)
+    _common.print_table(("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>"), rows, title)
     lines = [f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:"]
     lines += [f"  {difference_line(row)}" for row in results["comparisons"]]
     if "seismic_overlap_at_10" in results:

@@ -186,9 +186,7 @@ def _encoding(made: str, asked: Asked) -> Encoding:
     return SparseEncoding(top_k=asked["top_k"], special_tokens=asked["special_tokens"] is not False, **shared)
 
 
-def _texts(
-    collection: Collection, data: str, queries: bool, split: str | None, cuts: Passages | None
-) -> Mapping[str, str]:
+def _texts(collection: Collection, data: str, queries: bool, split: Text, cuts: Passages | None) -> Mapping[str, str]:
     """Id -> text of the documents or of their passages, or of the queries."""
     if not queries:
         return collection.contents() if cuts is None else cuts.of(collection.documents)
@@ -214,9 +212,7 @@ def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
     return HeldTexts(texts) if texts is not None else StoredTexts(documents_table(Path(data)))
 
 
-def _dry_run(
-    model: Model, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: float | None
-) -> Values:
+def _dry_run(model: Model, encoding: Encoding, texts: Texts, shard_size: int, workers: int, rate: Number) -> Values:
     """Estimate what encoding `texts` takes, from a sample of them; nothing is written but to a temporary folder."""
     import torch
 

@@ -73,11 +73,8 @@ def _graph(model: str | None, output: Path, quantize: str | None, top_k: int | N
     _models.load_model(model, kinds=("sparse",), fast=())  # refuses what is none
     started = time.monotonic()
     try:
-        with (
-            _common.heartbeat("exporting (onnx)"),
-            quiet_libraries(),
-            _options.as_options("model", "quantize", "top_k"),
-        ):
+        in_options = _options.as_options("model", "quantize", "top_k")
+        with _common.heartbeat("exporting (onnx)"), quiet_libraries(), in_options:
             made = export_onnx(model, output, quantize=quantize, top_k=top_k)
     except ImportError as error:
         raise CommandError(f"--to onnx: {error}") from error

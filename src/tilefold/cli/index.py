@@ -102,11 +102,9 @@ def index(
     said = f"{documents} {what} indexed ({backend}) in {seconds:.1f} s: {output}"
     if backend == LATE:
         result |= built.options
-        found = (
-            f"; on a CPU it scores {built.n_candidates} candidates, of the ten best {built.recall:.1%}"
-            if built.recall
-            else ""
-        )
+        found = ""
+        if built.recall:
+            found = f"; on a CPU it scores {built.n_candidates} candidates, of the ten best {built.recall:.1%}"
         said += f" ({built.files.nbytes / 2**20:.0f} MiB of {built.options['storage']}{found})"
     if built.metadata is not None:
         result["metadata"] = built.metadata.kinds
@@ -190,8 +188,7 @@ def _late(tokens: Path | None, data: str | None, output: Path, options: Values) 
 def _build_qdrant(read: Any, options: Values) -> Any:
     done = 0
     _common.kept.append(lambda: done > 0)
-    options_of = _options.as_options("url", "weights", name="--collection")
-    with options_of, _common.progress_bar("indexing") as update:
+    with _options.as_options("url", "weights", name="--collection"), _common.progress_bar("indexing") as update:
 
         def count(kept: int, total: int) -> None:
             nonlocal done
@@ -212,9 +209,8 @@ def _change(asked: Asked) -> Values:
     if "backend" in _options.given and there not in (asked["backend"], {"exact": "dense"}.get(asked["backend"])):
         raise UsageError(f"--backend: {output} is an index of backend {there}, got {asked['backend']}.")
     if asked["merge"] and there in (QDRANT, BM25):
-        raise UsageError(
-            f"--merge goes with exact, dense, seismic and late indexes; {output} ({there}) is of one part."
-        )
+        several = "exact, dense, seismic and late indexes"
+        raise UsageError(f"--merge goes with {several}; {output} ({there}) is of one part.")
     listed = "" if asked["delete"] is None else _options.read_text(asked["delete"], "--delete", "utf-8-sig")
     names = [line for line in listed.split("\n") if line.strip()]  # an id may hold what splitlines() splits at
     changed: Values = {"written": 0, "deleted": 0}
@@ -253,9 +249,7 @@ def _change_words(output: Path, names: Sequence[str], data: str | None) -> Value
     return {"n_documents": changed.n_documents, "written": len(texts), "deleted": deleted}
 
 
-def _change_qdrant(
-    output: Path, read: Any, names: Sequence[str], metadata: Mapping[str, Mapping[str, object]]
-) -> Values:
+def _change_qdrant(output: Path, read: Any, names: list[str], metadata: Mapping[str, Mapping[str, object]]) -> Values:
     from tilefold.retrieval.index.qdrant import QdrantIndex
     from tilefold.retrieval.metadata import fields_by_id
     from tilefold.retrieval.qdrant import Documents

@@ -74,10 +74,8 @@ def info(
             raise UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
         _plan(model, _PLANNED | given, json)
         return
-    if json:
-        _common.print_json(collect())
-    else:
-        _print(collect())
+    show = _common.print_json if json else _print
+    show(collect())
 
 
 def collect() -> Values:

@@ -160,17 +160,15 @@ def _demo_paths(folder: Path) -> Values:
 
 
 def _print(query: str, hits: list[Values]) -> None:
-    late, passages = "first" in hits[0], [hit.get("passage") for hit in hits]
+    late, found = "first" in hits[0], [hit.get("passage") for hit in hits]
+    passages = [f"{each['number']}: {each.get('text', '')}" if each else "" for each in found]
     terms = [hit["terms"][:SHOWN_TERMS] for hit in hits]
     said = [[f"{'+' * each.get('feedback', False)}{each['term']} {each['share']:.0%}" for each in row] for row in terms]
     columns = {
         "#>": [str(hit["rank"]) for hit in hits],
         "id": [hit["id"] for hit in hits],
         "document": [_common.shorten(hit["title"], SHOWN_CELLS) for hit in hits],
-        "passage": [
-            _common.shorten(f"{each['number']}: {each.get('text', '')}", SHOWN_CELLS) if each else ""
-            for each in passages
-        ],
+        "passage": [_common.shorten(part, SHOWN_CELLS) for part in passages],
         "score>": [f"{hit['score']:.2f}" for hit in hits],
         "before: #, score>": [f"{hit['first']['rank']}, {hit['first']['score']:.2f}" if late else "" for hit in hits],
         "matched terms, share of the score" + " before" * late: ["  ".join(row) for row in said],

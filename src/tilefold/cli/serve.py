@@ -110,12 +110,8 @@ def _run(service: Service, key: str | None, opened: socket.socket, host: str, or
         service.warm_up()
     except Exception as error:  # of any model, before anybody asks it
         raise CommandError(f"--model: {names} cannot encode a word ({_common.first_line(error)}).") from error
-    run(
-        create_app(service, key, local=host in _LOOPBACK and key is None, origins=origins),
-        service,
-        opened,
-        lambda: note(f"{names} at http://{shown}:{port}; Ctrl-C ends"),
-    )
+    app = create_app(service, key, local=host in _LOOPBACK and key is None, origins=origins)
+    run(app, service, opened, lambda: note(f"{names} at http://{shown}:{port}; Ctrl-C ends"))
 
 
 def _key(file: Path | None) -> str | None:

@@ -90,9 +90,8 @@ class SparseSource:
             with suppress(ValueError):  # an architecture without a fused head encodes with its own
                 accelerate(self.model)
         rows = encode_sparse(self.model, texts, task=side, batch_size=self.batch_size, top_k=self.top_k)
-        offsets = rows.crow_indices().tolist()
         columns, weights = rows.col_indices().tolist(), rows.values().float().tolist()
-        return [(columns[low:high], weights[low:high]) for low, high in pairwise(offsets)]
+        return [(columns[low:high], weights[low:high]) for low, high in pairwise(rows.crow_indices().tolist())]
 
     def _ask(self, body: dict[str, object], side: Side) -> Any:
         """The answer of the server; a busy one is asked again, later."""

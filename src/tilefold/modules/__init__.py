@@ -78,9 +78,8 @@ def stock_module(module: Any) -> nn.Module | None:
         return made
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
         return None
-    extras = (module.logit_scale != 1, module.ignore_ids, module.top_k, module.normalize)
     activation = {ours: stock for stock, ours in STOCK_ACTIVATIONS.items()}.get(module.activation)
-    if any(extras) or activation is None:
+    if module.logit_scale != 1 or module.ignore_ids or module.top_k or module.normalize or activation is None:
         return None
     pooling: nn.Module = SpladePooling(module.pooling, activation, embedding_dimension=module.embedding_dimension)
     return pooling

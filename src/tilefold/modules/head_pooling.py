@@ -145,8 +145,7 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
     if pooling == "max":
         best = logits.masked_fill(outside, -torch.inf).max(dim=1).values
     else:
-        at = torch.arange(keep.size(1), device=keep.device)
-        place = at.where(keep, keep.size(1) if pooling == "cls" else -1)
+        place = torch.arange(keep.size(1), device=keep.device).where(keep, keep.size(1) if pooling == "cls" else -1)
         place = place.amin(dim=1) if pooling == "cls" else place.amax(dim=1)
         place = place.clamp(0, keep.size(1) - 1)
         best = logits[torch.arange(logits.size(0), device=keep.device), place]

@@ -56,7 +56,13 @@ class SparseVectors:
         check_ids(self.ids)
         self._check()
         if not self._in_order():
-            self._sort_rows()
+            rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
+            keys = rows * self.vocab_size + self.indices
+            order = np.argsort(keys, kind="stable")
+            self.indices, self.data, steps = self.indices[order], self.data[order], np.diff(keys[order])
+            if (steps == 0).any():
+                at = int(np.flatnonzero(steps == 0)[0])
+                raise DataError(f"indices: term {self.indices[at]} is given twice for {self._owner(at)}.")
 
     def _check(self) -> None:
         n, nnz = len(self.ids), self.indices.size
@@ -75,15 +81,6 @@ class SparseVectors:
             bad = int((~np.isfinite(self.data) | (self.data < 0)).sum())
             got = f"{self.data[at]} for {self._owner(at)} ({bad} in all). Check the model's output and its activation"
             raise DataError(f"data: expected finite weights of at least 0, got {got}.")
-
-    def _sort_rows(self) -> None:
-        rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
-        keys = rows * self.vocab_size + self.indices
-        order = np.argsort(keys, kind="stable")
-        self.indices, self.data, steps = self.indices[order], self.data[order], np.diff(keys[order])
-        if (steps == 0).any():
-            at = int(np.flatnonzero(steps == 0)[0])
-            raise DataError(f"indices: term {self.indices[at]} is given twice for {self._owner(at)}.")
 
     def _in_order(self) -> bool:
         """Whether terms rise in every row; takes a byte for each, where sorting takes many."""
@@ -132,12 +129,9 @@ class SparseVectors:
             values = sparse.values()
         keep = (values > min_weight) | (values < 0) | values.isnan()
         rows, columns, values = (part[keep].cpu() for part in (rows, columns, values))
-        arrays = (
-            offsets_of(np.bincount(rows.numpy(), minlength=len(ids))),
-            columns.to(torch.int32).numpy(),
-            values.float().numpy(),
-        )
-        return cls(list(ids), *arrays, int(matrix.shape[1]), fingerprint)
+        arrays = columns.to(torch.int32).numpy(), values.float().numpy()
+        indptr = offsets_of(np.bincount(rows.numpy(), minlength=len(ids)))
+        return cls(list(ids), indptr, *arrays, int(matrix.shape[1]), fingerprint)
 
     @classmethod
     def concatenate(cls, parts: Sequence[SparseVectors]) -> SparseVectors:

@@ -215,10 +215,8 @@ class BM25Index(FolderIndex):
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
         """Term frequencies of each query; words that the index lacks are left out."""
-        counts = {
-            name: Counter(self._engine.vocab_dict[token] for token in self._known(text))
-            for name, text in queries.items()
-        }
+        words = self._engine.vocab_dict
+        counts = {name: Counter(words[token] for token in self._known(text)) for name, text in queries.items()}
         return SparseVectors.from_rows(counts, len(self._engine.scores["indptr"]) - 1)
 
     def _known(self, text: str) -> list[str]:

@@ -125,7 +125,12 @@ class Collection:
 
     def save_beir(self, path: str | Path) -> None:
         """Write a BEIR folder atomically, over an earlier one only; ``DataError`` for an id that it cannot hold."""
-        self._check_savable()
+        self.__post_init__()  # ids may have come since
+        named = {name for qrels in self.qrels.values() for q, found in qrels.items() for name in (q, *found)}
+        for name in (*self.documents, *self.queries, *named):
+            if not name or not is_unicode(name) or (name in named and any(mark in name for mark in "\t\r\n")):
+                held = "no empty id, and in judgements none with a tab or a line break"
+                raise DataError(f"ids: the BEIR layout holds {held}, got {name!r}. Rename it.")
         with atomic_directory(Path(path), own_names=_BEIR_NAMES) as folder:
             documents = (
                 {"_id": one.id, "title": one.title, "text": one.text}
@@ -142,14 +147,6 @@ class Collection:
                     stream.write("query-id\tcorpus-id\tscore\n")
                     for query_id, judged in qrels.items():
                         stream.writelines(f"{query_id}\t{doc}\t{grade}\n" for doc, grade in judged.items())
-
-    def _check_savable(self) -> None:
-        self.__post_init__()  # ids may have come since
-        judged = {name for qrels in self.qrels.values() for q, found in qrels.items() for name in (q, *found)}
-        for name in (*self.documents, *self.queries, *judged):
-            if not name or not is_unicode(name) or (name in judged and any(mark in name for mark in "\t\r\n")):
-                held = "no empty id, and in judgements none with a tab or a line break"
-                raise DataError(f"ids: the BEIR layout holds {held}, got {name!r}. Rename it.")
 
 
 def load_beir(
@@ -206,10 +203,9 @@ def load_documents(path: str | Path) -> dict[str, Document]:
     """Document id -> :class:`Document`, from JSON lines, Parquet, a folder of those, a saved dataset, or text.
 
     Rows have ``_id`` (or ``id``), ``text`` and optionally ``title``; other columns, and the fields of an object
-    ``metadata``, are metadata. A ``.tsv`` or ``.txt`` file has lines of an id, a
-    tab and a text, or of the columns that its first line names (``id``, ``docid`` or another usual name, and ``text``),
-    which is logged. A first line that may be either is a ``DataError`` with file and line, as are malformed rows,
-    missing or repeated ids, or no row.
+    ``metadata``, are metadata. A ``.tsv`` or ``.txt`` file has lines of an id, a tab and a text, or of the columns that
+    its first line names (``id``, ``docid`` or another usual name, and ``text``), which is logged. A first line that may
+    be either is a ``DataError`` with file and line, as are malformed rows, missing or repeated ids, or no row.
     """
     documents: dict[str, Document] = {}
     for where, row in table_rows(Path(path)):

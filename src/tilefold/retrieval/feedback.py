@@ -133,8 +133,7 @@ def with_feedback(
         raise ValueError("second, mix: expected both or neither, got one alone.")
     if second is None or mix is None:
         return again(first)
-    basis = first if mix.place == "after" else mix.mix(first, second, k)
-    found = again(basis)
+    found = again(first if mix.place == "after" else mix.mix(first, second, k))
     return found if mix.place == "before" else mix.mix(found, second, k)
 
 

@@ -83,8 +83,7 @@ class _Source:
         self.manifest = replace(self.manifest, settings=kept)
 
     def shards(self) -> Iterator[Any]:
-        each: Iterator[Any] = iter_shards(self.folder, self.manifest) if self.store is None else self.store.each()
-        return each
+        return iter_shards(self.folder, self.manifest) if self.store is None else self.store.each()
 
     def ids(self) -> Iterator[str]:
         of_shards = (name for vectors in self.shards() for name in vectors.ids)

@@ -83,16 +83,9 @@ class Mined:
     def rows(self, made_by: Mapping[str, object]) -> TrainingRows:
         names, relevant, rank, score = zip(*self.found, strict=True) if self.found else ((), (), (), ())
         documents = {name: at for at, name in enumerate(dict.fromkeys(names))}
-        return TrainingRows(
-            self.queries,
-            list(documents),
-            offsets_of(self.counts),
-            np.array([documents[name] for name in names], np.int32),
-            np.array(relevant, bool),
-            np.array(rank, np.int32),
-            np.array(score, np.float32),
-            made_by=dict(made_by),
-        )
+        document = np.array([documents[name] for name in names], np.int32)
+        arrays = document, np.array(relevant, bool), np.array(rank, np.int32), np.array(score, np.float32)
+        return TrainingRows(self.queries, list(documents), offsets_of(self.counts), *arrays, made_by=dict(made_by))
 
 
 def mine_negatives(

@@ -143,14 +143,10 @@ def _written(ray: ModuleType, pool: Pool, work: Work, missing: list[Range]) -> I
     size = max(1, min(SHARDS_PER_TASK, len(missing) // (2 * pool.most)))
     tasks = [{"ranges": missing[start : start + size]} for start in range(0, len(missing), size)]
     with _quiet_data(ray):
-        rows = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
-            Worker,
-            fn_constructor_args=(work,),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(min_size=pool.first, max_size=pool.most),
-            num_cpus=pool.cpus,
-            num_gpus=pool.gpus or None,
-        )
+        actors = ray.data.ActorPoolStrategy(min_size=pool.first, max_size=pool.most)
+        each = {"compute": actors, "num_cpus": pool.cpus, "num_gpus": pool.gpus or None}
+        rows = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        rows = rows.map_batches(Worker, fn_constructor_args=(work,), batch_size=1, **each)
         try:
             for batch in rows.iter_batches(batch_size=None):
                 if problem := next(filter(None, batch["problem"]), ""):

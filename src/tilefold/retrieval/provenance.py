@@ -116,9 +116,8 @@ def _weights_fingerprint(model: Model) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
-        sample = flat[::step].cpu().double().numpy()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(sample.tobytes())
+        digest.update(flat[::step].cpu().double().numpy().tobytes())
     digest.update(settings.encode())
     return digest.hexdigest()
 

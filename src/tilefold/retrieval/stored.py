@@ -220,8 +220,7 @@ def _encoding(start: int) -> str:
 
 def _document(text: str, file: str) -> tuple[str, Document]:
     """Id and document of a line."""
-    is_json = file.endswith(".jsonl")
-    row = json_object(text, file) if is_json else dict(zip(("_id", "text"), _pair(text), strict=True))
+    row = json_object(text, file) if file.endswith(".jsonl") else dict(zip(("_id", "text"), _pair(text), strict=True))
     document = document_of_row(row, file, ())
     return document.id, document
 

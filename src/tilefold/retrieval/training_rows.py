@@ -99,8 +99,7 @@ class TrainingRows:
         n, needed = len(self), len(self.queries) + 1
         if len(self.offsets) != needed or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
             raise DataError(f"offsets: expected {needed} numbers that rise from 0, got {self.offsets.tolist()[:9]}.")
-        columns = {name: getattr(self, name) for name in _COLUMNS} | self._scores()
-        for name, values in columns.items():
+        for name, values in ({name: getattr(self, name) for name in _COLUMNS} | self._scores()).items():
             if values.shape != (n,):
                 raise DataError(f"{name}: expected {n} values, one per row, got shape {values.shape}.")
         if bool(self.teachers) != (self.target is not None):
@@ -269,18 +268,11 @@ def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
         part = table.read(stored[low : low + _COLUMNS_AT_ONCE])
         for name in part.column_names:
             values[name] = _numbers(pa, part.column(name), name, nulls[name])[order]
-    return TrainingRows(
-        queries,
-        documents,
-        offsets_of(np.bincount(query, minlength=len(queries))),
-        document[order],
-        np.asarray(flags.to_numpy(), bool)[order],
-        values["rank"].astype(np.int32),
-        values[retriever],
-        {name.removeprefix(TEACHER): values[name] for name in names},
-        values["score"] if names else None,
-        _made_by(table.schema_arrow),
-    )
+    offsets = offsets_of(np.bincount(query, minlength=len(queries)))
+    arrays = document[order], np.asarray(flags.to_numpy(), bool)[order], values["rank"].astype(np.int32)
+    teachers, target = {name.removeprefix(TEACHER): values[name] for name in names}, values["score"] if names else None
+    made_by = _made_by(table.schema_arrow)
+    return TrainingRows(queries, documents, offsets, *arrays, values[retriever], teachers, target, made_by)
 
 
 def _ids(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int32]]:

@@ -123,10 +123,6 @@ def _cut(tokenizer: Tokenizer, beginnings: Beginnings | None, prompts: set[str],
             start = text[:size]
             if size >= len(text) or all(beginnings.first(prompt + start, limit) is not None for prompt in prompts):
                 return start
-    return _cut_at_space(tokenizer, text, limit)
-
-
-def _cut_at_space(tokenizer: Tokenizer, text: str, limit: int) -> str:
     size = _CHARACTERS_PER_TOKEN * limit
     while size < len(text):
         if (space := _SPACE.search(text, size)) is None:
@@ -163,9 +159,7 @@ class Beginnings:
 
     def first(self, text: str, count: int) -> list[int] | None:
         """The first `count` tokens of every text that begins with `text`; None if they cannot be told from it."""
-        if sum(map(str.isalnum, text[-self.margin :])) < _PLAIN:
-            return None
-        if (found := self._of_pieces(text, count)) is None:
+        if sum(map(str.isalnum, text[-self.margin :])) < _PLAIN or (found := self._of_pieces(text, count)) is None:
             return None
         settings = {"add_special_tokens": False, "truncation": True, "max_length": count}
         return found if list(self.tokenizer(text, **settings)["input_ids"]) == found else None  # no added tokens

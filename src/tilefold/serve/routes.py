@@ -64,17 +64,13 @@ class Routes:
             "/v1/embeddings": openai,
             "/embeddings": openai,
         }
-        gets: dict[str, tuple[Callable[[Request], Awaitable[Response]], str]] = {
-            "/info": (self.info, "The model, and the limits"),
-            "/metrics": (self.metrics, "For Prometheus"),
-            "/health": (self.health, "200 or 503"),
-            "/ping": (self.health, "200 or 503"),
-        }
         for path, (body, work, summary) in posts.items():
             failed = ServeError.openai_body if body is bodies.OpenAIEmbeddings else ServeError.body
             add_route(router, self.service, path, work, summary, body, failed)
-        for path, (answer, summary) in gets.items():
-            add_route(router, self.service, path, answer, summary)
+        add_route(router, self.service, "/info", self.info, "The model, and the limits")
+        add_route(router, self.service, "/metrics", self.metrics, "For Prometheus")
+        for path in ("/health", "/ping"):
+            add_route(router, self.service, path, self.health, "200 or 503")
         return router
 
     def _asked(self, body: bodies.Encoded, normalize: bool = True) -> Asked:

@@ -158,10 +158,8 @@ class Searchable:
         ]
         if document:
             terms = {term for term, _ in matched}
-            found["marks"] = {
-                "title": _marks(text, document.title, terms),
-                "text": _marks(text, shown[:_MARKED], terms),
-            }
+            read = {"title": document.title, "text": shown[:_MARKED]}
+            found["marks"] = {name: _marks(text, part, terms) for name, part in read.items()}
         return found
 
 

@@ -170,16 +170,11 @@ class _SearchRoutes:
                 raise invalid(f"`{name}`: this server was started without what it needs: {needed}")
 
     async def _answer(self, body: SearchBody, request: Request) -> Response:
-        asked = SearchRequest(
-            body.hits,
-            _record(Feedback, FeedbackBody, body.prf, "prf"),
-            None,
-            _record(Fusion, FusionBody, body.fusion, "fusion"),
-            _record(Reranking, RerankBody, body.rerank, "rerank"),
-            body.by,
-            _filter(body),
-        )
-        self._check(body, asked.reranking)
+        feedback = _record(Feedback, FeedbackBody, body.prf, "prf")
+        fusion = _record(Fusion, FusionBody, body.fusion, "fusion")
+        reranking = _record(Reranking, RerankBody, body.rerank, "rerank")
+        asked = SearchRequest(body.hits, feedback, None, fusion, reranking, body.by, _filter(body))
+        self._check(body, reranking)
         try:
             return await self._searched(body, asked, brief=request.method == "GET")
         except MissingDocumentError as error:  # added to an index that can be added to

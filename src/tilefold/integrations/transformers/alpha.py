@@ -33,9 +33,8 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
         ValueError: for a list of another length, a number outside [1, 2], or a model without attention layers.
     """
     modules = attention.checked_attention_modules(model)
-    alphas = check_alphas(alpha, len(modules))
     by_config: dict[int, dict[nn.Module, float]] = {}
-    for module, value in zip(modules, alphas, strict=True):
+    for module, value in zip(modules, check_alphas(alpha, len(modules)), strict=True):
         _forget_alpha(module)
         by_config.setdefault(id(module.config), {})[module] = value
     for chosen in by_config.values():

@@ -61,20 +61,15 @@ def packed_attention_forward(
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None for packed attention, got a value; use padded inputs.")
+    window = None if sliding_window is None else sliding_window - 1
     longest = kwargs.get("max_length_q")
+    longest = int(cu_seqlens.diff().max()) if longest is None else int(longest)
     if (heads := query.size(1) // key.size(1)) > 1:
         key, value = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
     # squeeze, whose backward is a view: that of [0] is a copy into zeros
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     out = packed_softmax_attention(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        int(cu_seqlens.diff().max()) if longest is None else int(longest),
-        scale=scaling,
-        window=None if sliding_window is None else sliding_window - 1,
-        dropout_p=dropout,
+        query, key, value, cu_seqlens, longest, scale=scaling, window=window, dropout_p=dropout
     )
     return out[None], None
 
@@ -124,8 +119,7 @@ def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None =
         return place
     counted = (input_ids != padding).long()
     before = torch.cat([counted.new_zeros(1), counted.cumsum(0)])  # [T + 1]
-    positions: Tensor = (before[1:] - before[cu_seqlens.long()[sequence]]) * counted + padding
-    return positions
+    return (before[1:] - before[cu_seqlens.long()[sequence]]) * counted + padding
 
 
 def packed_arguments(ids: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int) -> dict[str, Any]:

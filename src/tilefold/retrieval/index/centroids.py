@@ -117,10 +117,9 @@ def _assigned(rows: Tensor, coarse: Tensor, fine: Tensor) -> Tensor:
         return torch.zeros(0, dtype=torch.int64)
     which = _nearest(rows, coarse)
     order = which.argsort(stable=True)
-    ends = torch.bincount(which, minlength=len(coarse)).cumsum(0).tolist()
     found = torch.empty_like(which)
     low = 0
-    for cell, high in enumerate(ends):
+    for cell, high in enumerate(torch.bincount(which, minlength=len(coarse)).cumsum(0).tolist()):
         if high > low:
             at = order[low:high]
             found[at] = (rows[at] @ fine[cell].T).argmax(1) + cell * _PARTS

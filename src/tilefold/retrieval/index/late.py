@@ -152,8 +152,7 @@ class LateIndex(TorchIndex):
         return cls(ids, files, Centroids.load(folder, files.dimension), options, Provenance.from_dict(manifest))
 
     def _write(self, folder: Path) -> None:
-        without_segments = shutil.ignore_patterns(SEGMENTS, ".*")
-        shutil.copytree(self.files.folder, folder, dirs_exist_ok=True, ignore=without_segments)
+        shutil.copytree(self.files.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEGMENTS, ".*"))
 
     def save(self, path: str | Path) -> None:
         """Copy the index to another folder; only an earlier index of its kind is replaced."""

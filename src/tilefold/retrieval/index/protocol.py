@@ -111,6 +111,7 @@ def write_manifest(
     changing: Collection[str] = (),
 ) -> None:
     """Write ``index.json``, with a checksum of every other file in `folder` that is not `changing`. Call it last."""
+    files = (file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in changing)
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "backend": index.backend,
@@ -120,11 +121,7 @@ def write_manifest(
         **index.provenance.to_dict(),
         "versions": {"tilefold": __version__, package: package_version(package)},
         "options": options,
-        "files": {
-            file.name: sha256_file(file)
-            for file in sorted(folder.iterdir())
-            if file.is_file() and file.name not in changing
-        },
+        "files": {file.name: sha256_file(file) for file in files},
     }
     write_json_object(folder / MANIFEST_NAME, manifest)
 

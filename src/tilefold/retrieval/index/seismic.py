@@ -112,8 +112,7 @@ class SeismicOptions:
             "query_cut": 10 if many else 20,
             "heap_factor": 0.8 if many else 0.7,
         }
-        missing: Json = {name: value for name, value in found.items() if getattr(self, name) is None}
-        return replace(self, **missing)
+        return replace(self, **{name: value for name, value in found.items() if getattr(self, name) is None})
 
 
 class SeismicIndex(FolderIndex):

@@ -248,8 +248,7 @@ class Share:
                 yield self._block(low, high, self.held.part(*span))
             return
         ranges = list(spans(self.files.offsets, tokens, self.low, self.high))
-        mapped = (self.files.between(*each) for each in ranges)
-        there = mapped if self.device.type == "cpu" else self._streamed(ranges)
+        there = (self.files.between(*each) for each in ranges) if self.device.type == "cpu" else self._streamed(ranges)
         for each, vectors in zip(ranges, there, strict=True):
             yield self._block(*each, vectors)
 

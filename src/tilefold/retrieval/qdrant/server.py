@@ -53,13 +53,17 @@ class ServerEngine(Engine):
         for option, value, low in (("timeout", timeout, 0.0), ("patience", patience, -1.0)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < 1e6:
                 raise ValueError(f"{option}: expected seconds above {max(low, 0):.0f}, got {value!r}.")
-        self.url, self.name = _checked_url(url), name
+        parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
+        if parts.username or parts.password or parts.query:
+            raise ValueError(f"url: expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url: expected http://host:6333 or https://host, got {url!r}.")
+        self.url, self.name = url.rstrip("/"), name
         self.place = f"collection {name!r} at {self.url}"
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
         if self._key is not None and not _KEY.fullmatch(self._key):
             raise ValueError(f"api_key: expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.")
-        parts = urlsplit(self.url)
-        if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+        if self._key and parts.scheme == "http" and not _is_loopback(parts.hostname):
             warnings.warn(f"{self.url}: the API key is sent without encryption. Use https.", stacklevel=3)
         self._patience, self.api = patience, package.models
         self.point, self.range = self.api.PointStruct, self.api.Range
@@ -191,15 +195,6 @@ def _is_transport(error: BaseException) -> bool:
     """Whether no answer came, rather than one that makes no sense."""
     source = getattr(error, "source", error)
     return isinstance(source, OSError) or type(source).__module__.partition(".")[0] in ("httpx", "httpcore")
-
-
-def _checked_url(url: str) -> str:
-    parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
-    if parts.username or parts.password or parts.query:
-        raise ValueError(f"url: expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"url: expected http://host:6333 or https://host, got {url!r}.")
-    return url.rstrip("/")
 
 
 def _is_loopback(host: str) -> bool:
