@@ -11,8 +11,8 @@ is waited for before and after), the median of tens of them, how often a graph w
 as several, the memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
 first GPU and which ran longest. `--one` is the folder of the rows of one device, with which those of several are
 compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, queries of
-words of their documents, the pairs of 128 in the order of the seed, 60 steps), which must differ less from that of one
-device than those of other seeds do from their mean.
+words of their documents, the pairs of 128 in the order of the seed, 60 steps), which may not differ from the mean of
+those of one device by more than three standard deviations of one more seed, pooled over the log.
 
 `--killed` trains with `tilefold train --devices`, kills the second rank with signal 9 after the first checkpoint, tells
 how long it takes until the command ends and what it says, and runs the same command again. `--device cpu --tiny` shows
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -47,7 +48,7 @@ FILE = "train_scale.csv"
 KERNELS = 25
 TEN = 10  # steps of which the median is taken
 SCALE = 30.0  # over V, of scores and penalties: those of fresh weights are dense, and grow with V
-SEEDS = (0, 1, 2)
+SEEDS, SIGMAS = (0, 1, 2), 3.0
 
 
 @dataclass(frozen=True)
@@ -272,15 +273,19 @@ def beside_one(name: str, row: dict[str, Any], options: argparse.Namespace) -> d
         ratio["x_one_by_medians"] = row["batch"] / row["median_ms"] / per_step
     if not name.startswith("curve"):
         return ratio
-    curves = {key: [float(loss) for loss in found["losses"].split()] for key, found in ones.items()}
-    mine, one = [float(loss) for loss in row["losses"].split()], curves[name]
-    seeds = [losses for key, losses in curves.items() if key.startswith("curve")]
+    mine, one = ([float(loss) for loss in each["losses"].split()] for each in (row, ones[name]))
     error = max(abs(a - b) / b for a, b in zip(mine, one, strict=True))
+    seeds = [found["losses"].split() for key, found in ones.items() if key.startswith("curve")]
     if len(seeds) < 2:
         return ratio | {"curve_error": error, "gate": "the curves of one device must be of two seeds at least"}
-    spread = max(statistics.stdev(losses) / statistics.mean(losses) for losses in zip(*seeds, strict=True))
-    gate = "ok" if error <= spread else f"the curves differ by {error:.2g}, those of seeds by {spread:.2g}"
-    return ratio | {"curve_error": error, "spread_of_seeds": spread, "gate": gate}
+    spreads, apart = [], []  # relative, of each row of the log
+    for loss, *each in zip(mine, *seeds, strict=True):
+        losses = [float(other) for other in each]
+        spreads.append(statistics.stdev(losses) / statistics.mean(losses))
+        apart.append(abs(loss / statistics.mean(losses) - 1))
+    spread = math.sqrt(statistics.mean(each**2 for each in spreads) * (1 + 1 / len(seeds)))
+    gate = "ok" if max(apart) <= SIGMAS * spread else f"{max(apart):.2g} from seeds, whose next may be {spread:.2g}"
+    return ratio | {"curve_error": error, "from_seeds": max(apart), "spread_of_seeds": spread, "gate": gate}
 
 
 def killed(options: argparse.Namespace) -> int:
