@@ -7,12 +7,13 @@
 Everything goes through :func:`tilefold.recipes.train`, as `tilefold train` does, on made pairs of texts and a BERT-base
 without pretrained weights under bf16 autocast; ranks are started as `--devices` starts them. A row has the pairs a
 second and the milliseconds of the timed steps (data loader, optimizer and a log every fifty steps included; the device
-is waited for before and after), the median of tens of them, how often a graph was captured in them, which takes as long
-as several, the memory at most, and of a few more steps under torch's profiler how much of the time a kernel ran on the
-first GPU and which ran longest. `--one` is the folder of the rows of one device, with which those of several are
-compared: the rate at equal pairs a GPU, and the log of `curve-SEED` (the packaged MiniLM without dropout, queries of
-words of their documents, the pairs of 128 in the order of the seed, 60 steps), which may not differ from the mean of
-those of one device by more than three standard deviations of one more seed, pooled over the log.
+is waited for before and after), the median of tens of them by the device's clock, how often a graph was captured in
+them, which takes as long as several, or a batch ran without one, the memory at most, and of a few more steps under
+torch's profiler how much of the time a kernel ran on the first GPU and which ran longest. `--one` is the folder of the
+rows of one device, with which those of several are compared: the rate at equal pairs a GPU, and the log of `curve-SEED`
+(the packaged MiniLM without dropout, queries of words of their documents, the pairs of 128 in the order of the seed, 60
+steps), which may not differ from the mean of those of one device by more than three standard deviations of one more
+seed, pooled over the log.
 
 `--killed` trains with `tilefold train --devices`, kills the second rank with signal 9 after the first checkpoint, tells
 how long it takes until the command ends and what it says, and runs the same command again. `--device cpu --tiny` shows
@@ -67,9 +68,9 @@ class Setting:
 
 RUNS = {
     "splade": Setting("splade", 128, 10, 50),
-    "splade-graphs": Setting("splade", 128, 150, 100, graphs=True),
+    "splade-graphs": Setting("splade", 128, 250, 100, graphs=True),
     "colbert": Setting("colbert", 128, 10, 50),
-    "colbert-graphs": Setting("colbert", 128, 150, 100, graphs=True),
+    "colbert-graphs": Setting("colbert", 128, 250, 100, graphs=True),
     "splade-512": Setting("splade", 512, 5, 25),
     "splade-4096": Setting("splade", 4096, 2, 3, mini=512, profiled=1),
     "splade-4096-by-2048": Setting("splade", 4096, 2, 3, mini=2048, profiled=1),
@@ -126,7 +127,8 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
         base = still_minilm(work / "minilm") if curve else make_base(work / "base", setting.kind, options.tiny)
     clock = Clock(setting, options.device == "cuda")
     recipe = make_recipe(setting, base, batch, steps, TEN if curve else options.log_steps)
-    with mock.patch.object(StepGraphs, "_made", clock.counting(StepGraphs._made)):
+    made, run = clock.counting(StepGraphs._made), clock.seeing(StepGraphs.__call__)
+    with mock.patch.object(StepGraphs, "_made", made), mock.patch.object(StepGraphs, "__call__", run):
         pairs = batch * 20 if curve else 2 * setting.batch * min(steps, 20)  # the same on any number of devices
         train(recipe, collection(pairs, found=curve), work / name, progress=clock)
     if rank:
@@ -206,8 +208,9 @@ class Clock:
     def __init__(self, setting: Setting, on_gpu: bool) -> None:
         self.setting, self.on_gpu = setting, on_gpu
         self.times: list[float] = []
-        self.ends: list[float] = []  # of every step, as the host saw them
+        self.tens: list[Any] = []  # when tens of the timed steps were computed: events, on a CPU seconds
         self.captures: list[float] = []  # when a graph was captured
+        self.plain: list[float] = []  # when a batch ran without one
         self.kernels: list[str] = []
         self.facts: dict[str, Any] = {"peak_gib": 0.0, "reserved_gib": 0.0, "busy": ""}
 
@@ -215,7 +218,11 @@ class Clock:
         import torch
 
         marks = (self.setting.warm, self.setting.warm + self.setting.timed, steps)
-        self.ends.append(time.perf_counter())
+        if marks[0] <= step <= marks[1] and (step - marks[0]) % TEN == 0:
+            event: Any = torch.cuda.Event
+            self.tens.append(event(enable_timing=True) if self.on_gpu else time.perf_counter())
+            if self.on_gpu:
+                self.tens[-1].record()
         if step not in marks:
             return
         if self.on_gpu:
@@ -244,11 +251,11 @@ class Clock:
     def row(self, batch: int) -> dict[str, Any]:
         """Rates of the timed steps: of all of them, and the median of tens, in which no graph is captured as a rule."""
         seconds = (self.times[1] - self.times[0]) / self.setting.timed
-        ends = self.ends[self.setting.warm - 1 : self.setting.warm + self.setting.timed]
-        tens = [(after - before) / TEN for before, after in zip(ends[::TEN], ends[TEN::TEN], strict=False)]
-        made = sum(self.times[0] < at < self.times[1] for at in self.captures)
-        facts = {"step_ms": 1e3 * seconds, "pairs_per_s": batch / seconds, "captures": made}
-        return facts | ({"median_ms": 1e3 * statistics.median(tens)} if tens else {}) | self.facts
+        between = zip(self.tens, self.tens[1:], strict=False)
+        tens = [a.elapsed_time(b) / TEN if self.on_gpu else 1e3 * (b - a) / TEN for a, b in between]
+        made, plain = (sum(self.times[0] < at < self.times[1] for at in each) for each in (self.captures, self.plain))
+        facts = {"step_ms": 1e3 * seconds, "pairs_per_s": batch / seconds, "captures": made, "without_graph": plain}
+        return facts | ({"median_ms": statistics.median(tens)} if tens else {}) | self.facts
 
     def counting(self, capture: Callable[..., Any]) -> Callable[..., Any]:
         """What captures a graph, and is noted."""
@@ -256,6 +263,17 @@ class Clock:
         def noted(*arguments: Any) -> Any:
             self.captures.append(time.perf_counter())
             return capture(*arguments)
+
+        return noted
+
+    def seeing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs a batch as a graph, or says that it must run without, which is noted."""
+
+        def noted(*arguments: Any) -> Any:
+            output = run(*arguments)
+            if output is None:
+                self.plain.append(time.perf_counter())
+            return output
 
         return noted
 

@@ -185,8 +185,7 @@ def entmax_by_sorting(x: Tensor, alpha: float) -> Tensor:
     else:
         spread = (ordered * ordered).cumsum(dim=-1) - rank * mean * mean
         tau = mean - ((1 - spread).clamp_min(0) / rank).sqrt()
-    size = (tau < ordered).sum(dim=-1, keepdim=True)
-    threshold = tau.gather(-1, size - 1)
+    threshold = tau.gather(-1, (tau < ordered).sum(dim=-1, keepdim=True) - 1)
     return (z - threshold).clamp_min(0) ** (1 / (alpha - 1))
 
 

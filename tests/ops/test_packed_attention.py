@@ -94,8 +94,7 @@ def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> Non
     # a mean of 64 x 128 sums of at least 24 weights: its deviation is below .4 / sqrt(64 * 128 * 24) = .001
     assert abs(float(found.mean()) - 1) < 0.005
     assert float(found.std(0).mean()) == pytest.approx((0.25 / 0.75 / 32) ** 0.5, rel=0.15)
-    again = packed_softmax_attention(query, query, value, offsets, 40)
-    torch.testing.assert_close(again, value)
+    torch.testing.assert_close(packed_softmax_attention(query, query, value, offsets, 40), value)
 
 
 def test_empty_sequences_are_skipped_nothing_gives_nothing_and_a_row_alone_is_sdpa() -> None:

@@ -256,8 +256,7 @@ def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Pat
     model: Any = built(str(base), EncoderSpec("bge_m3"))
     assert torch.equal(model[1].linear.weight, state["weight"])
     features = model.preprocess(batches.TEXTS[:2])
-    hidden = model[0](dict(features))["token_embeddings"]
-    weights = (hidden @ state["weight"][0] + 0.3).relu()
+    weights = (model[0](dict(features))["token_embeddings"] @ state["weight"][0] + 0.3).relu()
     expected = torch.zeros(2, model[1].vocab_size)
     for row, column in torch.nonzero(features["attention_mask"]).tolist():
         token = int(features["input_ids"][row, column])

@@ -259,8 +259,10 @@ def test_checkpoints_come_by_time_and_settings_may_change(recipe: Any, collectio
     refused(ValueError, r"differs in learning_rate\); .* with resume=False", train, other, collection, tmp_path / "m")
     shutil.copytree(tmp_path / "m.training", tmp_path / "fresh.training")
     assert train(other, collection, tmp_path / "fresh", resume=False).resumed_from == 0
-    resumed = train(replace(recipe, save_steps=7), collection, tmp_path / "m")
+    resumed = train(replace(recipe, save_steps=7, log_steps=1), collection, tmp_path / "m")
     assert (resumed.resumed_from, resumed.steps) == (2, 4)
+    log = (tmp_path / "m" / "training_log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log][-2:] == [3, 4]
     assert train(recipe, collection, tmp_path / "m").reused
     assert newest_step(tmp_path / "m") is None
 

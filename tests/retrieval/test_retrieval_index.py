@@ -35,8 +35,7 @@ ALL = [*BACKENDS, "qdrant"]
 def test_unseen_terms_empty_rows_and_large_k(backend: str) -> None:
     documents = SparseVectors.from_rows({"a": {0: 1.0, 3: 0.0}, "empty": {}, "b": {0: 1.0, 70_000: 2.0}}, 70_001)
     asked = {"x": {0: 2.0}, "unseen": {5: 1.0}, "none": {}, "y": {70_000: 1.0}, "z": {0: 1.0, 70_000: 1.0}}
-    queries = SparseVectors.from_rows(asked, 70_001)
-    found = build_index(documents, backend).search(queries, 1_000)
+    found = build_index(documents, backend).search(SparseVectors.from_rows(asked, 70_001), 1_000)
     assert found == [[("a", 2.0), ("b", 2.0)], [], [], [("b", 2.0)], [("b", 3.0), ("a", 1.0)]]
 
 

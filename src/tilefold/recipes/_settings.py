@@ -126,7 +126,8 @@ class TrainingSettings(Settings):
             ``fused``. A resumed run draws other numbers for dropout than one that was not interrupted.
         save_steps: steps between checkpoints, from which an interrupted run is resumed.
         save_minutes: time between checkpoints at the latest.
-        log_steps: steps between rows of the log, for each of which the GPU stands still for some milliseconds.
+        log_steps: steps between rows of the log, for each of which the GPU stands still for some milliseconds; a loss
+            that is not finite, or a model that is all zero, is noticed then.
         evaluate_steps: steps between evaluations (nDCG@10; the best is kept) once penalties are full, or ``None``.
         evaluate_split: whose queries search; ``None`` takes ``"dev"``, or the one beside train and test.
         evaluate_documents: how many are searched, judged ones and others by the seed; ``None`` takes 10,000.

@@ -46,7 +46,7 @@ def _by_buckets(graphs: Any, weights: int) -> Any:
                 if graphs is not None and (seen.get(bucket.index()) != place or id(parameters[0]) not in graphs.places):
                     seen[bucket.index()] = place
                     graphs.write_to(graphs.places | dict(zip(map(id, parameters), bucket.gradients(), strict=True)))
-                if not bucket.buffer().is_cuda:  # gloo has no means
+                if not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config(group)):
                     return allreduce_hook(group, bucket)
                 done = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group, async_op=True).get_future()
                 return done.then(lambda future: future.value()[0])

@@ -230,8 +230,7 @@ def test_the_contrastive_loss_is_the_cross_entropy_of_the_scores(target: Target,
     for given, chosen in ((None, torch.arange(3, device=target.device)), (labels, labels)):
         loss = maxsim_contrastive_loss(inputs.queries, inputs.documents, given, scale=0.3, **options, impl=target.impl)
         scores = maxsim(inputs.queries.double(), inputs.documents.double(), **options, impl="reference")
-        log_shares = (0.3 * scores).log_softmax(dim=1)
-        expected = -log_shares.gather(1, chosen[:, None]).mean()
+        expected = -(0.3 * scores).log_softmax(dim=1).gather(1, chosen[:, None]).mean()
         torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
         (found,), (truth,) = (torch.autograd.grad(x, inputs.queries) for x in (loss, expected))
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)

@@ -154,5 +154,6 @@ def test_the_best_documents_are_those_of_the_scores(target: Target, monkeypatch:
     torch.testing.assert_close(best, scores.topk(4, dim=1).values)
     torch.testing.assert_close(scores.gather(1, which), best)
     assert all(len(set(row)) == 4 for row in which.tolist())
+    assert maxsim_topk(inputs.queries[:0], many, 4, impl=target.impl)[0].shape == (0, 4)
     best, which = maxsim_topk(inputs.queries, inputs.documents, 50, impl=target.impl)
     assert best.shape == (3, 11) and which.sort(dim=1).values.tolist() == [list(range(11))] * 3

@@ -29,8 +29,7 @@ class Kernel:
     """A kernel that cannot be built, or not be launched; see ``JITFunction``."""
 
     __name__ = "_some_kernel"
-    arg_names = ("x", "y", "n", "BLOCK")
-    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in arg_names)
+    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in ("x", "y", "n", "BLOCK"))
 
     def __init__(self, error: Exception, when: str) -> None:
         self.error, self.when = error, when

@@ -27,7 +27,8 @@ from tests.refusals import refused
 from tilefold.testing import nan_poisoned_empty
 
 gpu = pytest.mark.gpu
-kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else gpu
+INTERPRETED = triton_interpreted()  # with small tiles, and the ends of documents of several
+kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else gpu
 pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
@@ -101,10 +102,10 @@ OPERATORS: dict[str, Operator] = {
         late(QUERIES, DOCUMENTS), 3, ({}, {"reduction": "mean"}, {"temperature": 1}, {"temperature": 2.0})
     ),
     "maxsim masked, temperature": Operator(
-        late(QUERIES, (3, 21, 16), document_mask=HOLES, temperature=0.5), 3, ({}, {"mask_mode": "zero"})
+        late(QUERIES, (3, 21, 16), document_mask=HOLES, temperature=0.5), 3 + INTERPRETED, ({}, {"mask_mode": "zero"})
     ),
     # a GPU's tile holds all queries
-    "maxsim packed": Operator(late((34, 16), (20, 16), **PACKS), 3 + triton_interpreted(), ({"reduction": "mean"}, {})),
+    "maxsim packed": Operator(late((34, 16), (20, 16), **PACKS), 3 + INTERPRETED, ({"reduction": "mean"}, {})),
     "maxsim grouped, normalised": Operator(
         late(QUERIES, (2, 2, 5, 16), pairing="grouped"), 6, ({"normalize": True}, {"normalize": False})
     ),
@@ -136,11 +137,11 @@ ON_GPUS_ONLY: dict[str, Operator] = {  # interpreting takes a minute each
     "entmax_attention causal, live blocks listed": an_attention(6, keys=1100, causal=True),
     "entmax_attention, learned alpha": an_attention(3, learned=True),
 }
-OPERATORS |= {} if triton_interpreted() else ON_GPUS_ONLY
+OPERATORS |= {} if INTERPRETED else ON_GPUS_ONLY
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 # What autograd and the cache do is the same for all entries of an operator: the interpreter, which is slow, runs one.
 SAMPLE = ("maxsim aligned", "lsr_head", "lsr_head last, packed", "entmax_attention packed", "the toy, two launches")
-sample = {name: OPERATORS[name] for name in (SAMPLE if triton_interpreted() else OPERATORS)}
+sample = {name: OPERATORS[name] for name in (SAMPLE if INTERPRETED else OPERATORS)}
 an_operator = pytest.mark.parametrize("operator", sample.values(), ids=sample)
 
 
@@ -171,7 +172,7 @@ def test_repeated_launches_give_the_bits_of_the_first(operator: Operator, unboun
                 results = operator.step(leaves, leaves[wanted])
             assert first is None or equal(results, first)
             first = results
-            assert bool(unbound) == (round_ < 2 or triton_interpreted()), unbound
+            assert bool(unbound) == (round_ < 2 or INTERPRETED), unbound
             assert wanted != slice(None) or not unbound or operator.counts(len(unbound)), unbound
     with torch.no_grad():
         found = [operator(operator.leaves()) for _ in range(3)]
@@ -317,9 +318,9 @@ def test_a_profilers_hooks_hear_of_every_launch(operator: Operator, unbound: lis
     finally:
         knobs.runtime.launch_enter_hook.remove(heard.append)
     assert operator.counts(len(unbound)), unbound
-    assert triton_interpreted() or len(heard) == len(unbound)
+    assert INTERPRETED or len(heard) == len(unbound)
     unbound.clear()
-    assert equal(operator.step(leaves), results) and bool(unbound) == triton_interpreted()
+    assert equal(operator.step(leaves), results) and bool(unbound) == INTERPRETED
 
 
 @gpu
@@ -398,7 +399,7 @@ def test_every_device_has_plans_of_its_own(operator: Operator, monkeypatch: pyte
             assert equal([value.to("cuda:0") for value in found], results)
 
 
-@pytest.mark.skipif(triton_interpreted(), reason="kernels run on the CPU")
+@pytest.mark.skipif(INTERPRETED, reason="kernels run on the CPU")
 @every_operator
 def test_calls_that_run_no_kernel_leave_no_plan(operator: Operator) -> None:
     options = operator.sample.given("cpu") | operator.options[0]
@@ -407,7 +408,7 @@ def test_calls_that_run_no_kernel_leave_no_plan(operator: Operator) -> None:
     assert not operator.passes
 
 
-@pytest.mark.skipif(triton_interpreted(), reason="nothing is compiled")
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 def test_what_is_known_of_a_kernel_does_not_grow_with_the_lengths_it_is_called_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

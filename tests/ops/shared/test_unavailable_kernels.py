@@ -131,6 +131,7 @@ CASES: dict[str, Sample] = {
     "maxsim/backward.dqueries_row_kernel": late((2, 5, 16), DOCUMENTS),
     "maxsim/forward.all_pairs_kernel": late(QUERIES, DOCUMENTS),
     "maxsim/forward.combine_kernel": late((2, 300, 16), DOCUMENTS),
+    "maxsim/forward.ends_kernel": late(QUERIES, (2, 300, 16), document_mask=[[1] * 200 + [0] * 100] * 2),
     "maxsim/forward.listed_pairs_kernel": late(QUERIES, (2, 5, 16), pairing="aligned"),
     "maxsim/norms.inverse_norms_kernel": late(QUERIES, DOCUMENTS, normalize=True),
     "maxsim/norms.quantize_kernel": inference("maxsim", quantized_documents, QUERIES, (2, 5, 16), pairing="aligned"),

@@ -196,10 +196,10 @@ def collate_ahead(trainer: Any, *, join: bool = True, graphs: bool = False, comp
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and replayed. Unused
     sequences pad batches to a few total sizes (at most a tenth more tokens); a new size runs eagerly the first time and
-    is captured the second time. Gradients are copied (memory of the weights once more) and come all at the end of the
-    backward pass; with several ranks those of most layers come before those of the lowest ones, and are added up
-    meanwhile. Steps that a graph cannot repeat run as usual: see
-    :class:`tilefold.integrations.sentence_transformers.graphs.StepGraphs`. Dropout draws other numbers.
+    is captured the second time. Gradients are copied (memory of the weights once more; recipes on several GPUs have
+    them written where DDP keeps them) and come all at the end of the backward pass; with several ranks those of most
+    layers come before those of the lowest ones, and are added up meanwhile. Steps that a graph cannot repeat run as
+    usual: see :class:`tilefold.integrations.sentence_transformers.graphs.StepGraphs`. Dropout draws other numbers.
 
     With ``compiled``, too, what is captured in 16 bits (bf16 or fp16 weights or autocast) are layers that
     ``torch.compile`` made, for any length: about a seventh less work for the GPU, fewer results rounded on the way, and

@@ -220,9 +220,9 @@ def _best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         best, which = scores.topk(min(k, n), dim=1)
         return best, which
     whole = n // size * size
-    groups = scores[:, :whole].reshape(len(scores), -1, size).amax(dim=2).topk(k, dim=1).indices
+    groups = scores[:, :whole].reshape(scores.size(0), whole // size, size).amax(dim=2).topk(k, dim=1).indices
     members = (groups[..., None] * size + torch.arange(size, device=scores.device)).flatten(1)
-    members = torch.cat([members, torch.arange(whole, n, device=scores.device).expand(len(scores), -1)], dim=1)
+    members = torch.cat([members, torch.arange(whole, n, device=scores.device).expand(scores.size(0), -1)], dim=1)
     best, which = scores.gather(1, members).topk(k, dim=1)
     return best, members.gather(1, which)
 
