@@ -29,7 +29,8 @@ class Kernel:
     """A kernel that cannot be built, or not be launched; see ``JITFunction``."""
 
     __name__ = "_some_kernel"
-    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in ("x", "y", "n", "BLOCK"))
+    arg_names = ("x", "y", "n", "BLOCK")
+    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in arg_names)
 
     def __init__(self, error: Exception, when: str) -> None:
         self.error, self.when = error, when
