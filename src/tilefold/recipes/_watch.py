@@ -50,7 +50,7 @@ class Watcher(TrainerCallback):
         self.hours, self.over = job.call.hours, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: object, **_: object) -> None:
-        state.logging_steps = args.logging_steps  # that of a checkpoint has its own
+        state.logging_steps = args.logging_steps  # a checkpoint brings back those of its run
 
     def on_log(
         self, args: Any, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object

@@ -53,7 +53,7 @@ def backward_parts(output: Tensor, noted: list[Tensor], parameters: list[Tensor]
 
 
 def prepared(places: list[Tensor | None], parameters: list[Tensor], parts: Iterator[Found]) -> set[int]:
-    """Give gradients that lack one a place, that of their parameter's own if it has one.
+    """Give gradients that lack one a place: the ``grad`` of their parameter, or zeros like it where that is None.
 
     Returns:
         The numbers of the parameters whose gradients come in a second part.
