@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,11 @@ def train(options: argparse.Namespace, data: Path) -> None:
     from tilefold.cli.train import STORED
     from tilefold.recipes import get_recipe
     from tilefold.recipes import train as run
-    from tilefold.retrieval.datasets import load_collection
+    from tilefold.retrieval import load_collection, read_training_rows
 
-    collection = load_collection(data, stored=STORED)
+    with ThreadPoolExecutor(1) as beside:  # as `tilefold train` does
+        rows = beside.submit(read_training_rows, data / "scores.parquet")
+        collection = load_collection(data, stored=STORED)
     warm, times = options.steps // 10, list[float]()
     busy: Any = None
 
@@ -162,12 +165,12 @@ def train(options: argparse.Namespace, data: Path) -> None:
     settings = {"base_model": str(base), "max_steps": options.steps, "negatives": DRAWN}
     settings |= {"max_length": 16 if options.tiny else 128, "batch_size": 2 if options.tiny else BATCH}
     settings |= {"save_steps": 10**6, "save_minutes": 1e6}  # at the end alone
-    recipe, negatives = get_recipe("splade-v3", **settings), data / "scores.parquet"
+    recipe = get_recipe("splade-v3", **settings)
     run(
         recipe,
         collection,
         options.folder / "model",
-        negatives=negatives,
+        negatives=rows.result(),
         progress=progress,
         resume=False,
         overwrite=True,

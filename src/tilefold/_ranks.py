@@ -57,7 +57,7 @@ def run_ranks(command: Sequence[str], count: int) -> int:
 
 
 def _start(command: Sequence[str], rank: int, count: int, home: Path) -> subprocess.Popen[bytes]:
-    share = str(_share(count))
+    share = str(share_of_cores(count))
     environment = os.environ | {
         MEET: str(home / "meet"),
         "RANK": str(rank),
@@ -102,7 +102,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], until: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _share(count: int) -> int:
+def share_of_cores(count: int) -> int:
     """Cores of one of `count` ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // count)
@@ -131,7 +131,7 @@ def joined(*, training: bool = False) -> Iterator[int]:
     if MEET in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    share = _share(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    share = share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ.setdefault("RAYON_NUM_THREADS", str(share))  # of the tokenizers
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():

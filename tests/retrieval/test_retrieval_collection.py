@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,9 +20,9 @@ import pytest
 from tests.recipes.small import small_collection
 from tests.refusals import refused
 from tilefold import retrieval as r
-from tilefold.retrieval import stored
+from tilefold.retrieval import _document_lines, stored
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.provenance import texts_digest
+from tilefold.retrieval.provenance import TextsDigest, texts_digest
 from tilefold.retrieval.text_ranges import StoredTexts
 
 from .conftest import DOCUMENTS, QUERIES
@@ -357,8 +358,13 @@ def load(path: Path, cache: Path | None = None) -> r.Collection:
     return r.load_collection(path, cache or path.parent / "cache", documents_only=True, stored=0)
 
 
+@pytest.mark.parametrize("size", [1, 8, 1 << 18])
 @pytest.mark.parametrize("corpus", ["jsonl", "tsv"], indirect=True)
-def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path) -> None:
+def test_documents_read_one_by_one_are_those_of_the_whole_file(
+    corpus: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_document_lines, "RANGE", size)
+    monkeypatch.setattr(_document_lines, "ALONE", 1 if size == 8 else 1 << 27)  # by several processes
     whole = r.load_documents(corpus)
     contents = {name: document.contents for name, document in whole.items()}
     for _ in range(2):  # the second time from the cache
@@ -374,10 +380,40 @@ def test_documents_read_one_by_one_are_those_of_the_whole_file(corpus: Path) -> 
 
 
 def test_ids_with_one_key_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "id_key", lambda name: 3)
+    for module in (stored, _document_lines):
+        monkeypatch.setattr(module, "id_key", lambda name: 3)
     assert opened(corpus)[1] == opened(corpus)[1] == r.load_documents(corpus)
     documents = load(corpus).documents
     assert "unknown" not in documents and documents["ü"].text == "trees"
+
+
+def test_what_a_process_that_ends_has_not_read_is_read(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = list(_document_lines.all_lines(corpus, corpus.stat().st_size))
+    monkeypatch.setattr(_document_lines, "ALONE", 0)
+    monkeypatch.setattr(_document_lines, "share_of_cores", lambda processes: 2)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert str(list(_document_lines.all_lines(corpus, corpus.stat().st_size))) == str(whole)
+    assert "a process that read its lines ended early" in caplog.text
+
+
+def test_lines_of_several_kinds_have_the_keys_of_their_texts(tmp_path: Path) -> None:
+    texts = {"1": "7", "01": "x" * 40, "a": " b\tc", "\u00e9": "\u732b", "9" * 18: "1", "9" * 19: "", "b": "\u732b"}
+    lines = [f"{name}\t{text}\r\n".encode() for name, text in texts.items()]
+    (tmp_path / "c.tsv").write_bytes(b"".join(lines))
+    size = (tmp_path / "c.tsv").stat().st_size
+    for length in range(1, 90):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_document_lines, "RANGE", length)
+            found = list(_document_lines.all_lines(tmp_path / "c.tsv", size))
+        starts, keys, contents = np.concatenate([part.numbers for part in found], 1).tolist()
+        assert starts == np.cumsum([0, *map(len, lines)])[:-1].tolist()
+        assert keys == list(map(stored.id_key, texts)) and contents == list(map(stored.id_key, texts.values()))
+        digest = TextsDigest()
+        digest.add_encoded(b"".join(part.encoded for part in found))
+        assert digest.hexdigest() == texts_digest(texts)
+    assert keys[0] == 1 and len({*keys}) == len(keys)
 
 
 def test_a_file_that_changed_is_read_again(corpus: Path) -> None:

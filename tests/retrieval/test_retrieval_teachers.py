@@ -214,13 +214,15 @@ def test_what_is_written_comes_back_from_the_columns_of_the_table(tmp_path: Path
     }  # fmt: skip
 
 
-def test_a_file_of_another_program_needs_three_columns_in_any_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["x y z", "10 3 7", "10 3 07", "10 99 7", "10 3 -1"])
+def test_a_file_of_another_program_needs_three_columns_in_any_order(tmp_path: Path, names: str) -> None:
+    x, y, z = names.split()
     file = tmp_path / "other.parquet"
     queries = pa.DictionaryArray.from_arrays(pa.array([2, 0, 2]), ["a", "never", "b"])
-    table = {"query_id": queries, "document_id": ["x", "y", "z"], "relevant": [True, True, False]}
+    table = {"query_id": queries, "document_id": [x, y, z], "relevant": [True, True, False]}
     pq.write_table(pa.table(table), file, row_group_size=2)
     back = read_training_rows(file)
-    assert [(group.query, group.documents) for group in back.groups()] == [("b", ["x", "z"]), ("a", ["y"])]
+    assert [(group.query, group.documents) for group in back.groups()] == [("b", [x, z]), ("a", [y])]
     assert (back.queries, back.scored, back.rank.tolist()) == (["b", "a"], False, [0, 0, 0])
     assert np.isnan(back.retrieved).all()
 

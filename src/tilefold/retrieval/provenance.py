@@ -60,6 +60,12 @@ class Provenance:
         return cls(values.get("model"), values.get("texts"), values.get("passages"))
 
 
+def encoded_texts(names: Iterable[bytes], texts: Iterable[bytes]) -> bytes:
+    """The bytes that a digest of ids and texts, in UTF-8, is of."""
+    parts = (part for pair in zip(names, texts, strict=True) for part in pair)
+    return b"".join([piece for part in parts for piece in (len(part).to_bytes(8, "big"), part)])
+
+
 class TextsDigest:
     """SHA-256 over ids and texts, in order, as they come."""
 
@@ -69,9 +75,13 @@ class TextsDigest:
     def add(self, name: object, text: object) -> None:
         if not isinstance(name, str):
             raise no_string("texts", name)
-        for part in (name, text if isinstance(text, str) else repr(text)):
-            encoded = part.encode("utf-8", "surrogatepass")
-            self._digest.update(len(encoded).to_bytes(8, "big") + encoded)
+        given = (name, text if isinstance(text, str) else repr(text))
+        parts = [part.encode("utf-8", "surrogatepass") for part in given]
+        self._digest.update(encoded_texts(parts[:1], parts[1:]))
+
+    def add_encoded(self, texts: bytes) -> None:
+        """Add the bytes of :func:`encoded_texts`."""
+        self._digest.update(texts)
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()

@@ -9,8 +9,8 @@ import hashlib
 import logging
 import os
 import time
-from array import array
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import InUseError, atomic_directory, read_json, write_json
-from tilefold.retrieval._files import check_text_ids
-from tilefold.retrieval._tables import json_object, numbered_lines, text_columns
-from tilefold.retrieval.collection import Document, document_of_row, load_documents
+from tilefold.retrieval._document_lines import all_lines, contents_of_line, document_of_line, encoding, id_key
+from tilefold.retrieval._tables import numbered_lines, text_columns
+from tilefold.retrieval.collection import Document, load_documents
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import TextsDigest
 
@@ -29,6 +29,7 @@ __all__ = ["Stored", "id_key", "stored_documents"]
 
 SETTLED_SECONDS = 2.0  # a file that was written just now may be written again within the resolution of its times
 _ARRAYS, _FACTS = ("keys.npy", "order.npy", "starts.npy", "texts.npy"), "facts.json"
+_KEYS = 2  # which :func:`id_key` the arrays are of
 
 V = TypeVar("V")
 Parse = Callable[[str, str], tuple[str, V]]  # a line, and the file that it is of -> id and value
@@ -54,7 +55,7 @@ class Stored(Mapping[str, V]):
 
     def contents(self) -> Stored[str]:
         """Document id -> contents."""
-        return Stored(self.path, self.state, self.sha256, self.arrays, _contents)
+        return Stored(self.path, self.state, self.sha256, self.arrays, contents_of_line)
 
     def at(self, places: Sequence[int]) -> list[V]:
         """The values of places in the file, from 0."""
@@ -71,7 +72,7 @@ class Stored(Mapping[str, V]):
         with self.path.open("rb", buffering=0) as stream:
             for start, stop in zip(self._starts[chosen].tolist(), self._starts[chosen + 1].tolist(), strict=True):
                 stream.seek(start)
-                line = stream.read(stop - start).decode(_encoding(start))
+                line = stream.read(stop - start).decode(encoding(start))
                 found.append(self._parse(line.partition("\n")[0], name))
         return found
 
@@ -181,26 +182,23 @@ def _is_stored(file: Path) -> bool:
 
 
 def _indexed(file: Path, state: list[int]) -> Stored[Document]:
-    path, keys, starts, texts, digest = str(file), array("Q"), array("q"), array("Q"), TextsDigest()
+    found, digest, told = [np.empty((3, 0), np.uint64)], TextsDigest(), None
     try:
-        for start, text in _lines(file):
-            name, contents = _contents(text, path)
-            if "\0" in name:
-                check_text_ids("documents", [name])
-            keys.append(id_key(name))
-            digest.add(name, contents)
-            starts.append(start)
-            texts.append(id_key(contents))
+        with ThreadPoolExecutor(1) as beside:  # a digest of many bytes leaves the interpreter to others
+            for numbers, encoded in all_lines(file, state[0]):
+                found.append(numbers)
+                if told:
+                    told.result()
+                told = beside.submit(digest.add_encoded, encoded)
     except (ValueError, RecursionError, UnicodeError):
         load_documents(file)  # says which line it is
         raise
-    found = np.frombuffer(keys, np.uint64)
-    order = np.argsort(found, kind="stable")
-    if not len(found) or bool((np.diff(found[order]) == 0).any()):
+    starts, keys, texts = np.concatenate(found, axis=1)
+    order = np.argsort(keys, kind="stable")
+    if not len(keys) or bool((np.diff(keys[order]) == 0).any()):
         load_documents(file)  # raises an error, but for two ids of one key
-    ends = np.append(np.frombuffer(starts, np.int64), state[0])
-    arrays = (found[order], order.astype(np.int32), ends, np.frombuffer(texts, np.uint64))
-    return Stored(file, state, digest.hexdigest(), arrays, _document)
+    arrays = (keys[order], order.astype(np.int32), np.append(starts.astype(np.int64), state[0]), texts)
+    return Stored(file, state, digest.hexdigest(), arrays, document_of_line)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -208,36 +206,10 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
     start = 0
     with file.open("rb") as stream:
         for line in stream:
-            text = line.decode(_encoding(start))
+            text = line.decode(encoding(start))
             if text.strip():
                 yield start, text
             start += len(line)
-
-
-def _encoding(start: int) -> str:
-    return "utf-8" if start else "utf-8-sig"
-
-
-def _document(text: str, file: str) -> tuple[str, Document]:
-    """Id and document of a line."""
-    row = json_object(text, file) if file.endswith(".jsonl") else dict(zip(("_id", "text"), _pair(text), strict=True))
-    document = document_of_row(row, file, ())
-    return document.id, document
-
-
-def _contents(text: str, file: str) -> tuple[str, str]:
-    """Id and contents of the document of a line."""
-    if not file.endswith(".jsonl"):
-        return _pair(text)
-    name, document = _document(text, file)
-    return name, document.contents
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, tab, rest = text.rstrip("\r\n").partition("\t")
-    if not (name and tab):
-        raise DataError(f"expected an id, a tab and a text, got {text!r}.")
-    return name, rest
 
 
 def _state(file: Path) -> list[int]:
@@ -247,7 +219,7 @@ def _state(file: Path) -> list[int]:
 
 def _cached(folder: Path, file: Path, state: list[int]) -> Stored[Document] | None:
     facts = read_json(folder / _FACTS) or {}
-    if facts.get("state") != state or not isinstance(facts.get("texts_sha256"), str):
+    if facts.get("keys") != _KEYS or facts.get("state") != state or not isinstance(facts.get("texts_sha256"), str):
         return None
     try:
         arrays = [np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False)) for name in _ARRAYS]
@@ -256,7 +228,7 @@ def _cached(folder: Path, file: Path, state: list[int]) -> Stored[Document] | No
     count = facts.get("documents")
     if not isinstance(count, int) or [found.shape for found in arrays] != [(count,), (count,), (count + 1,), (count,)]:
         return None
-    return Stored(file, state, facts["texts_sha256"], arrays, _document)
+    return Stored(file, state, facts["texts_sha256"], arrays, document_of_line)
 
 
 def _keep(folder: Path, found: Stored[Document]) -> None:
@@ -268,11 +240,7 @@ def _keep(folder: Path, found: Stored[Document]) -> None:
         with atomic_directory(folder, own_names=(*_ARRAYS, _FACTS)) as made:
             for name, values in zip(_ARRAYS, found.arrays, strict=True):
                 np.save(made / name, values, allow_pickle=False)
-            write_json(made / _FACTS, {"state": found.state, "documents": len(found), "texts_sha256": found.sha256})
+            facts = {"state": found.state, "documents": len(found), "texts_sha256": found.sha256, "keys": _KEYS}
+            write_json(made / _FACTS, facts)
     except (OSError, InUseError) as error:
         _logger.warning("where the documents of %s lie could not be kept: %s", found.path, error)
-
-
-def id_key(name: str) -> int:
-    """64 bits of an id or a text, which another one shares once in 2^64."""
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -47,6 +47,7 @@ SCHEMA_VERSION = 1
 PUBLISHED = (".tsv", ".tsv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")  # ends of the names of MS MARCO's files
 _ROWS_PER_GROUP = 1 << 20
 _COLUMNS_AT_ONCE = 2  # read by two cores; more of them would need more memory
+_IDS = ["query_id", "document_id"]
 _COLUMNS = ("document", "relevant", "rank", "retrieved")  # of every table, beside its scores
 _REMEDY = "Make it again: tilefold mine, then tilefold score."
 
@@ -182,7 +183,7 @@ class TrainingRows:
                 raise DataError(f"training rows: {what} {stray!r} {said}. {_REMEDY}")
         digests = {"texts_sha256": collection.contents(), "queries_sha256": queries_of(self, collection)}
         for key, texts in digests.items():
-            if self.made_by.get(key) not in (None, texts_digest(texts)):
+            if (known := self.made_by.get(key)) is not None and known != texts_digest(texts):
                 what = "documents" if key == "texts_sha256" else "queries"
                 said = f"those of {collection.name}, which has changed since or is another one"
                 raise DataError(f"training rows: they were made from other {what} than {said}. {_REMEDY}")
@@ -237,23 +238,23 @@ def read_training_rows(path: str | Path) -> TrainingRows:
     try:
         if file.name.endswith(PUBLISHED):
             return TrainingRows(**read_published(file))
-        with pq.ParquetFile(file, read_dictionary=["query_id", "document_id"]) as table:
-            return _from_table(pa, table)
+        with pq.ParquetFile(file) as table, pq.ParquetFile(file, read_dictionary=_IDS) as encoded:
+            return _from_table(pa, table, encoded)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}") from error
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
 
 
-def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
+def _from_table(pa: ModuleType, table: Any, encoded: Any) -> TrainingRows:
     known = table.schema_arrow.names
     names = [name for name in known if name.startswith(TEACHER)]
     needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
     if missing := [name for name in needed if name not in known]:
         got = f"{known!r:.80} without {missing[0]!r}"
         raise DataError(f"expected the columns {', '.join(needed)}, got {got}. {_REMEDY}")
-    queries, query = _ids(pa, table, "query_id")
-    documents, document = _ids(pa, table, "document_id")
+    queries, query = _ids(pa, encoded, "query_id")
+    documents, document = _numbered(pa, table, "document_id") or _ids(pa, encoded, "document_id")
     flags = table.read(["relevant"]).column(0)
     if not pa.types.is_boolean(flags.type) or flags.null_count:
         raise DataError(f"relevant: expected true or false in every row, got {flags.type} with nulls or numbers.")
@@ -273,6 +274,29 @@ def _from_table(pa: ModuleType, table: Any) -> TrainingRows:
     teachers, target = {name.removeprefix(TEACHER): values[name] for name in names}, values["score"] if names else None
     made_by = _made_by(table.schema_arrow)
     return TrainingRows(queries, documents, offsets, *arrays, values[retriever], teachers, target, made_by)
+
+
+def _numbered(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int32]] | None:
+    """:func:`_ids` of numbers from 0 without gaps of note, faster; None of others."""
+    parts = []
+    for batch in table.iter_batches(_ROWS_PER_GROUP, columns=[name]):
+        if not pa.types.is_string(batch.column(0).type) or batch.column(0).null_count:
+            return None
+        try:
+            numbers = batch.column(0).cast(pa.int64())
+        except pa.ArrowInvalid:
+            return None
+        if not numbers.cast(pa.string()).equals(batch.column(0)):
+            return None
+        parts.append(numbers.to_numpy())
+    every = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    if not len(every) or every.min() < 0 or every.max() > 4 * len(every):
+        return None
+    first = np.full(every.max() + 1, len(every))
+    first[every[::-1]] = np.arange(len(every))[::-1]  # of a number given twice the last value is kept
+    distinct = every[np.sort(first[first < len(every)])]
+    first[distinct] = np.arange(len(distinct))
+    return pa.array(distinct).cast(pa.string()).to_pylist(), first[every].astype(np.int32)
 
 
 def _ids(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int32]]:

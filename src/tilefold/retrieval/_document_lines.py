@@ -1,0 +1,161 @@
+"""Lines of a file of documents: where they begin, keys of ids and texts, and what their digest is of.
+
+A large file is read by several processes of this module, ``python -m tilefold.retrieval._document_lines``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tilefold._ranks import share_of_cores
+from tilefold.retrieval._files import check_text_ids
+from tilefold.retrieval._tables import json_object
+from tilefold.retrieval.collection import Document, document_of_row
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.provenance import encoded_texts
+
+RANGE, ALONE, MOST = 1 << 18, 1 << 27, 8  # bytes read at once, and of a file that one process reads; processes
+_HEADER = struct.Struct("<qq")
+_logger = logging.getLogger(__name__)
+
+
+class Lines(NamedTuple):
+    """n lines that are not blank."""
+
+    numbers: npt.NDArray[np.uint64]  # [3, n]: the bytes before each, the key of its id, and of its contents
+    encoded: bytes  # ids and contents as a digest takes them
+
+
+def all_lines(file: Path, size: int) -> Iterator[Lines]:
+    """The lines of a file of so many bytes, in order."""
+    count = 1 if size < ALONE else min(MOST, share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    workers = [_start(file, size, number, count) for number in range(count) if count > 1]
+    place, begins = 0, range(0, size, RANGE)
+    try:
+        while workers and place < len(begins) and (found := _received(workers[place % count].stdout)):
+            yield found
+            place += 1
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    with file.open("rb") as stream:
+        yield from (_lines(stream, str(file), begin, begin + RANGE) for begin in begins[place:])
+    if workers and place < len(begins):  # else an error said which line is broken
+        _logger.warning("%s: a process that read its lines ended early; this one has read the rest.", file)
+
+
+def _start(file: Path, size: int, number: int, count: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __spec__.name, str(file.resolve()), *map(str, (size, number, count, RANGE))]
+    known = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=known, pipesize=1 << 20)  # noqa: S603
+
+
+def _received(stream: IO[bytes] | None) -> Lines | None:
+    header = stream.read(_HEADER.size) if stream else b""
+    if not stream or len(header) < _HEADER.size:
+        return None
+    count, length = _HEADER.unpack(header)
+    numbers, encoded = np.frombuffer(stream.read(24 * count), np.uint64), stream.read(length)
+    return Lines(numbers.reshape(3, count), encoded) if len(numbers) == 3 * count and len(encoded) == length else None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write every n-th range of a file to stdout."""
+    path, (size, number, count, length) = arguments[0], map(int, arguments[1:])
+    with Path(path).open("rb") as stream:
+        for begin in range(number * length, size, count * length):
+            numbers, encoded = _lines(stream, path, begin, begin + length)
+            sys.stdout.buffer.write(_HEADER.pack(numbers.shape[1], len(encoded)) + numbers.tobytes() + encoded)
+    sys.stdout.buffer.flush()
+
+
+def _lines(stream: IO[bytes], path: str, begin: int, end: int) -> Lines:
+    """The lines that begin in a range of bytes."""
+    if begin:
+        stream.seek(begin - 1)
+        begin += len(stream.readline()) - 1
+    left = end - begin
+    lines = (
+        stream.readlines(left - 1) if left > 1 else [stream.readline()] * left
+    )  # until more bytes than that are read
+    *starts, _ = accumulate(map(len, lines), initial=begin)
+    found = None if path.endswith(".jsonl") else _plain(lines)
+    if found is None:
+        texts = [(at, line.decode(encoding(at))) for at, line in zip(starts, lines, strict=True)]
+        kept = [(at, *contents_of_line(text, path)) for at, text in texts if text.strip()]
+        if any("\0" in name for _, name, _ in kept):
+            check_text_ids("documents", [name for _, name, _ in kept])
+        starts = [at for at, _, _ in kept]
+        found = [_bytes(name) for _, name, _ in kept], [_bytes(text) for _, _, text in kept]
+    names, contents = found
+    keys = ([id_key(text) for text in texts] for texts in (names, contents))
+    return Lines(np.array([starts, *keys], np.uint64), encoded_texts(names, contents))
+
+
+def _plain(lines: list[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]] | None:
+    """Ids and texts of lines of an id, which begins with an ASCII letter or so, a tab and a text; None for others."""
+    if not lines:
+        return (), ()
+    names, tabs, texts = zip(*(line.rstrip(b"\r\n").partition(b"\t") for line in lines), strict=True)
+    whole = b"".join(lines)
+    if min(names) < b"!" or max(names) > b"~" or not min(tabs) or b"\0" in whole:
+        return None
+    if not whole.isascii():
+        whole.decode()
+    return names, texts
+
+
+def encoding(start: int) -> str:
+    """The encoding of a line that begins there."""
+    return "utf-8" if start else "utf-8-sig"
+
+
+def document_of_line(text: str, file: str) -> tuple[str, Document]:
+    """Id and document of a line."""
+    row = json_object(text, file) if file.endswith(".jsonl") else dict(zip(("_id", "text"), _pair(text), strict=True))
+    document = document_of_row(row, file, ())
+    return document.id, document
+
+
+def contents_of_line(text: str, file: str) -> tuple[str, str]:
+    """Id and contents of the document of a line."""
+    if not file.endswith(".jsonl"):
+        return _pair(text)
+    name, document = document_of_line(text, file)
+    return name, document.contents
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, tab, rest = text.rstrip("\r\n").partition("\t")
+    if not (name and tab):
+        raise DataError(f"expected an id, a tab and a text, got {text!r}.")
+    return name, rest
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def id_key(name: str | bytes) -> int:
+    """64 bits of an id or a text, which another one shares once in 2^64: a number of up to 18 digits is its own."""
+    text = name if isinstance(name, bytes) else _bytes(name)
+    if len(text) < 19 and text.isdigit() and text[0] != 48:
+        return int(text)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
