@@ -67,8 +67,7 @@ def test_importing_the_package_and_using_the_operators_on_the_cpu_load_torch_onl
 
 
 def test_the_operators_work_without_triton_and_every_optional_package() -> None:
-    hidden = set(HEAVY) | {"typer", "rich", "numpy"}
-    run_python(HIDE.format(hidden=hidden) + USE)
+    run_python(HIDE.format(hidden=set(HEAVY) | {"typer", "rich", "numpy"}) + USE)
 
 
 def test_asking_for_triton_where_it_is_not_installed_says_so() -> None:

@@ -84,8 +84,7 @@ def test_a_peak_is_seen_even_when_the_memory_is_gone_again() -> None:
     """A block of this size is mapped anew, whatever was freed before. Linux counts pages per CPU and adds them up in
     batches of max(32, 2 CPUs): what it says before and at the peak may be off by 8 MiB each where there are 32 CPUs.
     """
-    peak = resident_peak_mib(lambda: torch.ones(256 * 2**18).sum())
-    assert abs(peak - 256) < 32
+    assert abs(resident_peak_mib(lambda: torch.ones(256 * 2**18).sum()) - 256) < 32
 
 
 def test_a_fresh_process_weighs_the_plain_head_by_its_logits_and_ours_without_them() -> None:

@@ -66,8 +66,7 @@ def test_recipes_are_measured_twice_and_a_failure_is_told(tmp_path: Path, capsys
     (file,) = (tmp_path / "results").rglob("recipes.csv")
     rows = {row["recipe"]: row for row in read_csv(file)}
     assert list(rows) == ["splade-pp;batch_size=4", "splade-v2", "splade-v2;learning_rate=1e-3"]
-    first = rows["splade-pp;batch_size=4"]
-    assert first["command"] == (
+    assert rows["splade-pp;batch_size=4"]["command"] == (
         "tilefold train --recipe splade-pp --data small --output MODEL --steps 1 --max-length 24 --seed 0 --model tiny "
         "--negatives small-scores.parquet --set batch_size=4"
     )
@@ -132,8 +131,7 @@ def test_a_modernbert_is_made_and_read_scaled(beir: Path, tmp_path: Path, capsys
     assert masked_lm.main(["--data", str(beir), "--output", str(tmp_path / "m"), *sizes]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["loss"] > 0 and 0 < said["share_above_0"] < 1 and said["terms_above_0"] > 16
-    recipe = get_recipe("splade-v2", base_model=str(tmp_path / "m"), max_length=32)
-    model = recipe.start([])
+    model = get_recipe("splade-v2", base_model=str(tmp_path / "m"), max_length=32).start([])
     assert model[1].logit_scale == 1 / 16
     assert (model.encode(["read zip archives"], convert_to_sparse_tensor=False) > 0).any()
 

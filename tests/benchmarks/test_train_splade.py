@@ -123,8 +123,7 @@ def test_an_xlmr_of_the_papers_vocabulary_reads_texts_of_512_tokens() -> None:
     size = ModelSize("micro-xlmr", "xlm-roberta", 40000, 16, 1, 2, 24)
     tokenizer = load_tokenizer(None)
     encoder = build_encoder(size, tokenizer, CPU, 512)
-    texts = [text for _, text in text_pairs(small_collection(), 512)][:1]
-    features = encoder.preprocess(texts)
+    features = encoder.preprocess([text for _, text in text_pairs(small_collection(), 512)][:1])
     assert features["input_ids"].shape == (1, 512)
     assert torch.isfinite(encoder(features)["sentence_embedding"]).all()
     network = encoder[0].model
@@ -298,8 +297,7 @@ def test_wrong_arguments_get_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.whole_gpu
 def test_a_gpu_limit_is_kept_and_lifted_again(beir: Path) -> None:
     device = torch.device("cuda")
-    options = TrainOptions(device, ["tiny"], [64], [False, True], memory_gib=3.0, seconds=0.1, data=str(beir))
-    rows = run(options)
+    rows = run(TrainOptions(device, ["tiny"], [64], [False, True], memory_gib=3.0, seconds=0.1, data=str(beir)))
     assert {row.status for row in rows} == {"ok"}
     for stock, fused in zip(rows[::2], rows[1::2], strict=True):
         assert fused.largest_batch > stock.largest_batch

@@ -23,8 +23,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
     def run(*args: str | Path) -> Outcome:
         capsys.readouterr()
-        code = run_cli(*args)
-        return Outcome(code, *capsys.readouterr())
+        return Outcome(run_cli(*args), *capsys.readouterr())
 
     return run
 

@@ -91,8 +91,7 @@ def test_an_index_and_a_run_answer_only_for_their_documents(call: Call, work: Pa
 def test_runs_of_different_collections_are_not_fused(call: Call, tmp_path: Path) -> None:
     runs = []
     for name in ("a", "b"):
-        made = Provenance(texts_sha256=name * 64)
-        write_trec_run({"q": {"d": 1.0}}, tmp_path / name, tag=made.tag)
+        write_trec_run({"q": {"d": 1.0}}, tmp_path / name, tag=Provenance(texts_sha256=name * 64).tag)
         runs += ["--run", tmp_path / name]
     fails(call("fuse", *runs, "--save-run", tmp_path / "fused"), 1, "were made from different collections")
     assert not (tmp_path / "fused").exists()
@@ -208,8 +207,7 @@ Parts = tuple[str | Path, ...]
 def runs(tmp_path: Path) -> Parts:
     """A collection whose split `dev` has two of the four queries of `test`, and two runs of all queries."""
     collection = small_collection()
-    test = collection.qrels["test"]
-    collection.qrels = {**collection.qrels, "dev": dict(list(test.items())[:2])}
+    collection.qrels = {**collection.qrels, "dev": dict(list(collection.qrels["test"].items())[:2])}
     collection.save_beir(tmp_path / "data")
     for name, size, (first, last) in (("a", 1.0, ("d0", "d1")), ("b", 1e3, ("d1", "d0"))):  # right only together
         scores = {query: {first: 3 * size, f"d{query[1:]}": 2 * size, last: 0.0} for query in collection.queries}

@@ -47,9 +47,8 @@ def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Call, work:
     expected = r.BM25Index.build(collection.contents(), k1=0.9).search(queries, 8)
     assert r.read_trec_run(work / "bm25.trec") == expected
     dense = ranked_by_itself(load_dense_minilm(), collection.contents(), queries)
-    found = r.read_trec_run(work / "dense.trec")
     # the program encodes in bf16 where the hardware has it: 8 bits of cosines
-    for query, scores in found.items():
+    for query, scores in r.read_trec_run(work / "dense.trec").items():
         assert scores == pytest.approx({name: dense[query][name] for name in scores}, abs=2**-6)
     for name in ("bm25", "dense"):
         both = measured(call("evaluate", "--data", work / "data", "--run", work / f"{name}.trec", "--split", "dev",
@@ -119,8 +118,7 @@ def test_seismic_takes_options_and_is_advised_against(call: Call, work: Path, ma
     encode = ("encode", "--model", masked_lm, "--data", work / "data", "--output", tmp_path / "long", "--top-k", "300")
     assert call(*encode).code == 0
     long = ("index", "--vectors", tmp_path / "long", "--output", tmp_path / "l", "--backend", "seismic")
-    advised = call(*long, "--n-postings", "20", "--threads", "1")
-    assert "terms per document are many for seismic" in advised.err
+    assert "terms per document are many for seismic" in call(*long, "--n-postings", "20", "--threads", "1").err
 
 
 def walk_through() -> list[list[str]]:

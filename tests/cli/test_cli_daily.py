@@ -40,8 +40,7 @@ def test_a_corpus_alone_is_encoded_and_indexed_and_cannot_be_evaluated(call: Cal
 
 
 def test_judgements_of_a_sample_are_dropped_on_request(call: Call, work: Path, tmp_path: Path) -> None:
-    sample = small_collection()
-    sample.save_beir(tmp_path / "sample")
+    small_collection().save_beir(tmp_path / "sample")
     rows = (tmp_path / "sample" / "corpus.jsonl").read_text().splitlines()[:-1]
     (tmp_path / "sample" / "corpus.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "run.trec").write_text("q12 Q0 d12 1 1.0 x\n")
@@ -100,8 +99,7 @@ def test_a_line_per_minute_tells_progress(capsys: pytest.CaptureFixture[str], mo
         for minute, step in ((0.0, 40), (0.5, 50), (1.1, 62), (1.5, 70), (2.2, 84)):
             now = 60 * minute
             update(step, 240, "loss 1.234")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
+    assert capsys.readouterr().err.splitlines() == [
         "training: 62 of 240, loss 1.234, 0.333 per second, 9 min left",
         "training: 84 of 240, loss 1.234, 0.333 per second, 8 min left",
     ]
@@ -191,8 +189,7 @@ def test_many_queries_load_once(call: Call, work: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("sys.stdin", io.StringIO("" if way == "file" else QUERIES))
     asked = {"-": ("-",), "file": ("--queries", tmp_path / "queries.txt"), "shell": ()}[way]
     places = ("--index", work / "index", "--model", work / "model", "--k", "2", "--json")
-    outcome = done(call("search", *asked, *places))
-    answers = [json.loads(line) for line in outcome.out.splitlines()]
+    answers = [json.loads(line) for line in done(call("search", *asked, *places)).out.splitlines()]
     assert [answer["id"] for answer in answers] == ["1", "q2"]
     assert [len(answer["hits"]) for answer in answers] == [2, 2]
     assert len(loads) == 1

@@ -55,8 +55,7 @@ except SystemExit as leave:
 
 
 def test_paths_that_do_not_belong_together_are_refused(call: Any, shared: Path, masked_lm: str, tmp_path: Path) -> None:
-    other = {"a": Document("a", "", "of another collection")}
-    Collection("other", other, {}, {}).save_beir(tmp_path / "other")
+    Collection("other", {"a": Document("a", "", "of another collection")}, {}, {}).save_beir(tmp_path / "other")
     assert call("index", "--backend", "bm25", "--data", tmp_path / "other", "--output", tmp_path / "words").code == 0
     indexed = ("--model", masked_lm, "--index", shared / "index")
     for options, code, message in (

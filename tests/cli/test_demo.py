@@ -68,8 +68,7 @@ def test_the_demo_makes_everything_once_and_search_finds_it(call: Call, tmp_path
     search = ("search", "how do I work with csv files", "--json")
     hits = measured(call(*search))["hits"]
     assert len(hits) == 10 and all(hit["title"] and hit["terms"] for hit in hits)
-    late = measured(call(*search, "--rerank", results["late_interaction"]["tokens"]))
-    assert late["hits"][0]["id"] == "d0"
+    assert measured(call(*search, "--rerank", results["late_interaction"]["tokens"]))["hits"][0]["id"] == "d0"
 
 
 @pytest.mark.usefixtures("small_demo")

@@ -234,8 +234,7 @@ def a_group_of_some_ranks(rank: Rank) -> None:
         truth, _, _ = truth_of([shard(number, "full") for number in (first, first + 1)], 1.0, first)
         assert_within_budget(together, truth.to(rank.device))
     else:
-        told = "group must be a process group that holds this rank"
-        with pytest.raises((ValueError, TypeError), match=told):
+        with pytest.raises((ValueError, TypeError), match="group must be a process group that holds this rank"):
             maxsim_contrastive_loss(inputs.queries, inputs.documents, group=group)
     alone = maxsim_contrastive_loss(inputs.queries, inputs.documents)
     single = [torch.distributed.new_group([other]) for other in range(rank.size)][rank.rank]

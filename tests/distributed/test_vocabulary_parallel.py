@@ -148,8 +148,7 @@ def gives_only_the_gradients_that_are_asked_for(rank: Rank) -> None:
             leaf.requires_grad_(name == needed)
         cast(DTensor, lsr_head(*leaves.values(), **inputs.layout)).full_tensor().backward(inputs.dscores)
         assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [needed]
-        got = leaves[needed].grad.full_tensor()
-        assert_within_budget(got, truth[f"d{needed}"], kind="gradient_bound", name=needed)
+        assert_within_budget(leaves[needed].grad.full_tensor(), truth[f"d{needed}"], kind="gradient_bound", name=needed)
     for quiet in (torch.no_grad(), torch.inference_mode()):
         with quiet:
             scores = cast(DTensor, lsr_head(*leaves.values(), **inputs.layout))
@@ -226,8 +225,7 @@ class Scorer(nn.Module):
 
 
 def a_parallelized_module_trains_like_the_whole_one(rank: Rank, output: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(4, 7, 12, generator=generator).to(rank.device)
+    inputs = torch.randn(4, 7, 12, generator=torch.Generator().manual_seed(5)).to(rank.device)
     mask = torch.ones(4, 7, device=rank.device)
     mask[1, 4:] = 0
     whole = Scorer().to(rank.device)
@@ -283,8 +281,7 @@ def errors_name_argument_and_remedy(rank: Rank) -> None:
 def fsdp_around_a_head(rank: Rank, dp: int, style: VocabularyParallel | None, apart: bool = False) -> None:
     """Rows over dp with FSDP2, vocabulary, in a `style`, over tp; one step equals one process with all rows."""
     mesh = init_device_mesh(rank.device.type, (dp, rank.size // dp), mesh_dim_names=("dp", "tp"))
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(6, 7, 12, generator=generator).to(rank.device)
+    inputs = torch.randn(6, 7, 12, generator=torch.Generator().manual_seed(5)).to(rank.device)
     mask = torch.ones(6, 7, device=rank.device)
     whole = Scorer().to(rank.device)
     model = copy.deepcopy(whole)

@@ -66,8 +66,7 @@ def test_rows_are_those_of_encode_in_the_order_of_the_texts(model: SparseEncoder
 
 
 def test_rows_carry_the_vocabulary_into_vectors(model: SparseEncoder) -> None:
-    rows = encode_sparse(model, TEXTS)
-    vectors = SparseVectors.from_torch([f"d{i}" for i in range(len(TEXTS))], rows)
+    vectors = SparseVectors.from_torch([f"d{i}" for i in range(len(TEXTS))], encode_sparse(model, TEXTS))
     assert vectors.fingerprint == vocabulary_fingerprint(model.tokenizer) is not None
     model.tokenizer.add_tokens(["entirely-new"])
     assert vocabulary_fingerprint(model.tokenizer) != vectors.fingerprint, "remembered for as many tokens only"

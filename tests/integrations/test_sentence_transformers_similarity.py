@@ -226,8 +226,7 @@ def test_on_a_gpu_scores_equal_those_of_the_cpu_and_come_back(name: str, kind: s
     assert on_device.device.type == "cpu"
     torch.testing.assert_close(on_device, expected, rtol=1e-4, atol=1e-4)
     if kind == "arrays":  # they follow the other side, as in the stock function
-        rows = [torch.from_numpy(row).cuda() for row in a]
-        assert getattr(multi_vector, name)(rows, b).device.type == "cuda"
+        assert getattr(multi_vector, name)([torch.from_numpy(row).cuda() for row in a], b).device.type == "cuda"
     else:
         a, b = ([row.cuda() for row in side] if isinstance(side, list) else side.cuda() for side in (a, b))
         torch.testing.assert_close(getattr(multi_vector, name)(a, b, **masks).cpu(), expected, rtol=1e-4, atol=1e-4)

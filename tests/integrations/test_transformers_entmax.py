@@ -62,8 +62,7 @@ def sentence_model(tokenizer_folder: Path, folder: Path, **options: Any) -> Any:
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, 99, (3, 20), generator=generator)
+    tokens = torch.randint(3, 99, (3, 20), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(3, 20, dtype=torch.long)
     mask[1, 12:] = 0
     mask[2, 3:] = 0

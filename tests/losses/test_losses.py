@@ -37,8 +37,7 @@ SHORT = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 2.0]])
 
 
 def random_scores(rows: int = 5, columns: int = 11, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).relu().to(dtype)
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3), dtype=torch.float64).relu().to(dtype)
 
 
 BY_HAND = {
@@ -135,8 +134,7 @@ def test_a_sum_of_regularizers_weighs_its_terms_ours_and_stock() -> None:
 def test_positions_of_a_group_are_penalised_by_themselves() -> None:
     scores = random_scores(rows=6).requires_grad_()
     value = PositionSum(GlobalFlopsLoss(threshold=3), 3).compute_loss_from_embeddings(scores)
-    by_hand = sum(flops(scores[low : low + 2], threshold=3) for low in (0, 2, 4))
-    torch.testing.assert_close(value, by_hand)
+    torch.testing.assert_close(value, sum(flops(scores[low : low + 2], threshold=3) for low in (0, 2, 4)))
     assert value > flops(scores, threshold=3), "terms of some documents alone cost more"
     alike = random_scores(rows=2).repeat(3, 1)
     torch.testing.assert_close(PositionSum(FlopsLoss(None), 3)(alike), 3 * flops(alike[:2]))
@@ -272,8 +270,7 @@ def test_logits_of_all_positions_never_exist() -> None:
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         activated_lm_loss(hidden, weight, torch.zeros(n, dtype=torch.int64), chunk=4).total.backward()
     # what is taken, not what is given back: that may be anything that was collected meanwhile
-    largest = max(event.cpu_memory_usage for event in profile.function_events)
-    assert largest < n * v * 4 / 2
+    assert max(event.cpu_memory_usage for event in profile.function_events) < n * v * 4 / 2
 
 
 def test_without_labels_all_is_zero_and_wrong_shapes_are_refused() -> None:

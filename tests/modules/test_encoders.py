@@ -151,8 +151,7 @@ def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None
 
 def test_first_tokens_start_with_terms_to_learn_from() -> None:
     base = Base("minilm", max_length=32, texts=TEXTS)
-    model = build_encoder(EncoderSpec("binary"), EncoderSpec("cls_mlm"), base, device="cpu")
-    query, document = vectors(model)
+    query, document = vectors(build_encoder(EncoderSpec("binary"), EncoderSpec("cls_mlm"), base, device="cpu"))
     assert ((document > 0).sum(1) > 100).all() and (query @ document.T).count_nonzero() > 0
 
 

@@ -240,8 +240,7 @@ def test_a_term_has_the_largest_weight_of_its_tokens(activation: str, scale: flo
     assert (expected != 0).any() and not expected[:, list(IGNORED)].any()
     features: dict[str, Any] = module(getattr(case, form)(case.hidden))
     same(features["sentence_embedding"], expected, [case.hidden, *module.parameters()])
-    tokens = features["token_weights"]
-    assert tokens.shape == (case.mask.shape if form == "features" else (int(case.mask.sum()),))
+    assert features["token_weights"].shape == (case.mask.shape if form == "features" else (int(case.mask.sum()),))
     rows = sparse_rows(module, getattr(case, form)(case.hidden))
     torch.testing.assert_close(rows, expected.detach(), rtol=1e-12, atol=0)
 

@@ -182,8 +182,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_untrained_vectors_are_the_tokens_of_the_text_with_nearly_equal_weights(tokenizer: Any, tmp_path: Path) -> None:
     folder = fresh_masked_lm(tokenizer, tmp_path / "fresh", width=192, layers=2, heads=4, max_length=64)
-    model = SparseEncoder(str(folder), device="cpu")
-    rows = model.encode([*TEXTS, *QUERIES], convert_to_sparse_tensor=False)
+    rows = SparseEncoder(str(folder), device="cpu").encode([*TEXTS, *QUERIES], convert_to_sparse_tensor=False)
     for text, row in zip([*TEXTS, *QUERIES], rows, strict=True):
         assert set(row.nonzero().flatten().tolist()) == set(tokenizer(text)["input_ids"])
         found = row[row > 0]

@@ -123,8 +123,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 def test_a_run_leaves_a_log_and_a_plot_with_the_ranking_loss_and_the_penalties_apart(trained: Any) -> None:
     for kind in ("splade", "colbert"):
-        rows = rows_of(trained(kind))
-        assert [row["step"] for row in rows] == [1, 4]
+        assert [row["step"] for row in rows_of(trained(kind))] == [1, 4]
         assert (trained(kind) / "training.png").read_bytes().startswith(b"\x89PNG")
     for row in rows_of(trained("splade")):
         penalties = row["query_penalty"] + row["document_penalty"]

@@ -26,8 +26,7 @@ def beir(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     (folder / "qrels").mkdir(parents=True)
     for name, rows in (("corpus", DOCUMENTS), ("queries", QUERIES)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "qrels" / "test.tsv").write_text(QRELS, encoding="utf-8")
     return folder
 

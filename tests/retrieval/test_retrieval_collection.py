@@ -152,8 +152,7 @@ def test_pydocs_has_its_size_and_cuts_queries_from_their_documents(pydocs: r.Col
 def test_pydocs_is_cached_and_a_damaged_cache_is_built_again(
     pydocs: r.Collection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = r.load_collection("pydocs", cache_dir=tmp_path)
-    assert first == pydocs  # built twice, the same both times
+    assert r.load_collection("pydocs", cache_dir=tmp_path) == pydocs  # built twice, the same both times
     builds: Any = []
     monkeypatch.setattr("tilefold.retrieval.datasets.build_pydocs", lambda: builds.append(1) or pydocs)
     (folder,) = (tmp_path / "pydocs").iterdir()

@@ -24,8 +24,7 @@ KILLED = 9
 
 
 def dense_folder(folder: Path, ids: list[str], seed: int, dimension: int = 8) -> r.TokenStore:
-    settings = {"similarity": "dot"}
-    writer = r.TokenVectorWriter(folder, DenseManifest(dimension, "fp32", settings=settings))
+    writer = r.TokenVectorWriter(folder, DenseManifest(dimension, "fp32", settings={"similarity": "dot"}))
     rows = torch.randn(len(ids), 1, dimension, generator=torch.Generator().manual_seed(seed))
     writer.write_shard(0, r.TokenVectors.pack(ids, list(rows), dimension, "fp32"))
     writer.finish()

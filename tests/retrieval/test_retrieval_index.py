@@ -302,8 +302,7 @@ def test_pieces_give_the_postings_of_the_whole(make_vectors: Make, monkeypatch: 
 def test_the_best_are_found_in_blocks_as_in_a_sort(seed: int, n: int, k: int, levels: int) -> None:
     rng = np.random.default_rng(seed)
     scores = np.where(rng.random(n) < 0.3, rng.integers(0, levels, n), 0).astype(np.float32)
-    expected = sorted(np.flatnonzero(scores > 0).tolist(), key=lambda at: (-scores[at], at))[:k]
-    assert top_positive(scores, k) == expected
+    assert top_positive(scores, k) == sorted(np.flatnonzero(scores > 0).tolist(), key=lambda at: (-scores[at], at))[:k]
 
 
 def test_opening_reads_no_postings_and_a_query_only_its_own(make_vectors: Make, tmp_path: Path) -> None:

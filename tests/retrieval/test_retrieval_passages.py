@@ -308,7 +308,6 @@ def test_a_server_gives_documents_or_passages(splade: Any, parts: dict[str, Any]
             assert full.status == 200, full.raw
             assert all(found["explanation"]["terms"] for found in full.json["candidates"] if found["passage"]["text"])
             assert {found["docid"] for column in full.json["columns"].values() for found in column} <= set(DOCUMENTS)
-    whole = Searchable("whole", r.BM25Index.build(CONTENTS))
-    with serving(Service([], searchable=whole)) as client:
+    with serving(Service([], searchable=Searchable("whole", r.BM25Index.build(CONTENTS)))) as client:
         reply = client.post("/v1/whole/search", {"query": "csv", "by": "passage"})
         assert reply.status == 422 and "the index is of whole documents" in reply.json["error"]

@@ -46,8 +46,7 @@ def test_a_search_is_the_functions_one_after_another(parts: dict[str, Any], spla
     index, late, vectors = parts["index"], parts["late"], r.read_vectors(parts["vectors"])
     feedback, fusion = r.Feedback("rocchio", 2), r.Fusion("interpolation", 0.3)
     queries = r.encode_queries(splade, QUERY)
-    first = r.hits_to_run(queries, index.search(queries, 9))
-    moved = r.expand_sparse(queries, vectors, first, feedback)
+    moved = r.expand_sparse(queries, vectors, r.hits_to_run(queries, index.search(queries, 9)), feedback)
     own = r.hits_to_run(moved, index.search(moved, 9))
     fused = r.interpolate([own, parts["second"].search(QUERY, 9)], [0.7, 0.3], k=9)
     expected = r.rerank(fused, r.encode_texts(late, QUERY, kind="query"), parts["tokens"], depth=9)["query"]
@@ -234,8 +233,7 @@ def test_vectors_of_bm25_score_as_its_search_does_and_take_feedback() -> None:
     assert (documents.ids, documents.provenance) == (list(COLLECTION.documents), index.provenance)
     exact = r.build_index(documents, "exact")
     run = r.hits_to_run(queries, exact.search(queries, 16))
-    expected = index.search(COLLECTION.queries, 16)
-    for query, scores in expected.items():
+    for query, scores in index.search(COLLECTION.queries, 16).items():
         assert run[query] == pytest.approx(scores, rel=1e-5)
     expanded = r.expand_sparse(queries, documents, run, Feedback("rocchio", 1))
     found = r.hits_to_run(expanded, exact.search(expanded, 16))

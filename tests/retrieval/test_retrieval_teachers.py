@@ -309,8 +309,7 @@ def test_windows_draw_by_seed_and_never_twice() -> None:
     assert len(set(drawn)) == 14 and drawn == sorted(drawn, key=lambda name: int(name[1:])), "by rank"
     assert sum(int(name[1:]) < 20 for name in drawn) >= 4
     assert drawn == negatives(mine(*windows, seed=1)) != negatives(mine(*windows, seed=2))
-    others = [("b", RANKING), ("a", RANKING)]
-    both = mine_negatives(others, collection(), "train", windows, seed=1)
+    both = mine_negatives([("b", RANKING), ("a", RANKING)], collection(), "train", windows, seed=1)
     assert [group.documents for group in both.rows({}).groups()][1][1:] == drawn, "whatever the other queries are"
     first = [set(negatives(mine(Window(1, 40, 20), seed=seed))) for seed in range(50)]
     often = [sum(f"d{i}" in found for found in first) / 50 for i in range(N) if i not in (3, 5, 8, 9)]

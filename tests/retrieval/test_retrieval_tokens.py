@@ -85,8 +85,7 @@ def test_candidates_below_the_depth_and_without_vectors_follow_in_their_first_or
     assert r.rerank({}, queries, store) == {}
     assert r.rerank({"q0": {}}, queries, store) == {"q0": {}}
     same = r.TokenVectors.pack(["b", "a", "c"], [unit(2, 1)] * 3, D, "fp16")
-    equal = r.rerank({"q0": {"a": 1.0, "c": 3.0, "b": 2.0}}, queries, same)
-    assert list(equal["q0"]) == ["c", "b", "a"]
+    assert list(r.rerank({"q0": {"a": 1.0, "c": 3.0, "b": 2.0}}, queries, same)["q0"]) == ["c", "b", "a"]
 
 
 def test_what_cannot_be_reranked_is_an_error(tmp_path: Path) -> None:

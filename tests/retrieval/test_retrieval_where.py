@@ -140,8 +140,7 @@ def test_an_index_that_grew_finds_on_a_device_what_is_there(device: str, make_ve
     for row in range(4):
         terms, weights = queries.row(row)
         dense[row, terms.tolist()] = torch.from_numpy(weights.copy())
-    places = fast.search_tensor(dense.to(device), 5)[1].tolist()
-    assert [[fast.ids[at] for at in row] for row in places] == [
+    assert [[fast.ids[at] for at in row] for row in fast.search_tensor(dense.to(device), 5)[1].tolist()] == [
         [name for name, _ in row] for row in ranked(fast, queries, 5)
     ]
 

@@ -101,8 +101,7 @@ def test_what_is_quick_runs_on_the_event_loop_while_the_worker_has_nothing() -> 
         lane.close()
     assert [one.value, *(each.value for each in rest)] == [2, 4, 6, 8]
     assert isinstance(failed, ServeError) and failed.kind == "Backend"
-    by_worker = {number: "tilefold" in name for number, name in threads}
-    assert by_worker == {1: False, -1: False, 2: True, 3: True, 4: True}
+    assert {number: "tilefold" in name for number, name in threads} == {1: False, -1: False, 2: True, 3: True, 4: True}
 
 
 def test_a_request_that_is_alone_is_answered_on_the_event_loop(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +251,7 @@ def test_limits_that_make_no_sense_are_refused() -> None:
 def test_as_many_characters_are_taken_as_any_model_reads(client: Client, collection: Any) -> None:
     assert [len(tokens) for tokens in client.post("/tokenize", {"inputs": ["." * 8000] * 2}).json] == [8002] * 2
     assert len(client.post("/decode", {"ids": [[7] * 8000] * 2}).json) == 2
-    words = Searchable("words", r.BM25Index.build(collection.contents()))
-    with serving(Service([], searchable=words)) as other:
+    with serving(Service([], searchable=Searchable("words", r.BM25Index.build(collection.contents())))) as other:
         replies = [other.post("/v1/words/search", {"query": "csv " * count}) for count in (32_000, 32_001)]
         assert [reply.status for reply in replies] == [200, 422]
         assert replies[1].json["error"].endswith("`query` must have less than 128000 characters. Given: 128004")

@@ -120,8 +120,7 @@ def test_a_post_fuses_and_reranks_as_the_functions_do(client: Client, runs: Any)
     assert ranked(plain) == pytest.approx(runs["sparse"], rel=1e-4)
     assert ("columns" in plain.json, set(plain.json["milliseconds"])) == (False, {"encode", "search"})
     assert list(ranked(post(fusion=True))) == list(runs["rrf"])
-    mixed = post(fusion={"method": "interpolation", "weight": 0.3})
-    assert ranked(mixed) == pytest.approx(runs["mixed"], rel=1e-3)
+    assert ranked(post(fusion={"method": "interpolation", "weight": 0.3})) == pytest.approx(runs["mixed"], rel=1e-3)
     late = post(rerank=True)
     assert ranked(late) == pytest.approx(runs["late"], abs=2e-2)
     assert set(late.json["milliseconds"]) == {"encode", "search", "rerank"}
@@ -180,8 +179,7 @@ def test_an_explanation_adds_up_and_points_into_the_texts(client: Client, search
 
 
 def test_what_the_server_was_started_without_is_refused_with_the_option(models: list[Served], searchable: Any) -> None:
-    bare = Searchable("bare", searchable.index, searchable.encoder)
-    with serving(Service(models[:1], searchable=bare)) as client:
+    with serving(Service(models[:1], searchable=Searchable("bare", searchable.index, searchable.encoder))) as client:
         for body, message in (
             ({"explain": True}, "--vectors"),
             ({"prf": True}, "--vectors"),

@@ -221,8 +221,7 @@ def test_an_answer_does_not_wait_until_its_head_has_come(client: Client, monkeyp
     made, found = server.Protocol.connection_made, []
 
     def spied(self: Any, transport: Any) -> None:
-        opened = transport.get_extra_info("socket")
-        found.append(opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         made(self, transport)
 
     monkeypatch.setattr(server.Protocol, "connection_made", spied)

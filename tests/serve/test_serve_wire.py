@@ -58,8 +58,7 @@ def embeds(dense: Any) -> Iterator[Client]:
 
 
 def ids_of(client: Client, text: str, special: bool = True) -> list[int]:
-    body = {"inputs": text, "add_special_tokens": special}
-    return [token["id"] for token in client.post("/tokenize", body).json[0]]
+    return [token["id"] for token in client.post("/tokenize", {"inputs": text, "add_special_tokens": special}).json[0]]
 
 
 def as_dicts(reply: Reply) -> list[dict[int, float]]:
@@ -230,8 +229,7 @@ def test_other_sites_may_read_answers_if_they_are_named(sparse: Any, client: Cli
             assert closed.headers["access-control-expose-headers"] == "x-truncated-inputs"
             other = open_.request("GET", "/health", Origin="http://evil.example").headers
             assert other.get("access-control-allow-origin") == (None if named == SITE else "*")
-    told = r"origins: expected \* or an origin such as"
-    refused(ValueError, told, create_app, service, None, origins=["a.org"])
+    refused(ValueError, r"origins: expected \* or an origin such as", create_app, service, None, origins=["a.org"])
 
 
 def test_similarity_is_the_cosine_of_the_vectors_that_the_model_makes(client: Client, sparse: Any) -> None:

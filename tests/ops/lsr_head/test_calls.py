@@ -55,8 +55,7 @@ def test_gradients_in_fp16_of_transposed_ones_are_those_of_contiguous_ones(kerne
     for _ in range(3):
         scores = lsr_head(*leaves, **inputs.layout, pooling=pooling, impl="triton")
         expected = torch.autograd.grad(scores, leaves, inputs.dscores, retain_graph=True)
-        found = torch.autograd.grad(scores, leaves, inputs.dscores.T.contiguous().T)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(scores, leaves, inputs.dscores.T.contiguous().T), expected)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

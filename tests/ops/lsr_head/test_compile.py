@@ -169,8 +169,7 @@ def test_the_screen_builds_without_spills(dtype: torch.dtype, layout: str, needs
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=NAMES.get)
 def test_the_hopper_forward_builds_without_spills(dtype: torch.dtype, case: str) -> None:
     needs = None if "scores" in case else (False, False, True)
-    found = check_head(90, dtype, **MAX[case] | {"needs": needs, "given_up": ()})
-    assert "max_forward_hopper_kernel" in found
+    assert "max_forward_hopper_kernel" in check_head(90, dtype, **MAX[case] | {"needs": needs, "given_up": ()})
 
 
 @pytest.mark.parametrize("layout", ["full", "packed"])

@@ -66,8 +66,7 @@ def test_scores_and_gradients_for_every_option(target: Target, options: tuple[st
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fp64_is_computed_in_fp64(device: str, pooling: str, layout: str) -> None:
-    inputs = lsr_head_inputs(*SHAPE, layout=layout, dtype=F64, device=device)
-    assert_lsr_head_matches(inputs, pooling=pooling)
+    assert_lsr_head_matches(lsr_head_inputs(*SHAPE, layout=layout, dtype=F64, device=device), pooling=pooling)
 
 
 @too_large
@@ -173,8 +172,7 @@ def test_the_weight_gradient_can_be_added_to_a_buffer_in_fp32(target: Target, la
 
 
 def fp16_problem(target: Target, layout: str) -> LSRHeadInputs:
-    inputs = lsr_head_inputs(5, 19, 24, 21, layout=layout, dtype=F16, device=target.device)
-    return with_one_answer(inputs)
+    return with_one_answer(lsr_head_inputs(5, 19, 24, 21, layout=layout, dtype=F16, device=target.device))
 
 
 def weight_gradient(target: Target, inputs: LSRHeadInputs, dscores: Tensor) -> Tensor:

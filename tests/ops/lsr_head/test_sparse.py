@@ -60,15 +60,13 @@ def test_the_best_dense_scores(target: Target, top_k: int | None, min_weight: fl
 def test_ties_keep_the_lowest_index_in_blocks(monkeypatch: pytest.MonkeyPatch, top_k: int | None, block: int) -> None:
     monkeypatch.setattr(api, "SPARSE_BLOCK_V", block)
     # whole numbers between 0 and 2: many equal scores in every row
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(0, 3, (64, 1), generator=generator).float()
+    weight = torch.randint(0, 3, (64, 1), generator=torch.Generator().manual_seed(0)).float()
     hidden = torch.ones(3, 2, 1)
     scores = lsr_head(hidden, weight, activation="relu")
     sparse = lsr_head_sparse(hidden, weight, activation="relu", top_k=top_k)
     assert entries(sparse) == expected_entries(scores, top_k, 0.0)
     if top_k == 5:
-        twos = (weight[:, 0] == 2).nonzero()[:5, 0].tolist()
-        assert entries(sparse)[0] == twos
+        assert entries(sparse)[0] == (weight[:, 0] == 2).nonzero()[:5, 0].tolist()
 
 
 @no_kernels

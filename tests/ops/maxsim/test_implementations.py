@@ -93,8 +93,7 @@ def test_scores_and_gradients_for_every_dtype(
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_fp64_is_computed_in_fp64(pairing: str, options: dict[str, Any]) -> None:
-    inputs = maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", dtype=torch.float64)
-    assert_maxsim_matches(inputs, **options)
+    assert_maxsim_matches(maxsim_inputs(*SHAPE, pairing=pairing, layout="holes", dtype=torch.float64), **options)
 
 
 @pytest.mark.parametrize("pairing", ["all", "grouped"])
@@ -158,8 +157,7 @@ def test_infinite_similarities_are_not_taken_for_masked_ones(target: Target) -> 
     documents[1, 2] = 2.0
     mask = torch.tensor([[1, 1, 0], [0, 1, 1]], device=target.device)
     if INTERPRETED or target.impl != "triton":  # TF32 parts of an infinite product are NaN
-        scores = maxsim(queries, documents, document_mask=mask, impl=target.impl)
-        assert scores.tolist() == [[-math.inf, 16.0]]
+        assert maxsim(queries, documents, document_mask=mask, impl=target.impl).tolist() == [[-math.inf, 16.0]]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too long to interpret")

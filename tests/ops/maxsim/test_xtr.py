@@ -50,8 +50,7 @@ def test_imputed_scores_by_hand() -> None:
     # the second largest are 2, 4 and 1
     assert score(2, impute=True) == pytest.approx([(3 + 6 + 1) / 3, (2 + 4 + 4) / 3, (2 + 4 + 1) / 3])
     assert score(99, impute=True) == score(99)
-    kept = torch.tensor([[1, 0, 1]])
-    assert score(2, impute=True, query_mask=kept) == [(3 + 1) / 2, (2 + 4) / 2, (2 + 1) / 2]
+    assert score(2, impute=True, query_mask=torch.tensor([[1, 0, 1]])) == [(3 + 1) / 2, (2 + 4) / 2, (2 + 1) / 2]
 
 
 @here
@@ -126,8 +125,7 @@ def test_small_tiles_give_what_large_ones_give(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_batch_wider_than_a_tile(target: Target) -> None:
     sizes = (3, 4, 5, 9, 16) if INTERPRETED else (40, 70, 32, 40, 16)  # 1,280 query tokens, 2,800 document tokens
-    inputs = maxsim_inputs(*sizes, layout="right", device=target.device, seed=3)
-    assert_xtr_matches(inputs, 256, impl=target.impl)
+    assert_xtr_matches(maxsim_inputs(*sizes, layout="right", device=target.device, seed=3), 256, impl=target.impl)
 
 
 @here

@@ -91,8 +91,7 @@ def test_addresses_of_repeated_launches_are_those_of_the_tensors(steps: list[Rec
 
 def test_results_have_the_strides_that_are_asked_for_and_one_that_is_not_made_is_none(steps: list[Recorder]) -> None:
     plan = Plan((launch("one", "a y z"),), {"z": None})
-    turned = torch.empty(3, 2, dtype=torch.float16).T
-    results = {"y": Buffer.like(turned), "z": Buffer((4,), torch.float32)}
+    results = {"y": Buffer.like(torch.empty(3, 2, dtype=torch.float16).T), "z": Buffer((4,), torch.float32)}
     made = program.Program(plan, ("a",), results, CPU, True)
     for _ in range(4):
         y, z = made(torch.ones(3))

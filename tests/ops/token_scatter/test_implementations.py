@@ -93,8 +93,7 @@ def test_whole_numbers_with_ties_agree_in_every_bit_with_the_reference(
     inputs = dataclasses.replace(inputs, weights=inputs.weights.round())
     for activation in ("none",) if INTERPRETED else ("relu", "none"):
         found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=target.impl)
-        truth = token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference")
-        same(found, truth)
+        same(found, token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference"))
 
 
 @every_reduction

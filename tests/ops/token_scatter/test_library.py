@@ -57,8 +57,7 @@ def test_it_keeps_the_best_entries_of_the_dense_scores(
 @pytest.mark.parametrize("top_k", [1, 2, 3, 10])
 def test_ties_keep_the_lowest_vocabulary_index_and_nan_comes_first(top_k: int, device: str) -> None:
     weights = torch.tensor([[1.0, 2.0, 2.0, 2.0, math.nan, 1.0]], device=device)
-    ids = torch.tensor([[1, 9, 4, 6, 8, 0]], device=device)
-    sparse = token_scatter_sparse(weights, ids, 10, top_k=top_k)
+    sparse = token_scatter_sparse(weights, torch.tensor([[1, 9, 4, 6, 8, 0]], device=device), 10, top_k=top_k)
     assert entries(sparse) == [sorted([8, 4, 6, 9, 0, 1][:top_k])]
     assert sparse.values().isnan().sum() == 1
 

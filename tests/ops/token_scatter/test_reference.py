@@ -73,15 +73,13 @@ def test_masked_and_ignored_tokens_count_for_nothing_whatever_they_hold(reduce: 
 @pytest.mark.parametrize("beyond", [2**63, -(2**63), -(2**63) - 1, 2**200])
 def test_an_ignored_id_that_no_integer_tensor_can_hold_ignores_nothing(beyond: int, impl: str) -> None:
     weights, ids = torch.tensor([[1.0, 2.0]]), torch.tensor([[0, 1]])
-    scores = token_scatter(weights, ids, 3, ignore_ids=(beyond, 0), impl=impl)
-    assert scores.tolist() == [[0, 2, 0]]
+    assert token_scatter(weights, ids, 3, ignore_ids=(beyond, 0), impl=impl).tolist() == [[0, 2, 0]]
     assert token_scatter_sparse(weights, ids, 3, ignore_ids=(beyond, 0)).to_dense().tolist() == [[0, 2, 0]]
 
 
 def test_ties_go_to_the_lowest_token_which_takes_the_whole_gradient() -> None:
     weights = torch.tensor([[1.0, 2.0, 2.0, 2.0], [-0.0, 0.0, 3.0, 3.0]], requires_grad=True)
-    ids = torch.tensor([[1, 1, 1, 1], [0, 0, 2, 1]])
-    token_scatter(weights, ids, 3, impl="reference").sum().backward()
+    token_scatter(weights, torch.tensor([[1, 1, 1, 1], [0, 0, 2, 1]]), 3, impl="reference").sum().backward()
     assert weights.grad.tolist() == [[0, 1, 0, 0], [0, 0, 1, 1]]
 
 
@@ -189,6 +187,5 @@ def test_an_id_outside_of_the_vocabulary_is_named_with_its_place(wrong: int, imp
         "tokenizer, or mask that token."
     )
     refused(ValueError, f"^{re.escape(message)}$", token_scatter, WEIGHTS, ids, 9, impl=impl)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    assert not token_scatter(WEIGHTS, ids, 9, attention_mask=mask, impl=impl).any()
+    assert not token_scatter(WEIGHTS, ids, 9, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), impl=impl).any()
     assert not token_scatter(WEIGHTS, ids, 9, ignore_ids=[wrong], impl=impl).any()
