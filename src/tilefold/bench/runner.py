@@ -10,19 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
+from tilefold.bench import spec as specs
 from tilefold.bench import timing
-from tilefold.bench.spec import (
-    PHASES,
-    BenchCase,
-    BenchSpec,
-    Ceilings,
-    Gate,
-    Implementation,
-    NotApplicable,
-    Phase,
-    Runnable,
-    get_spec,
-)
+from tilefold.bench.spec import PHASES, BenchCase, BenchSpec, Ceilings, Gate, Implementation, Phase, Runnable
 
 SEED = 0  # of the inputs
 CSV_KEY = ("op", "case", "dtype", "impl")
@@ -72,7 +62,7 @@ class BenchRow:
         """Say why there is no time: one implementation must not take the others' rows with it."""
         if isinstance(error, torch.cuda.OutOfMemoryError):
             self.status, self.note = "OOM", "out of device memory"
-        elif isinstance(error, NotApplicable):
+        elif isinstance(error, specs.NotApplicable):
             self.status, self.note = "skipped", str(error)
         else:
             lines = str(error).strip().splitlines()
@@ -182,7 +172,7 @@ def measure_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
 
 
 def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
-    spec, device = get_spec(op), torch.device(case.device)
+    spec, device = specs.get_spec(op), torch.device(case.device)
     build = spec.implementation(impl).build
     runnable = build(spec.make_inputs(case, device, SEED))
     probe = build(spec.make_inputs(spec.probe(case), device, SEED))

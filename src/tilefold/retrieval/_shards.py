@@ -11,16 +11,8 @@ from pathlib import Path
 from types import UnionType
 from typing import ClassVar, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
-from tilefold._files import (
-    LOCK,
-    atomic_file,
-    hold_folder,
-    read_json,
-    release_folder,
-    remove_leftovers,
-    sha256_file,
-    write_json,
-)
+from tilefold import _files
+from tilefold._files import LOCK, atomic_file, hold_folder, release_folder, remove_leftovers, sha256_file
 from tilefold.pipeline.truncated import Truncation
 from tilefold.retrieval._files import Json, listed_file, read_json_object, require, write_json_object
 from tilefold.retrieval.errors import DataError
@@ -154,7 +146,7 @@ class Receipt:
     @classmethod
     def read(cls, folder: Path, number: int, key: str) -> Receipt | None:
         """The receipt of shard `number`, None without one of this key whose file is there in its full size."""
-        found = read_json(cls.file_of(folder, number))
+        found = _files.read_json(cls.file_of(folder, number))
         if found is None or found.get("key") != key or set(found) != {item.name for item in fields(cls)}:
             return None
         receipt = cls(**found)
@@ -319,7 +311,7 @@ class ShardWriter(ABC, Generic[M, V]):
         """Write shard `number` with a receipt, for :meth:`receive` of the writer that holds the folder."""
         stored = self.store_shard(number, vectors, cut)
         size = (self.path / stored["file"]).stat().st_size
-        write_json(Receipt.file_of(self.path, number), asdict(Receipt(self.key, size, stored, dict(failed))))
+        _files.write_json(Receipt.file_of(self.path, number), asdict(Receipt(self.key, size, stored, dict(failed))))
 
     def list_shard(self, number: int, stored: Json, failed: Mapping[str, str] | None = None) -> None:
         """List shard `number` (the next one, or one to replace), which :meth:`store_shard` wrote, in the manifest."""

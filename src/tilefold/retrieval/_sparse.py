@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tilefold._typing import Tensor
 from tilefold.pipeline.ragged import gathered, offsets_of
-from tilefold.retrieval._checks import check_offsets, no_weight, outside
+from tilefold.retrieval._checks import check_k, check_offsets, no_weight, outside
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 from tilefold.retrieval.provenance import Provenance
 
@@ -203,6 +203,19 @@ def check_same_vocabulary(left: HasVocabulary, right: HasVocabulary, left_name: 
         return
     wanted = f"expected the vocabulary of {left_name} {expected}, got one {got}"
     raise VocabularyMismatchError(f"{right_name}: {wanted}. Encode both with the same model.")
+
+
+def check_buildable(vectors: SparseVectors) -> None:
+    """Raise ``ValueError`` unless some vector holds a positive weight."""
+    if not len(vectors) or not bool((vectors.data > 0).any()):
+        got = f"{len(vectors)} vector(s) without"
+        raise ValueError(f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.")
+
+
+def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
+    """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the index."""
+    check_k(k)
+    check_same_vocabulary(index, queries, "the index", "queries")
 
 
 def _as_int32(indices: npt.ArrayLike) -> Ints:

@@ -11,19 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tilefold._files import atomic_directory
+from tilefold.retrieval import _tables
 from tilefold.retrieval._checks import check_choice
 from tilefold.retrieval._files import Json, check_text_ids, is_unicode, json_line
-from tilefold.retrieval._tables import (
-    ROWS,
-    TOPICS,
-    Row,
-    find_table,
-    is_saved_dataset,
-    query_of_line,
-    query_rows,
-    read_splits,
-    table_rows,
-)
+from tilefold.retrieval._tables import find_table, query_of_line, query_rows, table_rows
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.metadata import kept_fields
 
@@ -178,22 +169,22 @@ def load_beir(
     collection = Collection(name.partition(".")[0] if alone else name, documents or load_documents(corpus), {}, {})
     if alone or documents_only:
         return collection
-    if (queries := find_table(folder, "queries", (*ROWS, ".tsv", TOPICS))) is not None:
+    if (queries := find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))) is not None:
         collection.queries = _texts(query_rows(queries), queries)
     elif files := sorted(folder.glob("queries.*.tsv")):
         collection.queries = _queries_of_splits(files)
     elif (folder / "qrels").exists():
         raise FileNotFoundError(f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}")
     known = collection.queries, collection.documents
-    collection.qrels = read_splits(folder / "qrels", known, unknown == "drop", splits)
+    collection.qrels = _tables.read_splits(folder / "qrels", known, unknown == "drop", splits)
     return collection
 
 
 def documents_table(folder: Path) -> Path:
     """Path of the rows of the documents: `folder` itself where it is a file or a saved dataset."""
-    if folder.is_file() or is_saved_dataset(folder):
+    if folder.is_file() or _tables.is_saved_dataset(folder):
         return folder
-    corpus = find_table(folder, "corpus", ROWS) or find_table(folder, "collection", (".tsv", ".tsv.gz"))
+    corpus = find_table(folder, "corpus", _tables.ROWS) or find_table(folder, "collection", (".tsv", ".tsv.gz"))
     if corpus is None:
         raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
     return corpus
@@ -234,7 +225,7 @@ def load_queries(path: str | Path) -> dict[str, str]:
     return _texts(query_rows(file, bare=True), file)
 
 
-def _texts(rows: Iterable[Row], path: Path) -> dict[str, str]:
+def _texts(rows: Iterable[_tables.Row], path: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for where, row in rows:
         texts[_id(row, where, texts)] = _string(row, "text", where)

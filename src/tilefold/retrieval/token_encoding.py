@@ -12,19 +12,12 @@ from torch import Tensor
 
 from tilefold._typing import Model
 from tilefold.pipeline.rows import TokenRows
+from tilefold.retrieval import tokens as stored
 from tilefold.retrieval._checks import check_choice, check_least
 from tilefold.retrieval._files import Json
 from tilefold.retrieval._streamed import Encoding, Job, Kind, MadeOf, Output
 from tilefold.retrieval.encoding import encode_stock, encode_to_folder, model_name
-from tilefold.retrieval.tokens import (
-    DENSE_STORAGES,
-    STORAGES,
-    DenseManifest,
-    TokenManifest,
-    TokenVectors,
-    TokenVectorWriter,
-    check_finite,
-)
+from tilefold.retrieval.tokens import DenseManifest, TokenManifest, TokenVectors, TokenVectorWriter
 
 __all__ = ["DenseEncoding", "TokenEncoding", "encode_dense_collection", "encode_texts", "encode_tokens"]
 
@@ -67,7 +60,7 @@ def encode_tokens(
 class TokenEncoding(Encoding):
     """Token vectors of a ``MultiVectorEncoder``; the fields are those of :func:`encode_tokens`."""
 
-    STORAGES: ClassVar[tuple[str, ...]] = STORAGES
+    STORAGES: ClassVar[tuple[str, ...]] = stored.STORAGES
 
     storage: str = "fp16"
     source: str | None = None
@@ -95,7 +88,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(names, rows, self.size, storage)
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
-        check_finite(names, offsets, rows.finite, storage, rows.values if rows.scales is None else rows.scales)
+        stored.check_finite(names, offsets, rows.finite, storage, rows.values if rows.scales is None else rows.scales)
         return TokenVectors(names, offsets, rows.values, rows.scales)
 
     def nothing(self) -> TokenVectors:
@@ -150,7 +143,7 @@ def encode_dense_collection(
 class DenseEncoding(TokenEncoding):
     """Dense vectors of a ``SentenceTransformer``; the fields are those of :func:`encode_dense_collection`."""
 
-    STORAGES = DENSE_STORAGES
+    STORAGES = stored.DENSE_STORAGES
 
     storage: str = "fp32"
     dimension: int | None = None

@@ -14,23 +14,9 @@ from torch import Tensor, nn
 from tilefold._typing import Model, Transformer
 from tilefold._vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
-from tilefold.integrations.sentence_transformers._encoders import (
-    FusedEncode,
-    SparseBatchEncoder,
-    TokenBatchEncoder,
-    batches_of,
-    fused_vocab_size,
-    sparse_options,
-)
+from tilefold.integrations.sentence_transformers import _encoders, _pooling
 from tilefold.integrations.sentence_transformers._heads import check_head, find_pairs, is_multi_vector
 from tilefold.integrations.sentence_transformers._packing import pack_inputs
-from tilefold.integrations.sentence_transformers._pooling import (
-    FusedForward,
-    StaticTokens,
-    check_pair,
-    count_no_padding,
-    fused_pooling,
-)
 from tilefold.integrations.sentence_transformers.encoding_graphs import GRAPHS, EncodingGraphs, graphs_of
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
 from tilefold.integrations.sentence_transformers.packed_inputs import PackedInputs
@@ -168,7 +154,7 @@ def accelerate(
         if quantize is not None:
             raise ValueError(f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; see quantize_tokens.")
         _fuse_similarity(model, impl, check)
-        _carry(model, TokenBatchEncoder(model), "encode_token_batch")
+        _carry(model, _encoders.TokenBatchEncoder(model), "encode_token_batch")
         return Acceleration(model, 0, _packed(model, check, packed))
     if not isinstance(model, SparseEncoder):
         expected = "a sentence_transformers.SparseEncoder or MultiVectorEncoder"
@@ -177,19 +163,19 @@ def accelerate(
     with_head = [pair for pair in pairs if pair.head is not None]
     for pair in with_head:
         check_head(pair.head)
-        if quantize is not None and not (pooling := fused_pooling(pair.pooling)).quantizable:
+        if quantize is not None and not (pooling := _pooling.fused_pooling(pair.pooling)).quantizable:
             name = getattr(pooling, "pooling", type(pooling).__name__)
             raise ValueError(f"quantize must be None for pooling {name!r}, got {quantize!r}; only max runs in fp8.")
         if check:
-            check_pair(pair, impl)
+            _pooling.check_pair(pair, impl)
     for pair in pairs:
-        pair.pooling.forward = FusedForward(pair.pooling, pair.head, impl, quantize, pair.last, screen)
+        pair.pooling.forward = _pooling.FusedForward(pair.pooling, pair.head, impl, quantize, pair.last, screen)
     for pair in with_head:
         pair.head.forward = pass_hidden_states
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
-    count_no_padding(model)
-    _carry(model, SparseBatchEncoder(model), "encode_sparse_batch")
+    _pooling.count_no_padding(model)
+    _carry(model, _encoders.SparseBatchEncoder(model), "encode_sparse_batch")
     setattr(model, ASKED, NoReplicas(model))
     return Acceleration(model, len({id(pair.head) for pair in with_head}), _packed(model, check, packed))
 
@@ -207,7 +193,7 @@ def _carry(model: Model, encoder: object, name: str) -> None:
     setattr(model, name, encoder)
     setattr(model, GRAPHS, EncodingGraphs(model))
     if "encode" not in vars(model):
-        model.encode = FusedEncode(model)
+        model.encode = _encoders.FusedEncode(model)
 
 
 def _packed(model: Model, check: bool, packed: bool) -> dict[str, str]:
@@ -244,7 +230,7 @@ def restore(model: Model) -> None:
 def is_accelerated(model: Model) -> bool:
     """Whether ``model`` has a fused head or fused similarities."""
     return isinstance(model, nn.Module) and any(
-        isinstance(found, (FusedSimilarity, SparseBatchEncoder, FusedForward, StaticTokens))
+        isinstance(found, (FusedSimilarity, _encoders.SparseBatchEncoder, _pooling.FusedForward, _pooling.StaticTokens))
         for _, _, found in replacements(model)
     )
 
@@ -331,7 +317,7 @@ def encode_sparse(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value}.")
     with nullcontext() if graphs_of(model) or is_accelerated(model) else accelerate(model):
-        options = sparse_options(model, top_k, min_weight)
+        options = _encoders.sparse_options(model, top_k, min_weight)
         prompt = prompt_of(model, task, prompt_name) if prompt is None else prompt
         if switched_off():
             with in_eval_mode(model):
@@ -340,13 +326,13 @@ def encode_sparse(
             limits = {"batch_size": batch_size, "batch_tokens": batch_tokens}
             with in_eval_mode(model):
                 stream = SparseStream(model, options, task=task, prompt=prompt, **limits)
-                batches = list(batches_of(stream, texts, lambda done: None))
+                batches = list(_encoders.batches_of(stream, texts, lambda done: None))
         else:
             order, size = sorted(range(len(texts)), key=lambda i: -len(texts[i])), batch_size or FEW
             cuts = [order[start : start + size] for start in range(0, len(order), size)]
             encoded = (encode_batch(model, [texts[i] for i in cut], task, prompt, options) for cut in cuts)
             batches = [batch._replace(places=cut) for batch, cut in zip(encoded, cuts, strict=True)]
-        vocab_size = 0 if batches else fused_vocab_size(model) or int(model.get_embedding_dimension())
+        vocab_size = 0 if batches else _encoders.fused_vocab_size(model) or int(model.get_embedding_dimension())
         rows = as_csr(batches, len(texts), vocab_size)
     rows.vocabulary_fingerprint = vocabulary_fingerprint(model.tokenizer)  # type: ignore[attr-defined]
     return rows

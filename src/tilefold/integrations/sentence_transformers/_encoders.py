@@ -16,19 +16,12 @@ from torch import Tensor
 from tilefold._csr import coo_tensor
 from tilefold._typing import Model
 from tilefold.integrations._patches import Replacement
+from tilefold.integrations.sentence_transformers import stream as streams
 from tilefold.integrations.sentence_transformers._heads import base_linear, is_multi_vector
 from tilefold.integrations.sentence_transformers._pooling import fused_forwards
 from tilefold.integrations.sentence_transformers.encoding_graphs import graphs_of
 from tilefold.integrations.sentence_transformers.packed_inputs import packed_inputs
-from tilefold.integrations.sentence_transformers.stream import (
-    SparseStream,
-    TextStream,
-    TokenStream,
-    VectorStream,
-    as_csr,
-    encode_batch,
-    prompt_of,
-)
+from tilefold.integrations.sentence_transformers.stream import SparseStream, TextStream, prompt_of
 from tilefold.integrations.transformers.packed import in_eval_mode
 from tilefold.modules.fused_pooling import Options, SparseOptions
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, repeated, stacked
@@ -88,7 +81,7 @@ class SparseBatchEncoder(Replacement):
         self, texts: Sequence[str], *, task: str | None = None, top_k: int | None = None, min_weight: float = 0.0
     ) -> Tensor:
         """``[len(texts), V]`` CSR on the CPU, in one forward pass; arguments as in ``encode_sparse``."""
-        return as_csr([self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)], len(texts), 0)
+        return streams.as_csr([self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)], len(texts), 0)
 
     def batch(
         self,
@@ -101,7 +94,7 @@ class SparseBatchEncoder(Replacement):
     ) -> Batch:
         """Rows as of the call, without a matrix around them."""
         options = sparse_options(self.owner, top_k, min_weight)
-        return encode_batch(self.owner, texts, task, prompt_of(self.owner, task, prompt_name), options)
+        return streams.encode_batch(self.owner, texts, task, prompt_of(self.owner, task, prompt_name), options)
 
     @property
     def vocab_size(self) -> int | None:
@@ -132,7 +125,7 @@ class TokenBatchEncoder(Replacement):
     ) -> Generator[Item, None, None]:
         """Token vectors of many texts, stored as ``"fp16"`` or ``"int8"``; limits as for sparse rows."""
         with in_eval_mode(self.owner):
-            stream = TokenStream(self.owner, storage, task=task, prompt=prompt_of(self.owner, task), **limits)
+            stream = streams.TokenStream(self.owner, storage, task=task, prompt=prompt_of(self.owner, task), **limits)
             yield from stream(windows)
 
 
@@ -251,7 +244,7 @@ def _as_asked(found: Tensor, asked: Options) -> object:
 
 def _vectors(model: Model, asked: Options, how: Options, show: bool) -> object:
     texts, task, numpy = asked["inputs"], asked["task"], bool(asked["convert_to_numpy"])
-    stream = VectorStream(model, to_host=numpy, normalize=bool(asked["normalize_embeddings"]), task=task, **how)
+    stream = streams.VectorStream(model, to_host=numpy, normalize=bool(asked["normalize_embeddings"]), task=task, **how)
     found: list[object] = [None] * len(texts)
     for batch in _shown(stream, texts, show, f"Encoding {'queries' if task == 'query' else 'documents'}"):
         for place, vectors in zip(batch.places, batch.rows, strict=True):

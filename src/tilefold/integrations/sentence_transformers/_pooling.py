@@ -18,17 +18,8 @@ from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import SpladePair, base_linear, head_operands
 from tilefold.integrations.sentence_transformers.packed_inputs import on_device
 from tilefold.integrations.transformers.packed import apart, in_eval_mode
-from tilefold.modules.fused_pooling import (
-    STOCK_ACTIVATIONS,
-    Features,
-    FusedPooling,
-    Head,
-    Options,
-    SparseOptions,
-    Wanted,
-    autocasts,
-    pass_hidden_states,
-)
+from tilefold.modules import fused_pooling as poolings
+from tilefold.modules.fused_pooling import Features, FusedPooling, Head, Options, SparseOptions, Wanted
 from tilefold.modules.static_query import counted_tokens
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.lsr_head import CapacityRows, lsr_head_rows
@@ -72,7 +63,7 @@ class StockPooling(FusedPooling):
             raise ValueError("a SpladePooling must follow an LM head, got no head.")
         stock, cu_seqlens = self.stock, features.get("cu_seq_lens_q")
         out_dtype, sparse = wanted.out_dtype, wanted.sparse
-        if autocasts(head.hidden):
+        if poolings.autocasts(head.hidden):
             kind = head.hidden.device.type
             how = stock.pooling_strategy, stock.activation_function, stock.training, cu_seqlens is not None
             out_dtype = stock_output_dtype(kind, torch.get_autocast_dtype(kind), *how)
@@ -80,7 +71,7 @@ class StockPooling(FusedPooling):
             "attention_mask": features["attention_mask"] if cu_seqlens is None else None,
             "cu_seqlens": cu_seqlens,
             "pooling": stock.pooling_strategy,
-            "activation": STOCK_ACTIVATIONS[stock.activation_function],
+            "activation": poolings.STOCK_ACTIVATIONS[stock.activation_function],
             "out_dtype": out_dtype,
             "impl": wanted.impl,
         }
@@ -132,7 +123,7 @@ class FusedForward(Replacement):
             hidden: Tensor = features.pop("token_embeddings")  # [B, S, D], or [1, T, D] when inputs are flattened
             out_dtype = hidden.dtype
             head = head_operands(self.head, hidden.squeeze(0) if "cu_seq_lens_q" in features else hidden)
-            if not autocasts(hidden):  # some models return fp32 from a half-precision head
+            if not poolings.autocasts(hidden):  # some models return fp32 from a half-precision head
                 head = head._replace(hidden=head.hidden.to(head.weight.dtype))
             if self.quantize is not None and not torch.is_grad_enabled():
                 head = head._replace(weight=quantize_weight(head.weight))
@@ -218,7 +209,7 @@ def check_pair(pair: SpladePair, impl: str) -> None:
             raise RuntimeError(f"model must be able to {check}, but {why}") from error
         _check_logits_untouched(pair, probe, output, features)
         fused = FusedForward(pair.pooling, pair.head, impl)
-        with _in_place_of(pair.head, pass_hidden_states):
+        with _in_place_of(pair.head, poolings.pass_hidden_states):
             got = fused(pair.transformer(dict(features)))["sentence_embedding"]
         allowed, difference = TOLERANCE * max(1.0, float(expected.abs().max())), apart(got, expected)
         if not difference <= allowed:

@@ -16,13 +16,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tilefold._ranks import several
 from tilefold._typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
+from tilefold.integrations.sentence_transformers import packed_inputs as packing
 from tilefold.integrations.sentence_transformers.graphs import LONGEST, OFFSETS, TOKENS, StepGraphs, autocast_dtype
-from tilefold.integrations.sentence_transformers.packed_inputs import (
-    pack_features,
-    packed_features,
-    packed_inputs,
-    pads_inputs,
-)
+from tilefold.integrations.sentence_transformers.packed_inputs import pack_features, packed_features, packed_inputs
 from tilefold.integrations.transformers.packed import padding_position
 from tilefold.losses.base_splade import JOINED
 from tilefold.modules.fused_pooling import Features
@@ -86,7 +82,7 @@ class PackedForward(Replacement):
 
     def _alone(self, features: Features, kwargs: Features) -> Features:
         transformer = self.owner
-        if OFFSETS[0] not in features and not pads_inputs() and not _is_recorded():
+        if OFFSETS[0] not in features and not packing.pads_inputs() and not _is_recorded():
             packed = pack_features(features, padding_position(transformer.model))
             if packed is not features:
                 features.clear()

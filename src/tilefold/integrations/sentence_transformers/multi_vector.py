@@ -14,14 +14,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tilefold.integrations.sentence_transformers._sides import (
-    EMPTY_DOCUMENT_SCORE,
-    Part,
-    Side,
-    groups,
-    score,
-    scores_of_sides,
-)
+from tilefold.integrations.sentence_transformers import _sides
+from tilefold.integrations.sentence_transformers._sides import EMPTY_DOCUMENT_SCORE, Side, scores_of_sides
 from tilefold.ops import xtr_scores as fused_xtr_scores
 
 __all__ = [
@@ -141,11 +135,11 @@ def _colbert(name: str, pairing: str, mean: bool, summary: str) -> Scores:
         if pairing == "aligned":
             documents = Side("documents_embeddings", documents_embeddings, documents_mask)
             return scores_of_sides(queries, documents, pairing, length_normalize, impl, chunk_elements)
-        rows, mask = groups(documents_embeddings, documents_mask)
+        rows, mask = _sides.groups(documents_embeddings, documents_mask)
         if pairing == "grouped":
             _check_groups(queries, rows)
             query = queries.part(slice(0, queries.count), rows.device)
-            return score(query, Part(rows, mask, None), pairing, length_normalize, impl)
+            return _sides.score(query, _sides.Part(rows, mask, None), pairing, length_normalize, impl)
         flat = Side("documents_embeddings", rows.flatten(0, 1), mask.flatten(0, 1))
         return scores_of_sides(queries, flat, pairing, length_normalize, impl, chunk_elements)
 
@@ -167,7 +161,7 @@ def _xtr(name: str, pairing: str, summary: str) -> Scores:
     ) -> Tensor:
         if pairing == "aligned":  # groups of one
             documents_embeddings, documents_mask = _alone(documents_embeddings, 3), _alone(documents_mask, 2)
-        rows, mask = groups(documents_embeddings, documents_mask)
+        rows, mask = _sides.groups(documents_embeddings, documents_mask)
         queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
         n_groups, n_ways = rows.shape[:2]
         if pairing != "all":

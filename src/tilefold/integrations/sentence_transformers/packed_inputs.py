@@ -23,12 +23,8 @@ from torch import Tensor
 
 from tilefold._typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
-from tilefold.integrations.transformers.packed import (
-    packed_arguments,
-    padding_position,
-    position_ids_of,
-    register_packed,
-)
+from tilefold.integrations.transformers import packed as packed_attention
+from tilefold.integrations.transformers.packed import packed_arguments, padding_position, register_packed
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import places_of_tokens
 from tilefold.pipeline.ragged import Int64, offsets_of
@@ -238,7 +234,7 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: 
     """Features of packed tokens ``[T]``, under the names that sentence-transformers gives flattened ones."""
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=ids.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
-    return packed_arguments(ids, position_ids_of(ids, cu_seqlens, padding), cu_seqlens, longest)
+    return packed_arguments(ids, packed_attention.position_ids_of(ids, cu_seqlens, padding), cu_seqlens, longest)
 
 
 def pack_features(features: Features, padding: int | None) -> Features:

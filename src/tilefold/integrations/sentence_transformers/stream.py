@@ -19,40 +19,20 @@ from torch import Tensor
 
 from tilefold._csr import csr_tensor, to_csr
 from tilefold._typing import Model
+from tilefold.integrations.sentence_transformers import packed_inputs as packing
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
 from tilefold.integrations.sentence_transformers.encoding_graphs import CAPACITY, MAX_CAPACITY, graphs_of
-from tilefold.integrations.sentence_transformers.packed_inputs import (
-    PACKED,
-    PackedInputs,
-    on_device,
-    packed_inputs,
-    texts_to,
-)
+from tilefold.integrations.sentence_transformers.packed_inputs import PACKED, PackedInputs, packed_inputs
 from tilefold.integrations.transformers.packed import in_eval_mode, packed_arguments
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.modules.window import keep_heaviest
 from tilefold.ops import quantize_tokens
 from tilefold.ops.cpu_linear import fast_linear
 from tilefold.ops.lsr_head import CapacityRows
+from tilefold.pipeline import rows as pipeline_rows
 from tilefold.pipeline.ahead import Ahead
 from tilefold.pipeline.ragged import TokenIds, cut_batches
-from tilefold.pipeline.rows import (
-    IN_FLIGHT,
-    Batch,
-    Begun,
-    NoRoomError,
-    PendingRows,
-    PendingTokens,
-    PendingVectors,
-    SparseRows,
-    Window,
-    WindowEnd,
-    halved,
-    halves,
-    say_unused_batch_tokens,
-    stacked,
-    to_device,
-)
+from tilefold.pipeline.rows import Batch, PendingRows, PendingTokens, PendingVectors, Window, WindowEnd, to_device
 from tilefold.pipeline.truncated import Truncation, unwatched, watching
 
 T = TypeVar("T")
@@ -113,14 +93,14 @@ def _encode_features(model: Model, features: Features, task_kwargs: dict[str, st
         place = torch.zeros(ids.size(0), 1, dtype=torch.int64)
         features = features | {key: place for key, value in features.items() if isinstance(value, Tensor)}
     with fast_linear(model, torch.device(model.device)):
-        found: Features = model(on_device(features, model.device), **task_kwargs)
+        found: Features = model(packing.on_device(features, model.device), **task_kwargs)
     return found
 
 
 def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
     """``[count, V]`` CSR of sparse rows in the order of the texts; `vocab_size` is that of no batch at all."""
     vocab_size = batches[0].rows.vocab_size if batches else vocab_size
-    offsets, columns, values = stacked(batches, count)
+    offsets, columns, values = pipeline_rows.stacked(batches, count)
     return csr_tensor(offsets, columns.long(), values, (count, vocab_size))
 
 
@@ -187,8 +167,8 @@ class TextStream(ABC):
         self.others = {key: value for key, value in features.items() if not isinstance(value, Tensor)}
         self.packed = features.keys() - self.others.keys() == PACKED  # packed tokens and nothing else
         if batch_tokens is not None and not self.packed:
-            say_unused_batch_tokens()
-        self._tokenised: Any = (texts_to(model) if self.packed else None) or model.preprocess
+            pipeline_rows.say_unused_batch_tokens()
+        self._tokenised: Any = (packing.texts_to(model) if self.packed else None) or model.preprocess
 
     @abstractmethod
     def _pending(self, features: Features, *, again: bool = False) -> Any:
@@ -200,7 +180,7 @@ class TextStream(ABC):
     def __call__(self, windows: Iterable[Window | None]) -> Generator[Any, None, None]:
         """Batches of all texts, then a :class:`WindowEnd`, window by window; a text that fails loses no other."""
         with self.tokenised(windows) as works:
-            yield Begun()
+            yield pipeline_rows.Begun()
             yield from self._run(works)
 
     def _run(self, works: Iterable[Work | WindowEnd]) -> Iterator[object]:
@@ -209,7 +189,7 @@ class TextStream(ABC):
         for work in works:
             waiting.append((work, None if isinstance(work, WindowEnd) else self._launched(work)))
             launched += not isinstance(work, WindowEnd)
-            while waiting and (launched > IN_FLIGHT or isinstance(waiting[0][0], WindowEnd)):
+            while waiting and (launched > pipeline_rows.IN_FLIGHT or isinstance(waiting[0][0], WindowEnd)):
                 launched -= not isinstance(waiting[0][0], WindowEnd)
                 yield from self._collected(*waiting.popleft())
         while waiting:
@@ -296,7 +276,7 @@ class TextStream(ABC):
             try:
                 rows = self._arrived(pending)
             except Exception as error:  # of the device, told late
-                whole = isinstance(error, NoRoomError)
+                whole = isinstance(error, pipeline_rows.NoRoomError)
             else:
                 yield Batch(work.window, work.places, rows, work.cut, work.max_length)
                 return
@@ -312,8 +292,8 @@ class TextStream(ABC):
                 return self._arrived(self._plain(work.texts[texts.start : texts.stop]))
 
         every = range(len(work.texts))
-        for part in (every,) if whole or len(every) == 1 else halves(every):
-            for texts, rows in halved(part, attempt):
+        for part in (every,) if whole or len(every) == 1 else pipeline_rows.halves(every):
+            for texts, rows in pipeline_rows.halved(part, attempt):
                 places = work.places[texts.start : texts.stop]
                 cut = sum(places[at] not in work.skip for at in seen.places(len(texts)))
                 yield Batch(work.window, places, rows, cut, seen.max_length)
@@ -335,10 +315,10 @@ class SparseStream(TextStream):
         capacity = None if again else self.capacity
         return _pending_rows(self.model, features, self.task, self.options, capacity, self.to_host)
 
-    def _arrived(self, pending: PendingRows) -> SparseRows:
+    def _arrived(self, pending: PendingRows) -> pipeline_rows.SparseRows:
         try:
             return pending.get()
-        except NoRoomError as error:
+        except pipeline_rows.NoRoomError as error:
             while self.capacity < min(error.most, MAX_CAPACITY):
                 self.capacity *= 2
             raise

@@ -16,18 +16,9 @@ import numpy.typing as npt
 from tilefold.pipeline.ragged import offsets_of, spans
 from tilefold.retrieval._checks import check_arrays
 from tilefold.retrieval._files import Json
-from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import (
-    REMEDY,
-    FolderIndex,
-    Hit,
-    StoredIds,
-    check_buildable,
-    check_search,
-    read_array,
-    read_offsets,
-)
+from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, read_array, read_offsets
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 

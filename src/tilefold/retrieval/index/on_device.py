@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.retrieval._checks import check_k
-from tilefold.retrieval._sparse import SparseVectors
-from tilefold.retrieval.index.protocol import Hit, SparseIndex, check_search, hits_of
+from tilefold.retrieval._sparse import SparseVectors, check_search
+from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
 
 _WIDTH = 16  # terms of queries on a device are a multiple of it, so that few launches need a plan

@@ -18,9 +18,9 @@ from tilefold._files import atomic_directory, sha256_file
 from tilefold._lazy import package_version
 from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
-from tilefold.retrieval._checks import check_k, check_offsets
+from tilefold.retrieval._checks import check_offsets
 from tilefold.retrieval._files import Json, listed_file, read_json_object, write_json_object
-from tilefold.retrieval._sparse import HasVocabulary, SparseVectors, check_same_vocabulary
+from tilefold.retrieval._sparse import SparseVectors
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.fusion import Run
 from tilefold.retrieval.metadata import FILE, Metadata, Where
@@ -87,19 +87,6 @@ class SparseIndex(Protocol):
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
     """``{query id: {document id: score}}`` of the result of ``index.search(queries, k)``."""
     return {qid: {hit.id: hit.score for hit in row} for qid, row in zip(queries.ids, hits, strict=True)}
-
-
-def check_buildable(vectors: SparseVectors) -> None:
-    """Raise ``ValueError`` unless some vector holds a positive weight."""
-    if not len(vectors) or not bool((vectors.data > 0).any()):
-        got = f"{len(vectors)} vector(s) without"
-        raise ValueError(f"vectors: expected at least one vector with a positive weight, got {got}. Check the model.")
-
-
-def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
-    """Raise ``ValueError`` or ``VocabularyMismatchError`` unless ``queries`` and ``k`` suit the index."""
-    check_k(k)
-    check_same_vocabulary(index, queries, "the index", "queries")
 
 
 def write_manifest(

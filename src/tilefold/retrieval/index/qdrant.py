@@ -12,17 +12,9 @@ from typing import Any, ClassVar
 
 from tilefold._files import atomic_directory, check_replaceable, hold_path, swap_directory
 from tilefold.retrieval._files import Json
-from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index.protocol import (
-    MANIFEST_NAME,
-    REMEDY,
-    Hit,
-    check_buildable,
-    check_search,
-    read_manifest,
-    write_manifest,
-)
+from tilefold.retrieval.index.protocol import MANIFEST_NAME, REMEDY, Hit, read_manifest, write_manifest
 from tilefold.retrieval.metadata import Where, fields_by_id
 from tilefold.retrieval.provenance import Provenance
 from tilefold.retrieval.qdrant.collection import QdrantCollection

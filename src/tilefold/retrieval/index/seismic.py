@@ -24,18 +24,10 @@ import numpy.typing as npt
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval._checks import check_arrays, outside
 from tilefold.retrieval._files import Json, require
-from tilefold.retrieval._sparse import SparseVectors
+from tilefold.retrieval._sparse import SparseVectors, check_buildable, check_search
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import ExactIndex
-from tilefold.retrieval.index.protocol import (
-    REMEDY,
-    FolderIndex,
-    Hit,
-    StoredIds,
-    check_buildable,
-    check_search,
-    naming_versions,
-)
+from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, naming_versions
 from tilefold.retrieval.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.provenance import Provenance
 
