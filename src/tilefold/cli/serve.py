@@ -85,7 +85,7 @@ def serve(
     except OSError as error:
         why = error.strerror or _common.first_line(error)
         raise CommandError(f"--host, --port: cannot listen on {host}:{port} ({why}); try --port 0.") from error
-    try:
+    with opened:
         from tilefold.serve.service import Service
 
         models, searchable = _load(index_name, asked)
@@ -93,8 +93,6 @@ def serve(
         if host not in _LOOPBACK and key is None:
             note(f"--host: anyone who can reach {host} may use this server; set --api-key-file to require a key")
         _run(service, key, opened, host, origins)
-    finally:
-        opened.close()
 
 
 def _run(service: Service, key: str | None, opened: socket.socket, host: str, origins: Sequence[str]) -> None:

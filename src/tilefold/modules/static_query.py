@@ -51,8 +51,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         if weight.dim() != 1 or weight.numel() not in (1, vocab_size):
             raise ValueError(f"weight must have shape [1] or [{vocab_size}], got {list(weight.shape)}.")
         super().__init__(tokenizer, weight, frozen)
-        self.vocab_size = vocab_size
-        self.num_dimensions = vocab_size
+        self.vocab_size = self.num_dimensions = vocab_size
 
     def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         ids, mask = features["input_ids"], counted_tokens(features, self.tokenizer)

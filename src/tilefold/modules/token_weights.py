@@ -71,11 +71,9 @@ class TokenWeights(PoolingModule):
             raise ValueError(f"activation must be one of {fused.ACTIVATIONS}, got {activation!r}.")
         if saturation is not None and not (isinstance(saturation, (int, float)) and 0 < saturation < float("inf")):
             raise ValueError(f"saturation must be a finite number above 0 or None, got {saturation!r}.")
-        self.hidden_size = hidden_size
+        self.hidden_size, self.activation, self.saturation = hidden_size, activation, saturation
         self.vocab_size = self.embedding_dimension = vocab_size
-        self.activation = activation
         self.ignore_ids = sorted({int(i) for i in ignore_ids})
-        self.saturation = saturation
         self.linear = nn.Linear(hidden_size, 1)
         if scale is None and not has_scale:
             self.register_parameter("scale", None)

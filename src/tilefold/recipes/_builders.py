@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tilefold._typing import Module, Transformer
 from tilefold.recipes._settings import NOT_NEGATIVE, EncoderSpec
@@ -209,15 +210,9 @@ def load_transformer(
     from sentence_transformers.base.modules import Transformer
 
     if base_model == "minilm" and task == "fill-mask":
-        model = minilm_splade(
-            base.texts,
-            percentile=base.start_percentile,
-            first_token=first_token,
-            layers=layers,
-            max_length=base.max_length,
-            seed=base.seed,
-            device="cpu",
-        )
+        options: dict[str, Any] = {"percentile": base.start_percentile, "max_length": base.max_length}
+        options |= {"seed": base.seed, "device": "cpu"}
+        model = minilm_splade(base.texts, first_token=first_token, layers=layers, **options)
         for name, value in config.items():
             setattr(model[0].model.config, name, value)
         return model[0]

@@ -136,15 +136,9 @@ def _trainer_class(recipe: AdaptationRecipe, seen: list[Any], progress: Progress
             network = self.accelerator.unwrap_model(model)
             head = network.get_output_embeddings()
             with self.accelerator.autocast():
-                hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                loss = activated_lm_loss(
-                    hidden[:, :-1].flatten(0, 1),
-                    head.weight,
-                    ids[:, 1:].flatten(),
-                    head.bias,
-                    activated_weight=recipe.activated_weight,
-                    chunk=recipe.chunk,
-                )
+                hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+                options: dict[str, Any] = {"activated_weight": recipe.activated_weight, "chunk": recipe.chunk}
+                loss = activated_lm_loss(hidden, head.weight, ids[:, 1:].flatten(), head.bias, **options)
             step, steps = self.state.global_step + 1, recipe.steps
             if not bool(loss.total.isfinite()):
                 got = f"{float(loss.total)} at step {step} of {steps}; lower learning_rate, or set bf16=False."

@@ -254,8 +254,7 @@ def _name_terms(
     if tokens is None:
         return [str(term) for term in range(used.size)]
     if len(tokens) != used.size:
-        given = f"{used.size} terms of the vectors, got {len(tokens)}"
-        said = f"expected one for each of the {given}"
+        said = f"expected one for each of the {used.size} terms of the vectors, got {len(tokens)}"
         raise VocabularyMismatchError(f"tokens: {said}. Pass the vocabulary of the model.")
     names = [str(token) for token in tokens]
     bad: dict[str, list[str]] = {}

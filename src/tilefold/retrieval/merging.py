@@ -23,6 +23,8 @@ from tilefold.retrieval.vectors import SparseVectorWriter, VectorManifest, iter_
 if TYPE_CHECKING:
     from tilefold.retrieval.tokens import TokenStore, TokenVectors
 
+    _Vectors = SparseVectors | TokenStore | TokenVectors
+
 __all__ = ["merge_segments", "merge_vectors", "update_index"]
 
 GROWING = ("exact", "seismic", "dense", "late")
@@ -156,12 +158,7 @@ def merge_segments(path: str | Path) -> int:
     return int(index.n_documents)
 
 
-def _segment(
-    held: Segments,
-    vectors: SparseVectors | TokenStore | TokenVectors,
-    metadata: Mapping[str, Fields] | None,
-    folder: Path,
-) -> Any:
+def _segment(held: Segments, vectors: _Vectors, metadata: Mapping[str, Fields] | None, folder: Path) -> Any:
     """A part of new documents for those of `held`, to be saved in `folder`."""
     first, made_by = held.parts[0], held.provenance
     if isinstance(vectors, SparseVectors) is (held.backend in ("dense", "late")):

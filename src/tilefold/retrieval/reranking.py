@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -260,15 +260,10 @@ def _scores(
     packed = documents.packed()
     dtype = torch.float32 if isinstance(packed, QuantizedTokens) else packed.dtype
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        scores = maxsim(
-            queries.values.to(device, dtype),
-            packed.to(device),
-            cu_seqlens_q=queries.offsets.to(device, torch.int32),
-            cu_seqlens_d=documents.offsets.to(device, torch.int32),
-            pairing=index.to(device),
-            reduction=reduction,
-            impl=impl,
-        )
+        mine, theirs = (side.offsets.to(device, torch.int32) for side in (queries, documents))
+        options: dict[str, Any] = {"pairing": index.to(device), "reduction": reduction, "impl": impl}
+        tokens = queries.values.to(device, dtype), packed.to(device)
+        scores = maxsim(*tokens, cu_seqlens_q=mine, cu_seqlens_d=theirs, **options)
     if not bool(scores.isfinite().all()):
         raise DataError("queries, documents: expected finite token vectors, got some that are not. Encode them again.")
     return list(scores.tolist())

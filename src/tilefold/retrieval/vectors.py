@@ -138,8 +138,7 @@ def iter_shards(path: str | Path, manifest: VectorManifest | None = None) -> Ite
     """Yield the listed shards one at a time, checked, for collections larger than memory."""
     folder = Path(path)
     manifest = manifest or read_manifest(folder)
-    for shard in manifest.shards:
-        yield _read_shard(folder, shard, manifest)
+    yield from (_read_shard(folder, shard, manifest) for shard in manifest.shards)
 
 
 def _read_shard(folder: Path, shard: Json, manifest: VectorManifest) -> SparseVectors:

@@ -10,7 +10,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
-        try:
+        with closing(service):
             yield
-        finally:
-            service.close()
 
     app = _App(
         title="tilefold",
@@ -212,11 +210,10 @@ def _is_local(host: bytes) -> bool:
     # a name without a dot is no exception: whoever runs the network of the client decides what it stands for
     if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _page_router(service: Service) -> APIRouter:

@@ -59,15 +59,9 @@ class Searchable:
     @cached_property
     def searcher(self) -> Searcher:
         """Ranks and reranks; queries are encoded by the service."""
-        return Searcher(
-            self.index,
-            documents=self.documents,
-            vectors=self.vectors,
-            second=self.words,
-            late=None if self.late is None else self.late.model,
-            tokens=self.store,
-            options=self.options,
-        )
+        late = None if self.late is None else self.late.model
+        parts: Options = {"documents": self.documents, "vectors": self.vectors, "second": self.words}
+        return Searcher(self.index, late=late, tokens=self.store, options=self.options, **parts)
 
     @property
     def features(self) -> dict[str, bool]:

@@ -6,7 +6,7 @@ import functools
 import json
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from fastapi import APIRouter, Request, Response
@@ -36,6 +36,7 @@ _NEEDS = {
     "rerank": "--tokens (and --data, if that is a model)",
 }
 T = TypeVar("T")
+_Vector: TypeAlias = SparseVectors | TokenVectors | torch.Tensor | None  # of the query, as the index takes it
 
 
 class _Strict(Body):
@@ -116,12 +117,8 @@ class _SearchRoutes:
 
     async def indexes(self, request: Request) -> Response:
         index, found = self.searchable.index, self.searchable
-        described = {
-            "name": found.name,
-            "backend": index.backend,
-            "documents": await self._asked(lambda: index.n_documents),
-            "features": found.features,
-        }
+        count = await self._asked(lambda: index.n_documents)
+        described = {"name": found.name, "backend": index.backend, "documents": count, "features": found.features}
         return Response(plain({"indexes": [described]}), media_type=JSON)
 
     async def get_search(self, request: Request) -> Response:
@@ -209,9 +206,7 @@ class _SearchRoutes:
         service.metrics.observe("tilefold_search_duration", times["search"])
         return Response(content, media_type=JSON)
 
-    async def _rank(
-        self, text: str, vector: SparseVectors | TokenVectors | torch.Tensor | None, request: SearchRequest
-    ) -> Ranking:
+    async def _rank(self, text: str, vector: _Vector, request: SearchRequest) -> Ranking:
         try:
             return await self._asked(self.searchable.searcher.rank, {QUERY: text}, request, vector)
         except MissingDocumentError:
@@ -257,9 +252,7 @@ class _SearchRoutes:
         work = functools.partial(found.searcher.rerank, {QUERY: text}, ranking, reranking, query, candidates)
         return await service.on_device(service.model("multi-vector"), work)
 
-    async def _columns(
-        self, body: SearchBody, request: SearchRequest, vector: SparseVectors | TokenVectors | torch.Tensor | None
-    ) -> dict[str, Run]:
+    async def _columns(self, body: SearchBody, request: SearchRequest, vector: _Vector) -> dict[str, Run]:
         """The ranking of each method alone; that of late interaction is of the candidates of the index."""
         found, depth = self.searchable, max(body.hits, RERANK_DEPTH)
         late = depth if found.store is not None else min(depth, self._encodable)

@@ -224,8 +224,7 @@ class Service:
 
     async def on_device(self, model: Served, work: Callable[[], T]) -> T:
         """Run something on the device of a model, in its turn."""
-        answer = await self._lanes[model.device].submit(_CALL, work, 0)
-        value: T = answer.value
+        value: T = (await self._lanes[model.device].submit(_CALL, work, 0)).value
         return value
 
     def permit(self, inputs: Sequence[object], name: str = "inputs") -> AbstractContextManager[None]:
@@ -302,8 +301,7 @@ class Service:
         if (given := sum(map(len, inputs))) > most:
             several = " in all" if len(inputs) > 1 else ""
             what = "characters" if isinstance(inputs[0], str) else "token ids"
-            message = f"`{name}` must have less than {most} {what}{several}. Given: {given}"
-            raise invalid(message, label="tokenization")
+            raise invalid(f"`{name}` must have less than {most} {what}{several}. Given: {given}", label="tokenization")
 
     def _truncates(self, asked: Asked) -> bool:
         return self.limits.auto_truncate if asked.truncate is None else asked.truncate

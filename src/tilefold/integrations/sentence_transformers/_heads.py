@@ -66,8 +66,7 @@ def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
             steps.append(list(pipelines_of(module)))
         elif module is not None:
             steps.append([[module]])
-    for choice in product(*steps):
-        yield [module for path in choice for module in path]
+    yield from ([module for path in choice for module in path] for choice in product(*steps))
 
 
 def _pair_at(pipeline: list[nn.Module], poolings: list[int]) -> SpladePair:
@@ -190,9 +189,7 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
     if padding := -sum(column.size(1) for column in columns[1:]) % _LOW_RANK_ALIGNMENT:
         features.append(hidden.new_zeros(*hidden.shape[:-1], padding))
         columns.append(base.weight.new_zeros(base.weight.size(0), padding))
-    if len(columns) == 1:
-        return base
-    return Head(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
+    return base if len(columns) == 1 else Head(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
 
 
 def _is_peft(layer: nn.Module, name: str) -> bool:

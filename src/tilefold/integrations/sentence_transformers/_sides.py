@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,16 +118,9 @@ def scores_of_sides(
 
 def score(queries: Part, documents: Part, pairing: str, length_normalize: bool, impl: str) -> Tensor:
     """Scores of sentence-transformers from sums: fp32, -1e9 for empty documents, then the mean over query tokens."""
-    scores: Tensor = maxsim(
-        queries.rows,
-        documents.rows,
-        query_mask=queries.mask,
-        document_mask=documents.mask,
-        cu_seqlens_q=queries.cu_seqlens,
-        cu_seqlens_d=documents.cu_seqlens,
-        pairing=pairing,
-        impl=impl,
-    )
+    layout: dict[str, Any] = {"query_mask": queries.mask, "document_mask": documents.mask}
+    layout |= {"cu_seqlens_q": queries.cu_seqlens, "cu_seqlens_d": documents.cu_seqlens}
+    scores: Tensor = maxsim(queries.rows, documents.rows, **layout, pairing=pairing, impl=impl)
     scores = scores.float().masked_fill(documents.counts() == 0, EMPTY_DOCUMENT_SCORE)
     if not length_normalize:
         return scores

@@ -320,6 +320,5 @@ def _without_detours(collator: Any, model: Model) -> Any:
 
 def _preprocess(model: Any, inputs: list[object], **kwargs: object) -> Features:
     """``model.preprocess``, by the shortest way for texts."""
-    texts = {*map(type, inputs)} == {str}
-    found: Features = (model[0] if texts else model).preprocess(inputs, **kwargs)
+    found: Features = (model[0] if {*map(type, inputs)} == {str} else model).preprocess(inputs, **kwargs)
     return found

@@ -9,7 +9,7 @@ those of ``sentence_transformers.util``, which take lists of any lengths, and wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -170,15 +170,9 @@ def _xtr(name: str, pairing: str, summary: str) -> Scores:
             found = rows.new_zeros((0, n_groups * n_ways), dtype=torch.float32)
         else:
             query = queries.part(slice(0, queries.count), rows.device)
-            found = fused_xtr_scores(
-                query.rows,
-                rows.flatten(0, 1),
-                top_k=top_k,
-                query_mask=query.mask,
-                document_mask=mask.flatten(0, 1),
-                cu_seqlens_q=query.cu_seqlens,
-                impl=impl,
-            )
+            layout: dict[str, Any] = {"query_mask": query.mask, "cu_seqlens_q": query.cu_seqlens}
+            layout["document_mask"] = mask.flatten(0, 1)
+            found = fused_xtr_scores(query.rows, rows.flatten(0, 1), top_k=top_k, **layout, impl=impl)
             found = found.float().masked_fill(mask.sum(dim=-1).flatten() == 0, EMPTY_DOCUMENT_SCORE)
         if pairing == "all":
             return found
