@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def train(options: argparse.Namespace, data: Path) -> None:
     from tilefold.recipes import train as run
     from tilefold.retrieval import load_collection, read_training_rows
 
-    with ThreadPoolExecutor(1) as beside:  # as `tilefold train` does
+    with ThreadPoolExecutor(2) as beside:  # as `tilefold train` does
+        beside.submit(import_module, "sentence_transformers.sparse_encoder")
         rows = beside.submit(read_training_rows, data / "scores.parquet")
         collection = load_collection(data, stored=STORED)
     warm, times = options.steps // 10, list[float]()

@@ -9,6 +9,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,8 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
     output = asked["output"]
     splits = ["train"] if config.evaluate_steps is None else ["train", config.evaluate_split or "dev"]
     parts: Values = {"splits": splits, "stored": STORED if cuts is None else None}
-    with ThreadPoolExecutor(1) as beside:  # millions of rows take as long as the documents
+    with ThreadPoolExecutor(2) as beside:  # millions of rows take as long as the documents
+        beside.submit(import_module, "sentence_transformers.sparse_encoder")
         rows = asked["negatives"] if getattr(config, "negatives", 0) else None
         reading = rows and beside.submit(read_training_rows, rows)
         with first_rank_first():  # what it fetches, the others find
