@@ -39,6 +39,7 @@ from tilefold.recipes import (
     TrainingError,
     _trainer,
     _training,
+    _watch,
     get_recipe,
     train,
 )
@@ -264,6 +265,17 @@ def test_checkpoints_come_by_time_and_settings_may_change(recipe: Any, collectio
     assert [json.loads(line)["step"] for line in log][-2:] == [3, 4]
     assert train(recipe, collection, tmp_path / "m").reused
     assert newest_step(tmp_path / "m") is None
+
+
+@pytest.mark.parametrize(("share", "newest"), [(1e9, 2), (0.0, 1)])
+def test_checkpoints_that_take_long_come_seldom(
+    recipe: Any, collection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, newest: int
+) -> None:
+    monkeypatch.setattr(_watch, "SAVE_STEPS", 1)
+    monkeypatch.setattr(_watch, "SAVE_SHARE", share)
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(recipe, save_steps=None), collection, tmp_path / "m", progress=stop_at(3))
+    assert newest_step(tmp_path / "m") == newest
 
 
 def test_a_finished_run_is_reused_or_refuses_other_settings(recipe: Any, collection: Any, tmp_path: Path) -> None:

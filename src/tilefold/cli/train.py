@@ -75,7 +75,7 @@ def train(
     graphs: bool = flag("GPU: capture the encoder as CUDA graphs; see docs/cli.md.", "--graphs"),
     devices: Text = option("GPUs to use, a number or all: a process for each, with a share of every step."),
     seed: int = preset(0, "Equal seeds give equal models."),
-    save_steps: int = preset(25, "A checkpoint after so many steps."),
+    save_steps: Count = option("A checkpoint after so many steps; by default 25, more where it takes long."),
     save_minutes: float = preset(5.0, "A checkpoint after this time at the latest.", min=0),
     evaluate_steps: Count = option("nDCG@10 of a split after every so many steps; the best model is kept."),
     evaluate_split: Text = option("By default dev, or the one beside train and test."),

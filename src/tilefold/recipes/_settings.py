@@ -124,7 +124,8 @@ class TrainingSettings(Settings):
         fused: train with the fused head, or the fused similarity on packed tokens where the model allows.
         graphs: repeat forward and backward of the encoder as CUDA graphs, see :func:`collate_ahead`. Needs a GPU and
             ``fused``. A resumed run draws other numbers for dropout than one that was not interrupted.
-        save_steps: steps between checkpoints, from which an interrupted run is resumed.
+        save_steps: steps between checkpoints, from which an interrupted run is resumed; ``None`` takes 25, or more
+            where they would take over a twentieth of the time.
         save_minutes: time between checkpoints at the latest.
         log_steps: steps between rows of the log, for each of which the GPU stands still for some milliseconds; a loss
             that is not finite, or a model that is all zero, is noticed then.
@@ -151,7 +152,7 @@ class TrainingSettings(Settings):
     bf16: bool | None = checked(None, flag)
     fused: bool = checked(True, flag)
     graphs: bool = checked(False, flag)
-    save_steps: int = checked(25, whole())
+    save_steps: int | None = checked(None, whole())
     save_minutes: float = checked(5.0, NOT_NEGATIVE)
     log_steps: int = checked(10, whole())
     evaluate_steps: int | None = checked(None, whole())

@@ -191,7 +191,7 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "load_best_model_at_end": job.evaluator is not None,
         "restore_callback_states_from_checkpoint": True,  # how long patience has waited
         "save_strategy": "steps",
-        "save_steps": recipe.evaluate_steps or recipe.save_steps,  # the watcher asks for others
+        "save_steps": recipe.evaluate_steps or recipe.save_steps or 10**9,  # the watcher asks for others
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "logging_steps": max(1, min(recipe.log_steps, steps)),

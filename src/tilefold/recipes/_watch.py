@@ -30,6 +30,7 @@ NAMES = {"base_loss": "ranking_loss"} | {f"{side}_regularizer_loss": f"{side}_pe
 FULL = 0.25  # share of the vocabulary above which vectors count as nearly dense
 DEAD_ROWS = 0.5  # share of rows without a term above which a warning is due
 PATIENCE = 2  # logs in a row
+SAVE_STEPS, SAVE_SHARE = 25, 0.05  # where a recipe names no steps; of the time, for checkpoints
 REMEDY = (
     "Train again with a smaller learning rate or a smaller weight of the penalties; a masked-LM head with large logits "
     "(ModernBERT, Ettin) needs document.logit_scale=0.0625"
@@ -46,7 +47,8 @@ class Watcher(TrainerCallback):
         self.first_ranking_loss: float | None = None  # without regularisers
         self.ranking_loss: float | None = None
         self.interrupted = False
-        self.saved = self.began = time.monotonic()
+        self.saved = self.began = self.ended = time.monotonic()
+        self.cost = 0.0  # seconds of the last checkpoint
         self.hours, self.over = job.call.hours, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: object, **_: object) -> None:
@@ -76,13 +78,15 @@ class Watcher(TrainerCallback):
             self.losses = self.losses._replace(ndcg=self.ndcg, best=(state.best_metric, state.best_global_step))
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
-        now, asked = time.monotonic(), 0
-        if self.world.rank == 0 and now - self.saved >= 60 * self.recipe.save_minutes:
+        self.ended = now = time.monotonic()
+        steps, since, asked = self.recipe.save_steps, now - self.saved, 0
+        seldom = steps is None and state.global_step % SAVE_STEPS == 0 and since * SAVE_SHARE >= self.cost
+        if self.world.rank == 0 and (seldom or since >= 60 * self.recipe.save_minutes):
             self.saved, asked = now, 1
         if self.world.rank == 0 and self.hours is not None and now - self.began >= 3600 * self.hours:
             asked = 2
         found = self.world.highest(asked)
-        control.should_save = control.should_save or found > 0 or state.global_step % self.recipe.save_steps == 0
+        control.should_save = control.should_save or found > 0 or bool(steps and state.global_step % steps == 0)
         self.over = self.over or (found == 2 and state.global_step < state.max_steps)
 
     def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -94,6 +98,7 @@ class Watcher(TrainerCallback):
                 if step not in (state.global_step, state.best_global_step):
                     shutil.rmtree(old)
         self.saved = time.monotonic()
+        self.cost = self.saved - self.ended
         if self.over and not control.should_training_stop:
             at = f"step {state.global_step} of {state.max_steps}"
             raise OutOfTimeError(f"the {self.hours:g} hours are over, at {at}; run the same again to go on from there.")
