@@ -24,8 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +139,11 @@ def train(options: argparse.Namespace, data: Path) -> None:
     from tilefold.cli.train import STORED
     from tilefold.recipes import get_recipe
     from tilefold.recipes import train as run
-    from tilefold.retrieval import load_collection, read_training_rows
+    from tilefold.retrieval import load_collection
+    from tilefold.retrieval.training_rows import RowsAhead
 
-    with ThreadPoolExecutor(2) as beside:  # as `tilefold train` does
-        beside.submit(import_module, "sentence_transformers.sparse_encoder")
-        rows = beside.submit(read_training_rows, data / "scores.parquet")
-        collection = load_collection(data, stored=STORED)
+    rows = RowsAhead(data / "scores.parquet")  # as `tilefold train` does
+    collection = load_collection(data, stored=STORED)
     warm, times = options.steps // 10, list[float]()
     busy: Any = None
 
@@ -172,7 +169,7 @@ def train(options: argparse.Namespace, data: Path) -> None:
         recipe,
         collection,
         options.folder / "model",
-        negatives=rows.result(),
+        negatives=rows,
         progress=progress,
         resume=False,
         overwrite=True,

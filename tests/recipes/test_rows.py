@@ -18,7 +18,7 @@ from tilefold.recipes.lsr import make_examples
 from tilefold.retrieval import stored
 from tilefold.retrieval.datasets import load_collection
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.training_rows import read_training_rows
+from tilefold.retrieval.training_rows import RowsAhead, read_training_rows
 
 PUBLISHED = {
     "triples.tsv": "q0\td0\td2\nq1\td1\td3\n\nq0\td0\td4\nq0\td0\td2\n",
@@ -92,9 +92,7 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
     for part in (None, 0):
         data = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
         assert isinstance(data.documents, stored.Stored) == (part == 0)
-        made = train(
-            recipe, data, tmp_path / str(part), negatives=triples if part is None else read_training_rows(triples)
-        )
+        made = train(recipe, data, tmp_path / str(part), negatives=triples if part is None else RowsAhead(triples))
         runs.append([(tmp_path / str(part) / "model.safetensors").read_bytes(), made.truncated, made.loss])
     assert runs[0] == runs[1]
     held, kept = (Reader(make_examples(recipe, part, triples).columns, None, "") for part in (small_collection(), data))

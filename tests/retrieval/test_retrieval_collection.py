@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
@@ -392,9 +393,26 @@ def test_what_a_process_that_ends_has_not_read_is_read(
     whole = list(_document_lines.all_lines(corpus, corpus.stat().st_size))
     monkeypatch.setattr(_document_lines, "ALONE", 0)
     monkeypatch.setattr(_document_lines, "share_of_cores", lambda processes: 2)
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    assert str(list(_document_lines.all_lines(corpus, corpus.stat().st_size))) == str(whole)
-    assert "a process that read its lines ended early" in caplog.text
+    (corpus.parent / "noise").write_text("#!/bin/sh\necho 'something else, longer than a header'\n")
+    (corpus.parent / "noise").chmod(0o755)
+    for program in ("/bin/false", str(corpus.parent / "noise"), "/nowhere/python", None):
+        monkeypatch.setattr("sys.executable", program)
+        assert str(list(_document_lines.all_lines(corpus, corpus.stat().st_size))) == str(whole)
+        assert ("a process that read its lines ended early" in caplog.text) == (program is not None)
+        caplog.clear()
+    assert (
+        _document_lines._received(io.BytesIO(_document_lines._HEADER.pack(_document_lines._MARK, 1, 0) + b"1")) is None
+    )
+
+
+def test_a_link_to_a_file_of_another_name_is_read_by_its_own(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = opened(corpus)
+    corpus.rename(corpus.parent / "blob")
+    corpus.symlink_to(corpus.parent / "blob")
+    monkeypatch.setattr(_document_lines, "ALONE", 0)
+    assert opened(corpus) == whole and "ended early" not in caplog.text
 
 
 def test_lines_of_several_kinds_have_the_keys_of_their_texts(tmp_path: Path) -> None:

@@ -6,10 +6,8 @@ import inspect
 import json
 import shlex
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,17 +142,16 @@ def _tell(result: TrainResult, config: Any, asked: Asked) -> None:
 def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> TrainResult:
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
-    from tilefold.retrieval import read_training_rows
+    from tilefold.retrieval.training_rows import RowsAhead
 
     output = asked["output"]
     splits = ["train"] if config.evaluate_steps is None else ["train", config.evaluate_split or "dev"]
     parts: Values = {"splits": splits, "stored": STORED if cuts is None else None}
-    with ThreadPoolExecutor(2) as beside:  # millions of rows take as long as the documents
-        beside.submit(import_module, "sentence_transformers.sparse_encoder")
-        rows = asked["negatives"] if getattr(config, "negatives", 0) else None
-        reading = rows and beside.submit(read_training_rows, rows)
-        with first_rank_first():  # what it fetches, the others find
-            collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], **parts)
+    negatives = asked["negatives"]
+    if negatives and getattr(config, "negatives", 0) and (asked["data"] == "pydocs" or Path(asked["data"]).exists()):
+        negatives = RowsAhead(negatives)  # millions of rows take as long as the documents
+    with first_rank_first():  # what it fetches, the others find
+        collection = _common.load_data(asked["data"], drop_unknown=asked["drop_unknown"], **parts)
     if cuts is not None:
         whole = len(collection.documents)
         collection = cuts.training(collection)
@@ -171,9 +168,8 @@ def _train(config: Any, asked: Asked, cuts: Passages | None, rank: int) -> Train
             update(step, steps, losses)
 
         options = {name: asked[name] for name in ("resume", "overwrite", "verbose", "hours", "report_to")}
-        options["negatives"] = reading.result() if reading else asked["negatives"]
         options["command"] = shlex.join(["tilefold", *_options.arguments])
-        return catalogue.train(config, collection, output, progress=progress, **options)
+        return catalogue.train(config, collection, output, negatives=negatives, progress=progress, **options)
 
 
 def _configure(name: str, asked: Asked) -> Any:

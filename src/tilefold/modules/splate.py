@@ -97,7 +97,7 @@ class SplateHead(PoolingModule):
         self.decoder = nn.Linear(hidden_size, vocab_size)
         self.requires_grad_(False)
         self.adapter.requires_grad_(True)
-        self.decoder.bias.requires_grad_(train_bias)
+        self.decoder.bias.requires_grad_(bool(train_bias))
 
     def fused_scores(self, features: Features, head: Head | None, wanted: Wanted) -> Tensor:
         hidden: Tensor = features["token_embeddings"]

@@ -22,7 +22,7 @@ from tilefold.recipes._world import World
 from tilefold.recipes.loading import quiet_libraries, supports_bf16
 from tilefold.retrieval.collection import Collection
 from tilefold.retrieval.provenance import texts_digest
-from tilefold.retrieval.training_rows import TrainingRows
+from tilefold.retrieval.training_rows import RowsAhead
 
 EXPLODED = 4.0
 Losses = _run.Losses
@@ -114,7 +114,7 @@ class Recipe(TrainingSettings):
         """The untrained model; `texts` are the documents of the collection."""
         raise NotImplementedError
 
-    def examples(self, collection: Collection, negatives: str | Path | TrainingRows | None) -> Examples:
+    def examples(self, collection: Collection, negatives: str | Path | RowsAhead | None) -> Examples:
         """The rows that training reads."""
         return pair_examples(collection, "document")
 
@@ -128,7 +128,7 @@ def train(
     collection: Collection,
     output_dir: str | Path,
     *,
-    negatives: str | Path | TrainingRows | None = None,
+    negatives: str | Path | RowsAhead | None = None,
     resume: bool = True,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -148,8 +148,7 @@ def train(
     epoch, which several ranks leave out. The first rank writes; another number of ranks may resume.
 
     Args:
-        negatives: of the training queries, mined or with teacher scores: a file, or what
-            :func:`tilefold.retrieval.read_training_rows` reads there.
+        negatives: of the training queries, mined or with teacher scores (:mod:`tilefold.retrieval.training_rows`).
         resume: go on with, or return, an earlier run; False discards its checkpoints.
         overwrite: replace a finished model in `output_dir`.
         progress: called as ``progress(step, steps, losses)`` after every step, on the first rank; the
@@ -198,7 +197,7 @@ def _train(
     recipe: Recipe,
     collection: Collection,
     output_dir: Path,
-    negatives: str | Path | TrainingRows | None,
+    negatives: str | Path | RowsAhead | None,
     world: World,
     call: Call,
     progress: Progress | None,

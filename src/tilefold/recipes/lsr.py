@@ -18,7 +18,7 @@ from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.encoders import Base, build_encoder
 from tilefold.retrieval.collection import Collection
-from tilefold.retrieval.training_rows import TrainingRows, read_training_rows
+from tilefold.retrieval.training_rows import RowsAhead, read_training_rows
 
 __all__ = [
     "LOSSES", "REGULARIZERS", "LsrRecipe", "RegularizerSpec", "TrainResult", "fused_head", "length_grouped_batches",
@@ -136,7 +136,7 @@ class LsrRecipe(SparseRecipe):
         base = Base(self.base_model, self.max_length, texts, self.seed, self.start_percentile)
         return build_encoder(self.query, self.document, base)
 
-    def examples(self, collection: Collection, negatives: str | Path | TrainingRows | None) -> Examples:
+    def examples(self, collection: Collection, negatives: str | Path | RowsAhead | None) -> Examples:
         """The rows that training reads."""
         return make_examples(self, collection, negatives)
 
@@ -266,22 +266,21 @@ def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
     return ours.PositionSum(penalty, positions) if spec.per_position else penalty
 
 
-def make_examples(recipe: LsrRecipe, collection: Collection, given: str | Path | TrainingRows | None) -> Examples:
+def make_examples(recipe: LsrRecipe, collection: Collection, file: str | Path | RowsAhead | None) -> Examples:
     """The columns ``query``, ``positive``, ``negative_1`` to ``negative_n``, and ``label``: the teachers' scores.
 
     A query's negatives are drawn anew for each pass over the pairs, as far as memory allows, without repetition within
     a row where the file has enough of them.
     """
     if not recipe.negatives:
-        if given is not None:
+        if file is not None:
             remedy = "leave the file out, or set negatives to at least 1."
             raise ValueError(f"negatives: {recipe.name!r} takes none from a file (its negatives are 0); {remedy}")
         return pair_examples(collection, "positive")
     pairs, count = training_pairs(collection), recipe.negatives
-    if given is None:
+    if file is None:
         raise ValueError(_how_to_make(recipe, collection))
-    rows = given if isinstance(given, TrainingRows) else read_training_rows(given)
-    file = "the table of rows" if rows is given else given
+    rows = file.take() if isinstance(file, RowsAhead) else read_training_rows(file)
     places = rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
         raise ValueError(f"negatives: {file} has no teachers' scores; {_how_to_make(recipe, collection)}")

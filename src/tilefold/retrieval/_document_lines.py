@@ -1,6 +1,6 @@
 """Lines of a file of documents: where they begin, keys of ids and texts, and what their digest is of.
 
-A large file is read by several processes of this module, ``python -m tilefold.retrieval._document_lines``.
+A large file is read by several processes, which run :func:`main`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -27,7 +28,8 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.provenance import encoded_texts
 
 RANGE, ALONE, MOST = 1 << 18, 1 << 27, 8  # bytes read at once, and of a file that one process reads; processes
-_HEADER = struct.Struct("<qq")
+_MARK = b"\0lines\0\0"
+_HEADER = struct.Struct("<8sQQ")  # the mark, lines, and bytes of what a digest is of
 _logger = logging.getLogger(__name__)
 
 
@@ -40,36 +42,48 @@ class Lines(NamedTuple):
 
 def all_lines(file: Path, size: int) -> Iterator[Lines]:
     """The lines of a file of so many bytes, in order."""
-    count = 1 if size < ALONE else min(MOST, share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    workers = [_start(file, size, number, count) for number in range(count) if count > 1]
-    place, begins = 0, range(0, size, RANGE)
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    alone = size < ALONE or not sys.executable or getattr(sys, "frozen", False)
+    count = 1 if alone else min(MOST, share_of_cores(ranks))
+    place, begins, workers = 0, range(0, size, RANGE), list[subprocess.Popen[bytes]]()
     try:
-        while workers and place < len(begins) and (found := _received(workers[place % count].stdout)):
-            yield found
-            place += 1
+        with suppress(OSError, ValueError):  # no process more, or broken pipes
+            workers.extend(_start(file, size, number, count) for number in range(count) if count > 1)
+            while workers and place < len(begins) and (found := _received(workers[place % count].stdout)):
+                yield found
+                place += 1
     finally:
         for worker in workers:
             worker.kill()
             worker.communicate()
     with file.open("rb") as stream:
         yield from (_lines(stream, str(file), begin, begin + RANGE) for begin in begins[place:])
-    if workers and place < len(begins):  # else an error said which line is broken
+    if count > 1 and place < len(begins):  # else an error said which line is broken
         _logger.warning("%s: a process that read its lines ended early; this one has read the rest.", file)
 
 
 def _start(file: Path, size: int, number: int, count: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __spec__.name, str(file.resolve()), *map(str, (size, number, count, RANGE))]
-    known = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=known, pipesize=1 << 20)  # noqa: S603
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    code = f"import sys; sys.path[:] = {path!r}; from {__spec__.name} import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(file.absolute()), *map(str, (size, number, count, RANGE))]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # noqa: S603 - this program
+    if sys.platform == "linux" and worker.stdout:
+        import fcntl
+
+        with suppress(OSError):  # as far as a user may have pipes of this size; in smaller ones they wait for another
+            fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, 4 * RANGE)
+    return worker
 
 
 def _received(stream: IO[bytes] | None) -> Lines | None:
     header = stream.read(_HEADER.size) if stream else b""
-    if not stream or len(header) < _HEADER.size:
+    if not stream or len(header) < _HEADER.size or not header.startswith(_MARK):
         return None
-    count, length = _HEADER.unpack(header)
-    numbers, encoded = np.frombuffer(stream.read(24 * count), np.uint64), stream.read(length)
-    return Lines(numbers.reshape(3, count), encoded) if len(numbers) == 3 * count and len(encoded) == length else None
+    _, count, length = _HEADER.unpack(header)
+    numbers, encoded = stream.read(24 * count), stream.read(length)
+    if len(numbers) != 24 * count or len(encoded) != length:
+        return None
+    return Lines(np.frombuffer(numbers, np.uint64).reshape(3, count), encoded)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -78,7 +92,8 @@ def main(arguments: Sequence[str]) -> None:
     with Path(path).open("rb") as stream:
         for begin in range(number * length, size, count * length):
             numbers, encoded = _lines(stream, path, begin, begin + length)
-            sys.stdout.buffer.write(_HEADER.pack(numbers.shape[1], len(encoded)) + numbers.tobytes() + encoded)
+            header = _HEADER.pack(_MARK, numbers.shape[1], len(encoded))
+            sys.stdout.buffer.write(header + numbers.tobytes() + encoded)
     sys.stdout.buffer.flush()
 
 
@@ -87,10 +102,9 @@ def _lines(stream: IO[bytes], path: str, begin: int, end: int) -> Lines:
     if begin:
         stream.seek(begin - 1)
         begin += len(stream.readline()) - 1
-    left = end - begin
-    lines = (
-        stream.readlines(left - 1) if left > 1 else [stream.readline()] * left
-    )  # until more bytes than that are read
+    lines = [stream.readline()] if end - begin == 1 else []
+    if end - begin > 1:
+        lines = stream.readlines(end - begin - 1)  # until more bytes than that are read
     *starts, _ = accumulate(map(len, lines), initial=begin)
     found = None if path.endswith(".jsonl") else _plain(lines)
     if found is None:
@@ -155,7 +169,3 @@ def id_key(name: str | bytes) -> int:
     if len(text) < 19 and text.isdigit() and text[0] != 48:
         return int(text)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -244,6 +245,25 @@ def read_training_rows(path: str | Path) -> TrainingRows:
         raise DataError(f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}") from error
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
+
+
+class RowsAhead:
+    """The path of a file of training rows, which a thread reads meanwhile."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        pool = ThreadPoolExecutor(1)
+        self._reading = [pool.submit(read_training_rows, path)]
+        pool.shutdown(wait=False)
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    __str__ = __fspath__
+
+    def take(self) -> TrainingRows:
+        """The rows, once: they are not held."""
+        return self._reading.pop().result()
 
 
 def _from_table(pa: ModuleType, table: Any, encoded: Any) -> TrainingRows:
