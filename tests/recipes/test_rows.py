@@ -89,10 +89,12 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
     base = str(tiny_masked_lm(tmp_path / "base", small_collection(), layers=1, bias=0.1))
     recipe = LsrRecipe(base_model=base, negatives=1, max_steps=3, batch_size=4, max_length=8, bf16=False, epochs=1)
     runs: list[Any] = []
+    ahead = RowsAhead(triples)
     for part in (None, 0):
         data = load_collection(tmp_path / "data", tmp_path / "cache", stored=part)
         assert isinstance(data.documents, stored.Stored) == (part == 0)
-        made = train(recipe, data, tmp_path / str(part), negatives=triples if part is None else RowsAhead(triples))
+        made = train(recipe, data, tmp_path / str(part), negatives=triples if part is None else ahead)
+        assert part is None or len(ahead.take()) == 24  # read again
         runs.append([(tmp_path / str(part) / "model.safetensors").read_bytes(), made.truncated, made.loss])
     assert runs[0] == runs[1]
     held, kept = (Reader(make_examples(recipe, part, triples).columns, None, "") for part in (small_collection(), data))

@@ -190,6 +190,8 @@ def _indexed(file: Path, state: list[int]) -> Stored[Document]:
                 if told:
                     told.result()
                 told = beside.submit(digest.add_encoded, encoded)
+            if told:
+                told.result()
     except (ValueError, RecursionError, UnicodeError):
         load_documents(file)  # says which line it is
         raise

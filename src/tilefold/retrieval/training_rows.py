@@ -262,8 +262,8 @@ class RowsAhead:
     __str__ = __fspath__
 
     def take(self) -> TrainingRows:
-        """The rows, once: they are not held."""
-        return self._reading.pop().result()
+        """The rows, which are not held: taken again, they are read again."""
+        return self._reading.pop().result() if self._reading else read_training_rows(self.path)
 
 
 def _from_table(pa: ModuleType, table: Any, encoded: Any) -> TrainingRows:
