@@ -23,16 +23,18 @@ def forward(tensors: SearchTensors, options: SearchOptions, training: bool, sett
     """Scores of blocks of documents, and the best of their groups; then the best of all for each query."""
     (n_queries, length), (k, n_documents, n_terms) = tensors.terms.shape, options
     blocks = -(-n_documents // BLOCK)
-    groups = blocks * (BLOCK // GROUP)
+    groups, most = blocks * (BLOCK // GROUP), k // GROUP * GROUP + GROUP
+    if k <= CHUNK // GROUP:  # whose groups a program holds
+        most = min(most, CHUNK // GROUP)
     values = {
-        "T": length, "V": n_terms, "N": n_documents, "Nq": n_queries, "blocks": blocks, "k": k, "BLOCK": BLOCK,
-        "GROUP": GROUP, "BLOCK_T": 64, "HAS_ALLOWED": tensors.allowed is not None, "CHUNK": CHUNK,
-        "ONE": k * GROUP <= CHUNK, "FIRST": min(power_of_two(groups // GROUP, 512), CHUNK),
+        "T": length, "V": n_terms, "N": n_documents, "Nq": n_queries, "blocks": blocks, "k": k, "most": most,
+        "BLOCK": BLOCK, "GROUP": GROUP, "BLOCK_T": 64, "HAS_ALLOWED": tensors.allowed is not None, "CHUNK": CHUNK,
+        "ONE": most * GROUP <= CHUNK, "FIRST": min(power_of_two(groups // GROUP, 512), CHUNK),
         "ONE_FIRST": groups // GROUP <= CHUNK, "num_warps": 8, "num_stages": 3,
     }  # fmt: skip
     steps = Steps(values)
     steps.steps += contiguous(**tensors._asdict())
-    widths = {"score": n_documents, "group": groups, "high": groups // GROUP, "member": 3 * k, "listed": k}
+    widths = {"score": n_documents, "group": groups, "high": groups // GROUP, "member": 3 * most, "listed": most}
     for name, width in widths.items():
         steps.buffer(name, (n_queries, width), torch.int32)
     programs = blocks * n_queries
