@@ -40,7 +40,7 @@ from tilefold.retrieval.index import late, token_blocks
 
 K, DIMS, QUERY_TOKENS, TOKENS = 100, 128, 32, 64
 SEVERAL, BATCH, TURNS, TINY = 16, 512, 64, 2000  # queries of a pass, of a batch, and that take turns; documents
-BATCHES, TOGETHER = 48, (4, 12)  # of texts; batches that one call encodes
+BATCHES, TOGETHER = 48, 4  # of texts; batches that one call encodes
 COPY, PIECE = 1 << 28, 1 << 16  # bytes of a copy from pinned memory; documents that torch scores at a time
 BUDGET, ONCE = TimeBudget(seconds=0.8, min_reps=7, max_reps=30), TimeBudget(0.0, 1, 1)
 
@@ -208,11 +208,11 @@ def documents_of(found: Any) -> list[int]:
 
 
 def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """Texts to hits: batches one after the other, and encoded in a thread while others are searched."""
+    """Texts to hits: batches one after the other, and encoded in one or two threads while others are searched."""
     from tilefold.integrations.sentence_transformers import accelerate
 
     rows, small = made_rows(count, 0, device), count <= TINY
-    index, texts = rows.on_device(), queries_of(BATCH * (TOGETHER[0] if small else BATCHES))
+    index, texts = rows.on_device(), queries_of(BATCH * (TOGETHER if small else BATCHES))
     named = "tiny-cpu" if small else "bert-base"
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(next(one for one in CASES if one.name == named), texts, Path(folder), device)
@@ -226,8 +226,8 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
         for part in cut(BATCH):
             index.search_tensor(encode(part), K)
 
-    def ahead(size: int) -> None:
-        with ThreadPoolExecutor(1) as pool:
+    def ahead(threads: int, size: int) -> None:
+        with ThreadPoolExecutor(threads) as pool:
             for found in pool.map(encode, cut(size)):
                 index.search_tensor(found, K)
 
@@ -236,10 +236,10 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
     gate = rows.judged(index.search_tensor(some, K), index, terms.int(), weights)
     calls: dict[str, Callable[[], None]] = {
         "one after the other": one_by_one,
-        "encoded in a thread": partial(ahead, BATCH),
+        "encoded in a thread": partial(ahead, 1, BATCH),
+        f"encoded in a thread, {TOGETHER} batches together": partial(ahead, 1, TOGETHER * BATCH),
+        f"encoded in two threads, {TOGETHER} batches together": partial(ahead, 2, TOGETHER * BATCH),
     }
-    for number in TOGETHER:
-        calls[f"encoded in a thread, {number} batches together"] = partial(ahead, number * BATCH)
     held, goal = index.postings.nbytes, case.numbers["goal"]
     ways = {name: Way(call, len(texts), held, 0, goal, gate) for name, call in calls.items()}
     for row in in_turns(ways, device, TimeBudget(2.0, 3, 7)):

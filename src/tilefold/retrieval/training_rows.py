@@ -48,11 +48,13 @@ SCHEMA_VERSION = 1
 PUBLISHED = (".tsv", ".tsv.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")  # ends of the names of MS MARCO's files
 _ROWS_PER_GROUP = 1 << 20
 _COLUMNS_AT_ONCE = 2  # read by two cores; more of them would need more memory
+_THREADS = 8  # that read ids, a group of rows each
 _IDS = ["query_id", "document_id"]
 _COLUMNS = ("document", "relevant", "rank", "retrieved")  # of every table, beside its scores
 _REMEDY = "Make it again: tilefold mine, then tilefold score."
 
 Floats = npt.NDArray[np.float32]
+Numbered = tuple[list[str], npt.NDArray[np.int32]]  # distinct ids, and which is whose
 
 
 class QueryRows(NamedTuple):
@@ -240,7 +242,7 @@ def read_training_rows(path: str | Path) -> TrainingRows:
         if file.name.endswith(PUBLISHED):
             return TrainingRows(**read_published(file))
         with pq.ParquetFile(file) as table, pq.ParquetFile(file, read_dictionary=_IDS) as encoded:
-            return _from_table(pa, table, encoded)
+            return _from_table(file, pa, pq, table, encoded)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file}: expected Parquet with training rows, got ({error}). {_REMEDY}") from error
     except DataError as error:
@@ -266,7 +268,7 @@ class RowsAhead:
         return self._reading.pop().result() if self._reading else read_training_rows(self.path)
 
 
-def _from_table(pa: ModuleType, table: Any, encoded: Any) -> TrainingRows:
+def _from_table(file: Path, pa: ModuleType, pq: ModuleType, table: Any, encoded: Any) -> TrainingRows:
     known = table.schema_arrow.names
     names = [name for name in known if name.startswith(TEACHER)]
     needed = ("query_id", "document_id", "relevant", *(("score",) if names else ()))
@@ -274,7 +276,7 @@ def _from_table(pa: ModuleType, table: Any, encoded: Any) -> TrainingRows:
         got = f"{known!r:.80} without {missing[0]!r}"
         raise DataError(f"expected the columns {', '.join(needed)}, got {got}. {_REMEDY}")
     queries, query = _ids(pa, encoded, "query_id")
-    documents, document = _numbered(pa, table, "document_id") or _ids(pa, encoded, "document_id")
+    documents, document = _numbered(file, pa, pq, table, "document_id") or _ids(pa, encoded, "document_id")
     flags = table.read(["relevant"]).column(0)
     if not pa.types.is_boolean(flags.type) or flags.null_count:
         raise DataError(f"relevant: expected true or false in every row, got {flags.type} with nulls or numbers.")
@@ -296,20 +298,26 @@ def _from_table(pa: ModuleType, table: Any, encoded: Any) -> TrainingRows:
     return TrainingRows(queries, documents, offsets, *arrays, values[retriever], teachers, target, made_by)
 
 
-def _numbered(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int32]] | None:
+def _numbered(file: Path, pa: ModuleType, pq: ModuleType, table: Any, name: str) -> Numbered | None:
     """:func:`_ids` of numbers from 0 without gaps of note, faster; None of others."""
-    parts = []
-    for batch in table.iter_batches(_ROWS_PER_GROUP, columns=[name]):
-        if not pa.types.is_string(batch.column(0).type) or batch.column(0).null_count:
-            return None
-        try:
-            numbers = batch.column(0).cast(pa.int64())
-        except pa.ArrowInvalid:
-            return None
-        if not numbers.cast(pa.string()).equals(batch.column(0)):
-            return None
-        parts.append(numbers.to_numpy())
-    every = np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def numbers(column: Any) -> npt.NDArray[np.int64]:
+        found = column.cast(pa.int64())
+        if not pa.types.is_string(column.type) or column.null_count or not found.cast(pa.string()).equals(column):
+            raise pa.ArrowInvalid(f"{name}: other ids")
+        return np.asarray(found)
+
+    def of_group(group: int) -> list[npt.NDArray[np.int64]]:
+        with pq.ParquetFile(file, metadata=table.metadata) as own:
+            batches = own.iter_batches(_ROWS_PER_GROUP, row_groups=[group], columns=[name])
+            return [numbers(batch.column(0)) for batch in batches]
+
+    try:
+        with ThreadPoolExecutor(min(_THREADS, pa.cpu_count())) as pool:
+            parts = itertools.chain.from_iterable(pool.map(of_group, range(table.num_row_groups)))
+            every = np.concatenate([np.empty(0, np.int64), *parts])
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
     if not len(every) or every.min() < 0 or every.max() > 4 * len(every):
         return None
     first = np.full(every.max() + 1, len(every))
@@ -319,7 +327,7 @@ def _numbered(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDA
     return pa.array(distinct).cast(pa.string()).to_pylist(), first[every].astype(np.int32)
 
 
-def _ids(pa: ModuleType, table: Any, name: str) -> tuple[list[str], npt.NDArray[np.int32]]:
+def _ids(pa: ModuleType, table: Any, name: str) -> Numbered:
     """Distinct ids in the order of their first row, and the position of each row's."""
     whole = table.read([name])
     column = whole.column(0)

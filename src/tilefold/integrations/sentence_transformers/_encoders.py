@@ -27,7 +27,7 @@ from tilefold.modules.fused_pooling import Options, SparseOptions
 from tilefold.pipeline.rows import Batch, Begun, Item, Window, WindowEnd, repeated, stacked
 from tilefold.pipeline.truncated import watched
 
-FIRST_TEXTS = 512  # of the first window, so that the device need not wait long for it
+FIRST_TEXTS, GROWTH = 512, 4  # of the first window, so that the device need not wait long, for a later one neither
 WINDOW_TEXTS, WINDOW_CHARACTERS = 2048, 1 << 18  # of a later one, at least; half the tokens of a batch on a GPU
 _USUAL = 32  # the stock batch size, from which on batches are cut by tokens
 
@@ -70,7 +70,8 @@ def _starts(lengths: Tensor) -> list[int]:
     while starts[-1] < len(lengths):
         last = starts[-1]
         enough = int(torch.searchsorted(ends, ends[last - 1] + WINDOW_CHARACTERS))
-        starts.append(min(max(enough, last + WINDOW_TEXTS), len(lengths)))
+        size = min(max(enough - last, WINDOW_TEXTS), GROWTH * (last - starts[-2]))
+        starts.append(min(last + size, len(lengths)))
     return starts
 
 

@@ -14,7 +14,7 @@ GROUP, CHUNK = 64, 8192  # documents of a group, and groups of a group of them; 
 # Facts: capability, programs (blocks of documents times queries)
 SCORES = (
     Row({}, {"ROWS": 4, "WIDE": 256, "num_warps": 4, "num_stages": 3, "SHARED": True}, "H200"),
-    Row({"programs": Between(most=4096)}, {"ROWS": 8, "WIDE": 512, "num_warps": 16}, "H200, one query"),
+    Row({"programs": Between(most=4096)}, {"ROWS": 8, "WIDE": 512, "num_warps": 32}, "H200, one query"),
     Row({"capability": (0, 0)}, {"SHARED": False}, "shared memory is declared in PTX"),
 )
 

@@ -50,14 +50,18 @@ def _bytes(at, inside):
 
 @triton.jit
 def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
-    """Exponent field of the least power of two that is larger than any score of a query with these terms."""
+    """Exponent field of the least power of two that is larger than any score of a query with these terms, and where
+    its last positive weight ends.
+    """
     bound = tl.zeros((BLOCK_T,), tl.float32)
+    last = tl.zeros((BLOCK_T,), tl.int32)
     for t0 in range(0, T, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         weight = tl.maximum(tl.load(weights_ptr + t, mask=t < T, other=0.0), 0.0)
         term = tl.load(terms_ptr + t, mask=t < T, other=-1)
         bound += weight * tl.load(largest_ptr + term, mask=(term >= 0) & (term < V), other=0.0)
-    return (tl.sum(bound).to(tl.int32, bitcast=True) >> 23) + 1
+        last = tl.where(weight > 0.0, t + 1, last)
+    return (tl.sum(bound).to(tl.int32, bitcast=True) >> 23) + 1, tl.max(last)
 
 
 @triton.jit(do_not_specialize=["T", "V", "N", "Nq", "blocks"])
@@ -74,7 +78,7 @@ def block_scores_kernel(
     query = (tl.program_id(0) % Nq).to(tl.int64)
     terms_ptr += query * T
     weights_ptr += query * T
-    exponent = _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T)
+    exponent, length = _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T)
     up = tl.minimum(tl.maximum(285 - exponent, 1), 253)
     factor = (up << 23).to(tl.float32, bitcast=True)
     place = tl.arange(0, BLOCK)
@@ -91,7 +95,7 @@ def block_scores_kernel(
     first = tl.load(offsets_ptr)  # of the block, whose postings are fewer than 2^31
     places_ptr += first
     postings_ptr += first
-    for t0 in range(0, T, ROWS):
+    for t0 in range(0, length, ROWS):
         t = t0 + tl.arange(0, ROWS)
         term = tl.load(terms_ptr + t, mask=t < T, other=-1)
         weight = tl.load(weights_ptr + t, mask=t < T, other=0.0)
@@ -237,14 +241,11 @@ def best_kernel(
         i = i0 + tl.arange(0, RANKED)
         value = tl.load(listed_ptr + i, mask=i < count, other=0)
         rank = tl.where(i < count, 0, i)
-        for j0 in range(
-            0, count, RANKED
-        ):  # those that come before: higher ones, and equal ones that were listed before
+        for j0 in range(0, count, RANKED):
             j = j0 + tl.arange(0, RANKED)
             other = tl.load(listed_ptr + j, mask=j < count, other=-1)
-            before = (other[None, :] > value[:, None]) | (
-                (other[None, :] == value[:, None]) & (j[None, :] < i[:, None])
-            )
+            before = (other[None, :] == value[:, None]) & (j[None, :] < i[:, None])  # equal ones that were listed
+            before |= other[None, :] > value[:, None]
             rank += tl.where(i < count, tl.sum(before.to(tl.int32), axis=1), 0)
         document = tl.load(member_ptr + 2 * most + i, mask=i < count, other=-1)
         tl.store(documents_ptr + query * k + rank, document.to(tl.int64), mask=rank < k)
