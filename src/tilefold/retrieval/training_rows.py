@@ -309,8 +309,7 @@ def _numbered(file: Path, pa: ModuleType, pq: ModuleType, table: Any, name: str)
 
     def of_group(group: int) -> list[npt.NDArray[np.int64]]:
         with pq.ParquetFile(file, metadata=table.metadata) as own:
-            batches = own.iter_batches(_ROWS_PER_GROUP, row_groups=[group], columns=[name])
-            return [numbers(batch.column(0)) for batch in batches]
+            return [numbers(batch.column(0)) for batch in own.iter_batches(_ROWS_PER_GROUP, [group], [name])]
 
     try:
         with ThreadPoolExecutor(min(_THREADS, pa.cpu_count())) as pool:

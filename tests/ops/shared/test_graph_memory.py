@@ -54,6 +54,7 @@ BUILD_FAULTS = [
     TritonError("out of resource: shared memory, Required: 150000, Hardware limit: 101376."),
     RuntimeError("PassManager::run failed"),
     RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    *(RuntimeError(f"Triton Error [CUDA]: {why}") for why in ("invalid argument", "too many resources requested")),
     RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
     subprocess.CalledProcessError(1, ["gcc"]),
 ]

@@ -189,12 +189,13 @@ def rows_fit_descriptor(matrix: Tensor) -> bool:
 
 
 def is_of_the_build(error: Exception) -> bool:
-    """Whether ``error`` says that a kernel cannot be built or loaded, rather than that a launch went wrong."""
+    """Whether ``error`` says that a kernel cannot be built, loaded or launched, rather than that it went wrong."""
+    refused = "kernel image", "invalid argument", "too many resources"  # the last two: of a launch
     if isinstance(error, (TritonError, subprocess.SubprocessError, OSError, ImportError, NotImplementedError)):
         return True
     # the compiler's passes raise what the driver and torch raise too, torch as types of its own
     return type(error) is RuntimeError and (
-        not str(error).startswith("Triton Error [CUDA]") or "kernel image" in str(error)
+        not str(error).startswith("Triton Error [CUDA]") or any(each in str(error) for each in refused)
     )
 
 
