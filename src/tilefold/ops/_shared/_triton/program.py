@@ -15,7 +15,7 @@ from tilefold.ops._shared._triton.launch import Step
 from tilefold.ops._shared.internals import hooked
 from tilefold.ops._shared.plan import Buffer, Launch, Plan, Take, TorchStep, cdiv, taker
 
-MAX_TOGETHER = 1 << 23  # bytes of scratch up to which all is allocated at once: each time costs the host
+MAX_TOGETHER = 1 << 20  # bytes of scratch up to which all is allocated at once: each time costs the host
 PIECE_ALIGNMENT = 128  # bytes, of scratch in a block: as much as the L2 cache reads at a time
 
 
@@ -66,12 +66,12 @@ class Program:
             pieces = {}
         else:
             alone = wanted.keys() | {name for _, names in of_torch for name in names}
-            pieces = {name: room for name, room in pieces.items() if name not in alone}
+            pieces, first = {name: room for name, room in pieces.items() if name not in alone}, {}
         pieces = dict(sorted(pieces.items(), key=itemgetter(1)))  # those without an element come first, and lie at 0
         *offsets, size = accumulate(filter(None, pieces.values()), initial=0)
         made = {name: each for name, each in (wanted | scratch).items() if name not in by_torch | pieces.keys()}
+        made = dict(sorted(made.items(), key=lambda item: first.get(item[0], 0)))
         made |= {"": Buffer((size,), torch.uint8)} if size else {}
-        made = dict(sorted(made.items(), key=lambda item: first.get(item[0], 0)))  # the block is the last of its turn
         nothing = len(given)  # the place of None; then come tensors that are made, those by torch, and pieces
         places = {name: place for place, name in enumerate([*given, None, *made]) if name is not None}
         makes = nothing + 1 + len(made)
