@@ -182,7 +182,7 @@ expected = model.encode(texts).to_dense()
 accelerate(model, impl="triton", check=False)
 again, plain = [], stream.SparseStream._plain
 stream.SparseStream._plain = lambda self, texts: again.append(texts) or plain(self, texts)
-for capacity, top_k in ((1024, None), (4, None), (1024, 5)):
+for capacity, top_k in ((1024, None), (4, None), (4, None), (1024, 5)):
     stream.CAPACITY = capacity
     again.clear()
     rows = encode_sparse(model, texts, batch_tokens=10, top_k=top_k)
@@ -200,7 +200,7 @@ def test_rows_of_fixed_capacity_are_those_of_stock_and_full_ones_are_encoded_aga
     command = [sys.executable, "-c", KERNELS]
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["1024 None False", "4 None True", "1024 5 False"]
+    assert done.stdout.splitlines() == ["1024 None False", "4 None True", "4 None False", "1024 5 False"]
 
 
 @pytest.mark.parametrize("options", OF_VECTORS, ids=str)

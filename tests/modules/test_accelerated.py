@@ -77,7 +77,7 @@ def test_sparse_rows_and_saved_vectors_are_those_of_encode(model: SparseEncoder,
         torch.testing.assert_close(best.to_dense().sum(1), few[place].sum(1), rtol=1e-5, atol=1e-6)
         assert encode_sparse(model, [], task=task).shape == (0, expected[place].size(1))
         with accelerate(model):  # as collections and queries are encoded
-            items = list(model.encode_sparse_batch.stream([Window(texts)], task=task))
+            items = list(model.encode_sparse_batch.stream([Window(texts)], task=task, to_host=place > 0))
         streamed = as_csr([item for item in items if isinstance(item, Batch)], len(texts), 0)
         torch.testing.assert_close(streamed.to_dense(), expected[place], rtol=1e-5, atol=1e-6)
     assert not is_accelerated(model)

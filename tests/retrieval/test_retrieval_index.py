@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.manifests import edit, sum_files, sum_terms
 from tests.refusals import refused
+from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval import SparseIndex, SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import DataError, MissingPackageError, VocabularyMismatchError
 from tilefold.retrieval.index import exact
@@ -74,12 +75,15 @@ def test_the_exact_index_finds_the_same_on_a_device(device: str, make_vectors: M
     with warnings.catch_warnings():  # that this layout is young
         warnings.simplefilter("ignore", UserWarning)
         csr = dense.to_sparse_csr()
-    for asked in (dense, csr, csr.to_sparse_coo()):
-        scores, places = fast.search_tensor(asked.to(device), 9)
+    columns, values = csr.col_indices().int().to(device), csr.values().to(device)
+    rows = SparseRows(csr.crow_indices().diff(), columns, values, 500)
+    for asked in (*(form.to(device) for form in (dense, csr, csr.to_sparse_coo())), rows):
+        scores, places = fast.search_tensor(asked, 9)
         assert [[documents.ids[at] for at in row if at >= 0] for row in places.tolist()] == [
             [h.id for h in r] for r in found
         ]
         assert scores[0].tolist() == [hit.score for hit in found[0]]
+    assert torch.equal(fast.search_tensor(rows.part(slice(1, 2)), 9)[1], places[1:2])
     some = documents.ids[::7]
     wanted = [[hit.id for hit in row if hit.id in some] for row in index.search(queries, 300)]
     assert [[hit.id for hit in row] for row in fast.search(queries, 300, fast.mask(some))] == wanted
@@ -88,12 +92,8 @@ def test_the_exact_index_finds_the_same_on_a_device(device: str, make_vectors: M
     refused(VocabularyMismatchError, "500 terms, got one with 600", fast.search, make_vectors(2, vocab_size=600), 3)
     weights = tmp_path / "index" / "weights.npy"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\x80\x3f")
-    refused(
-        DataError,
-        "the postings of term 499 are not those that were saved",
-        exact.ExactIndex.load(tmp_path / "index").on,
-        device,
-    )
+    broken = exact.ExactIndex.load(tmp_path / "index")
+    refused(DataError, "the postings of term 499 are not those that were saved", broken.on, device)
 
 
 @pytest.mark.parametrize("backend", ALL)

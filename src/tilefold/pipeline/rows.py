@@ -15,7 +15,7 @@ from tilefold.pipeline.ragged import offsets_of
 
 R = TypeVar("R")
 Items = TypeVar("Items", bound=Sequence[object])
-IN_FLIGHT = 3  # batches that a stream launches at most before it gives the one ahead of them
+IN_FLIGHT = 3  # batches that a stream launches at most before it waits for the one ahead of them
 
 
 class Batch(NamedTuple):
@@ -121,7 +121,34 @@ class NoRoomError(Exception):
         self.most = most
 
 
-class PendingRows:
+class Fetched:
+    """Tensors on their way to the host: from a GPU into pinned memory, in the order of its current stream."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: Any = None
+        self._host = list(tensors)
+        device = tensors[0].device
+        if device.type == "cuda":
+            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+        elif device.type != "cpu":
+            self._host = [tensor.cpu() for tensor in tensors]
+
+    def ready(self) -> bool:
+        """Whether they are there."""
+        return self._event is None or bool(self._event.query())
+
+    def fetched(self) -> list[Tensor]:
+        """The tensors on the CPU; waits for the copies, and for nothing after them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+class PendingRows(Fetched):
     """Sparse rows on their way to the host: ``[B, V]`` CSR, or (counts, kept, columns, values, V) of fixed capacity."""
 
     def __init__(
@@ -134,11 +161,11 @@ class PendingRows:
         else:
             *parts, self.vocab_size = rows
         self._there = [] if to_host else parts[-2:]
-        self._fetched = Fetched(parts if to_host else parts[:-2])
+        super().__init__(parts if to_host else parts[:-2])
 
     def get(self) -> SparseRows:
         """All rows; :class:`NoRoomError` if one has more entries than there was room for."""
-        parts = [*self._fetched.get(), *self._there]
+        parts = [*self.fetched(), *self._there]
         if self.capacity is None:
             counts, columns, values = parts
             return SparseRows(counts.to(torch.int64), columns, values, self.vocab_size)
@@ -199,13 +226,10 @@ def places(behind: Tensor, counts: Tensor, device: torch.device) -> Tensor:
 
 
 def repeated(values: Tensor, counts: Tensor, device: torch.device | None = None) -> Tensor:
-    """``torch.repeat_interleave`` of values on the CPU, on `device`, which nothing waits for.
-
-    On the CPU by numpy: torch wakes all threads for a few rows, which can take ms.
-    """
-    if device is None or device.type == "cpu":
+    """``torch.repeat_interleave`` of values on the CPU, on `device`, which nothing waits for."""
+    if device is None or device.type == "cpu":  # by numpy: torch wakes all threads for a few rows, which can take ms
         return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
-    there, of_each = (to_device(each.numpy(), device) for each in (values, counts))
+    there, of_each = to_device(np.stack([values.numpy(), counts.numpy()]), device)
     return torch.repeat_interleave(there, of_each, output_size=int(counts.sum()))
 
 
@@ -213,29 +237,6 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A numpy array on `device`, in the order of the current stream."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-class Fetched:
-    """Tensors on their way to the host: from a GPU into pinned memory, in the order of its current stream."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._event: Any = None
-        self._host = list(tensors)
-        device = tensors[0].device
-        if device.type == "cuda":
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-        elif device.type != "cpu":
-            self._host = [tensor.cpu() for tensor in tensors]
-
-    def get(self) -> list[Tensor]:
-        """The tensors on the CPU; waits for the copies, and for nothing after them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host
 
 
 class TokenRows(NamedTuple):
@@ -252,7 +253,7 @@ class TokenRows(NamedTuple):
         return TokenRows(self.counts[chosen], self.finite[at], self.values[at], scales)
 
 
-class PendingTokens:
+class PendingTokens(Fetched):
     """Token vectors ``[B, S, D]`` that count, packed and stored on the device, of unknown number there.
 
     `stored` makes of ``[T, D]`` fp32 which are finite ``[T]``, values, and scales if any.
@@ -260,24 +261,24 @@ class PendingTokens:
 
     def __init__(self, vectors: Tensor, mask: Tensor, stored: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
         keep = mask.bool()
-        self._fetched = Fetched([keep.sum(1), *stored(packed_rows(vectors, keep).float())])
+        super().__init__([keep.sum(1), *stored(packed_rows(vectors, keep).float())])
 
     def get(self) -> TokenRows:
-        counts, *others = self._fetched.get()
+        counts, *others = self.fetched()
         return TokenRows(counts, *(part[:total] for total in [int(counts.sum())] for part in others))
 
 
-class PendingVectors:
+class PendingVectors(Fetched):
     """Token vectors ``[B, S, D]`` that count, packed on the device, of whose numbers the host does not know yet."""
 
     def __init__(self, vectors: Tensor, mask: Tensor, to_host: bool) -> None:
         keep = mask.bool()
         self._rows = packed_rows(vectors, keep)
-        self._fetched = Fetched([keep.sum(1), *([self._rows] if to_host else [])])
+        super().__init__([keep.sum(1), *([self._rows] if to_host else [])])
 
     def get(self) -> list[Tensor]:
         """``[n, D]`` of each text, parts of one tensor."""
-        counts, *rows = self._fetched.get()
+        counts, *rows = self.fetched()
         total = int(counts.sum())
         found = (rows or [self._rows])[0]
         # a copy where rows are spare, so that nobody keeps them

@@ -109,12 +109,13 @@ class SparseBatchEncoder(Replacement):
         task: str | None = None,
         top_k: int | None = None,
         min_weight: float = 0.0,
+        to_host: bool = True,
         **limits: int | None,
     ) -> Generator[Item, None, None]:
-        """Rows of many texts; ``batch_size`` and ``batch_tokens`` as :class:`TextStream` takes them."""
-        options = sparse_options(self.owner, top_k, min_weight)
+        """Rows of many texts, with entries on the device unless `to_host`; limits as :class:`TextStream` takes them."""
+        options, prompt = sparse_options(self.owner, top_k, min_weight), prompt_of(self.owner, task)
         with in_eval_mode(self.owner):
-            stream = SparseStream(self.owner, options, task=task, prompt=prompt_of(self.owner, task), **limits)
+            stream = SparseStream(self.owner, options, to_host, task=task, prompt=prompt, **limits)
             yield from stream(windows)
 
 

@@ -1,7 +1,7 @@
 """Texts to rows in a stream: tokenised ahead, encoded without padding, fetched a batch or two later.
 
 A thread gives windows of texts to the tokenizer; another makes batches of what comes out; the caller's thread, which
-alone touches the model, launches the next batches before it collects the rows of the last one.
+alone touches the model, launches the next batches before it waits for the rows of the last one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ SMALL_GPU = 32 << 30  # bytes of memory
 CPU_TOKENS = 4096  # measured beside half and a quarter of it, docs/performance.md
 PADDED_TEXTS = 32  # of a batch whose texts are padded
 AHEAD = 8  # batches of token ids that wait
+_needed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # room of a model's rows, which its next streams begin with
 
 
 def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
@@ -189,7 +191,7 @@ class TextStream(ABC):
         for work in works:
             waiting.append((work, None if isinstance(work, WindowEnd) else self._launched(work)))
             launched += not isinstance(work, WindowEnd)
-            while waiting and (launched > pipeline_rows.IN_FLIGHT or isinstance(waiting[0][0], WindowEnd)):
+            while waiting and (launched > pipeline_rows.IN_FLIGHT or waiting[0][1] is None or waiting[0][1].ready()):
                 launched -= not isinstance(waiting[0][0], WindowEnd)
                 yield from self._collected(*waiting.popleft())
         while waiting:
@@ -262,10 +264,9 @@ class TextStream(ABC):
 
     def packed_features(self, ids: TokenIds) -> Features:
         """Features of packed token ids, on their way to the device."""
-        cu_seqlens = to_device(ids.offsets.astype(np.int32), self.device)
-        longest = int(ids.lengths.max(initial=0))
-        tokens, positions = to_device(ids.ids, self.device), to_device(ids.positions, self.device)
-        return self.others | packed_arguments(tokens, positions, cu_seqlens, longest)
+        parts = ids.ids, ids.positions, ids.offsets  # in one copy
+        tokens, positions, offsets = torch.split(to_device(np.concatenate(parts), self.device), [*map(len, parts)])
+        return self.others | packed_arguments(tokens, positions, offsets.int(), int(ids.lengths.max(initial=0)))
 
     def _collected(self, work: Work | WindowEnd, pending: Any) -> Iterator[object]:
         if isinstance(work, WindowEnd):
@@ -309,7 +310,7 @@ class SparseStream(TextStream):
 
     def __init__(self, model: Model, options: SparseOptions, to_host: bool = True, /, **how: Any) -> None:
         super().__init__(model, **how)
-        self.options, self.to_host, self.capacity = options, to_host, CAPACITY
+        self.options, self.to_host, self.capacity = options, to_host, max(CAPACITY, _needed.get(self.model, 0))
 
     def _pending(self, features: Features, *, again: bool = False) -> PendingRows:
         capacity = None if again else self.capacity
@@ -321,6 +322,7 @@ class SparseStream(TextStream):
         except pipeline_rows.NoRoomError as error:
             while self.capacity < min(error.most, MAX_CAPACITY):
                 self.capacity *= 2
+            _needed[self.model] = self.capacity
             raise
 
 

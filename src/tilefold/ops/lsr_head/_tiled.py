@@ -15,15 +15,7 @@ from torch.nn.functional import embedding_bag
 from tilefold.ops._shared.activation import activate, activate_in_place, slope_from_score, slope_in_place
 from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.winners import no_winner, winner_dtype
-from tilefold.ops.lsr_head._problem import (
-    Gradients,
-    HeadOptions,
-    HeadSaved,
-    HeadTensors,
-    Needs,
-    Tokens,
-    check_values,
-)
+from tilefold.ops.lsr_head._problem import Gradients, HeadOptions, HeadSaved, HeadTensors, Needs, Tokens, check_values
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, fake_quantized
 from tilefold.ops.lsr_head._tiles import PackedRows, keep_maximum, pack_rows, vocabulary_tiles, wide_dtype
 
@@ -45,11 +37,7 @@ def forward(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple
 
 
 def backward(
-    dscores: Tensor,
-    saved: HeadSaved,
-    options: HeadOptions,
-    needs: tuple[bool, ...],
-    main_grad: Tensor | None = None,
+    dscores: Tensor, saved: HeadSaved, options: HeadOptions, needs: tuple[bool, ...], main_grad: Tensor | None = None
 ) -> Gradients:
     """Gradients of hidden, weight and bias (``None`` where not needed), each in its parameter's dtype.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
+from tilefold.pipeline.rows import SparseRows, repeated
 from tilefold.retrieval._checks import check_k
 from tilefold.retrieval._sparse import SparseVectors, check_search
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
@@ -67,31 +68,38 @@ class DeviceIndex:
             torch.cuda.current_stream(self.device).synchronize()
         return hits_of(self.ids, documents.numpy(), scores.numpy())
 
-    def search_tensor(self, queries: Tensor, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def search_tensor(self, queries: Tensor | SparseRows, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, k]`` of the best documents, on the device; 0 and -1 where there are no more.
 
-        `queries` are ``[Nq, V]`` on the index's device, dense, CSR or COO, as an encoder returns them: of sparse ones
-        nothing but the number of terms of the longest goes to the host.
+        `queries` are on the index's device, ``[Nq, V]`` dense, CSR or COO, as an encoder returns them, or rows of
+        a stream. Nothing goes to the host but the number of terms of the longest, which such rows have there.
         """
         check_k(k)
-        if queries.dim() != 2 or queries.size(1) != self.vocab_size:
-            raise ValueError(f"queries: expected [.., {self.vocab_size}], got {list(queries.shape)}.")
-        if queries.layout == torch.strided:
+        shape = (len(queries.counts), queries.vocab_size) if isinstance(queries, SparseRows) else tuple(queries.shape)
+        if len(shape) != 2 or shape[1] != self.vocab_size:
+            raise ValueError(f"queries: expected [.., {self.vocab_size}], got {list(shape)}.")
+        most: int | None = None  # terms of the longest
+        if isinstance(queries, SparseRows):
+            counts, found, values = queries.counts, queries.columns.long(), queries.values
+            owner, most = repeated(torch.arange(shape[0]), counts, found.device), max(counts.tolist(), default=0)
+        elif queries.layout == torch.strided:
             owner, found = queries.nonzero(as_tuple=True)
             values = queries[owner, found]
         else:
             rows = queries.to_sparse().coalesce()
             (owner, found), values = rows.indices(), rows.values()
-        if queries.size(0) == 1:  # nothing to be padded
+        if shape[0] == 1:  # nothing to be padded
             order = self.postings.counts.take(found).argsort(descending=True)
             terms, weights = (part.take(order)[None] for part in (found, values.detach()))
             return self._best(terms.int(), weights.float(), k, among)
-        starts = torch.searchsorted(owner, torch.arange(queries.size(0) + 1, device=owner.device))
-        longest = -(-max(1, int(starts.diff().max())) // _WIDTH) * _WIDTH if found.numel() else _WIDTH
+        starts = torch.searchsorted(owner, torch.arange(shape[0] + 1, device=owner.device))
+        if most is None:
+            most = int(starts.diff().max()) if found.numel() else 0
+        longest = -(-max(1, most) // _WIDTH) * _WIDTH
         order = (owner * (len(self.ids) + 1) + len(self.ids) - self.postings.counts[found]).argsort()
         place = owner * longest + torch.arange(found.numel(), device=found.device) - starts[owner]
-        terms = torch.zeros(queries.size(0), longest, dtype=torch.int32, device=found.device)
-        weights = torch.zeros(queries.size(0), longest, device=found.device)
+        terms = torch.zeros(shape[0], longest, dtype=torch.int32, device=found.device)
+        weights = torch.zeros(shape[0], longest, device=found.device)
         terms.view(-1)[place] = found[order].int()
         weights.view(-1)[place] = values.detach()[order].float()
         return self._best(terms, weights, k, among)
