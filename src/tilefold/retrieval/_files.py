@@ -22,8 +22,9 @@ def require(module: str, package: str, purpose: str, extra: str = "retrieval") -
     try:
         return import_module(module)
     except ImportError as error:
-        remedy = f"Install it with `pip install {package}` or `pip install 'tilefold[{extra}]'`."
-        raise MissingPackageError(f"{purpose} needs {package}, which cannot be imported ({error}). {remedy}") from error
+        also = f" or `pip install 'tilefold[{extra}]'`" if extra else ""
+        why = f"{purpose} needs {package}, which cannot be imported ({error})."
+        raise MissingPackageError(f"{why} Install it with `pip install {package}`{also}.") from error
 
 
 def arrow(purpose: str) -> tuple[ModuleType, ModuleType]:

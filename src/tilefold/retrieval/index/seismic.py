@@ -33,9 +33,8 @@ from tilefold.retrieval.provenance import Provenance
 
 __all__ = ["SeismicIndex", "SeismicOptions"]
 
-_SMALL_VOCABULARY = 1 << 16
+_SMALL_VOCABULARY, _MANY_DOCUMENTS = 1 << 16, 1_000_000
 _LARGEST_WEIGHT = 65504.0
-_MANY_DOCUMENTS = 1_000_000
 _CHOSEN = ("n_postings", "query_cut", "heap_factor")  # by the collection, where None
 _INTEGERS = {"n_postings": 1, "min_cluster_size": 1, "doc_cut": 1, "query_cut": 1, "num_threads": 0}
 _FRACTIONS = {"centroid_fraction": "(", "summary_energy": "(", "heap_factor": "["}
@@ -265,7 +264,7 @@ class SeismicIndex(FolderIndex):
 
 
 def _package() -> ModuleType:
-    return require("seismic", _PACKAGE, "The seismic backend")
+    return require("seismic", _PACKAGE, "The seismic backend", extra="")
 
 
 @contextmanager
