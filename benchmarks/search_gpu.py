@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.encode import busy_share
+from benchmarks.encode import Truth, busy_share
 from benchmarks.encode_data import CASES, make_model
 from benchmarks.job import Job, JobCase, JobOptions, Row, Way, in_turns, main
 from benchmarks.queries import queries_of
@@ -37,7 +37,7 @@ from tilefold.bench.timing import TimeBudget
 from tilefold.ops import QuantizedTokens, maxsim, maxsim_topk
 from tilefold.ops.sparse_search import sparse_topk
 from tilefold.pipeline.ahead import Ahead
-from tilefold.pipeline.rows import Batch, Window
+from tilefold.pipeline.rows import Batch, SparseRows, Window, repeated
 from tilefold.retrieval import LateIndex, TokenVectors
 from tilefold.retrieval.index import late, token_blocks
 
@@ -219,6 +219,7 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
     named = "tiny-cpu" if small else "bert-base"
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(next(one for one in CASES if one.name == named), texts, Path(folder), device)
+    truth = Truth(model, {str(place): text for place, text in enumerate(texts[:BATCH])})
     accelerate(model)
     encode: Callable[[Sequence[str]], Tensor] = partial(model.encode_query, show_progress_bar=False)
 
@@ -234,17 +235,31 @@ def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[R
             for found in pool.map(encode, cut(size)):
                 index.search_tensor(found, K)
 
+    def batches(windows: Sequence[list[str]]) -> Iterator[Batch]:
+        items = model.encode_sparse_batch.stream(map(Window, windows), task="query", to_host=False)
+        return (item for item in items if isinstance(item, Batch))
+
     def streamed(size: int) -> None:
         first = [texts[:BATCH], texts[BATCH : 3 * BATCH]]  # small ones, for which the GPU waits less
-        windows = map(Window, [*first, *cut(size, 3 * BATCH)])
-        items = model.encode_sparse_batch.stream(windows, task="query", to_host=False)
-        with torch.inference_mode(), Ahead(items, TOGETHER, "encoded") as found:
-            for rows in (item.rows for item in found if isinstance(item, Batch)):
-                index.search_tensor(rows, K)
+        with torch.inference_mode(), Ahead(batches([*first, *cut(size, 3 * BATCH)]), TOGETHER, "encoded") as found:
+            for batch in found:
+                index.search_tensor(batch.rows, K)
+
+    def judged(queries: Tensor | SparseRows, dense: Tensor) -> str:
+        weights, terms = dense.float().topk(int((dense > 0).sum(1).max()), dim=1)
+        return rows.judged(index.search_tensor(queries, K), index, terms.int(), weights)
 
     some = encode(texts[:BATCH])
-    weights, terms = some.to_dense().float().topk(int((some.to_dense() > 0).sum(1).max()), dim=1)
-    gate = rows.judged(index.search_tensor(some, K), index, terms.int(), weights)
+    gate = judged(some, some.to_dense())
+    for batch in batches([texts[:BATCH]]) if gate == "ok" else ():  # rows of the stream, searched as they are
+        counts, columns, values, size = batch.rows
+        dense = torch.zeros(len(counts), size, dtype=values.dtype, device=device)
+        dense[repeated(torch.arange(len(counts)), counts, device), columns.long()] = values
+        known = [(row, place) for row, place in enumerate(batch.places) if place < len(truth.rows)]
+        errors = [float((dense[row].float().cpu() - truth.rows[place]).abs().max()) for row, place in known]
+        gate = judged(batch.rows, dense) if gate == "ok" else gate
+        if max(errors, default=0.0) > truth.allowed:
+            gate = "rows of the stream differ from those of the stock encoder"
     calls: dict[str, Callable[[], None]] = {
         "one after the other": one_by_one,
         "encoded in a thread": partial(ahead, BATCH),

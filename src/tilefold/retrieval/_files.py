@@ -18,7 +18,7 @@ Json = dict[str, Any]  # a JSON object
 
 
 def require(module: str, package: str, purpose: str, extra: str = "retrieval") -> ModuleType:
-    """Import an optional `module`, or say which `package` to install and why it is needed."""
+    """Import an optional `module`, or say which `package` to install, what `extra` (if any) has it, and why."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -68,6 +68,7 @@ class DeviceIndex:
             torch.cuda.current_stream(self.device).synchronize()
         return hits_of(self.ids, documents.numpy(), scores.numpy())
 
+    @torch.no_grad()
     def search_tensor(self, queries: Tensor | SparseRows, k: int, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, k]`` of the best documents, on the device; 0 and -1 where there are no more.
 
@@ -90,18 +91,17 @@ class DeviceIndex:
             (owner, found), values = rows.indices(), rows.values()
         if shape[0] == 1:  # nothing to be padded
             order = self.postings.counts.take(found).argsort(descending=True)
-            terms, weights = (part.take(order)[None] for part in (found, values.detach()))
+            terms, weights = (part.take(order)[None] for part in (found, values))
             return self._best(terms.int(), weights.float(), k, among)
         starts = torch.searchsorted(owner, torch.arange(shape[0] + 1, device=owner.device))
-        if most is None:
-            most = int(starts.diff().max()) if found.numel() else 0
-        longest = -(-max(1, most) // _WIDTH) * _WIDTH
+        most = int(starts.diff().max()) if most is None and found.numel() else most or 1
+        longest = -(-most // _WIDTH) * _WIDTH
         order = (owner * (len(self.ids) + 1) + len(self.ids) - self.postings.counts[found]).argsort()
         place = owner * longest + torch.arange(found.numel(), device=found.device) - starts[owner]
         terms = torch.zeros(shape[0], longest, dtype=torch.int32, device=found.device)
         weights = torch.zeros(shape[0], longest, device=found.device)
         terms.view(-1)[place] = found[order].int()
-        weights.view(-1)[place] = values.detach()[order].float()
+        weights.view(-1)[place] = values[order].float()
         return self._best(terms, weights, k, among)
 
     def _best(self, terms: Tensor, weights: Tensor, k: int, among: Tensor | None) -> tuple[Tensor, Tensor]:
